@@ -1,0 +1,228 @@
+"""Where everything of a run lies, how a run is made, and how it is found again."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster_ddp.run.errors import RunError, RunNotFound
+from cluster_ddp.run.record import new_record, write_record
+from cluster_ddp.run.storage import Storage, replace_file
+
+if TYPE_CHECKING:
+    from cluster_ddp.spec import JobSpec
+
+_MAX_CANDIDATES_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class AttemptDirectory:
+    """One allocation or one local start of a run: `<run>/attempts/NNN`."""
+
+    path: Path
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run it belongs to."""
+        return RunDirectory(self.path.parent.parent)
+
+    @property
+    def number(self) -> int:
+        """0 for the first attempt."""
+        return int(self.path.name)
+
+    @property
+    def record_file(self) -> Path:
+        """Who began it, where and when."""
+        return self.path / "attempt.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """Exists when training is to save and end."""
+        return self.path / "stop"
+
+    def report_file(self, node: int | str) -> Path:
+        """The environment report of one node."""
+        return self.path / f"environment-{node}.json"
+
+    def logs(self, node_rank: int) -> Path:
+        """The folder of the logs of one node's ranks."""
+        return self.path / f"node-{node_rank}"
+
+    def samples_file(self, rank: int) -> Path:
+        """The sample ids that one rank trained on, when `log.sample_ids` is set."""
+        return self.path / f"samples-rank{rank}.jsonl"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run's folder on shared storage and the names in it."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """`<name>-<yyyymmdd-hhmmss>-<4 hex>`."""
+        return self.path.name
+
+    @property
+    def job_file(self) -> Path:
+        """The resolved job."""
+        return self.path / "job.yaml"
+
+    @property
+    def script(self) -> Path:
+        """Exactly what was submitted to Slurm."""
+        return self.path / "job.sbatch"
+
+    @property
+    def record_file(self) -> Path:
+        """The run's identity; a folder is a run when this file exists."""
+        return self.path / "run.json"
+
+    @property
+    def events(self) -> Path:
+        """The folder of the event files, one per writer."""
+        return self.path / "events"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object per line, written by rank 0."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """The folder of the attempts."""
+        return self.path / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def wandb(self) -> Path:
+        """The folder of wandb's own files."""
+        return self.path / "wandb"
+
+    def attempt(self, number: int) -> AttemptDirectory:
+        """The attempt of that number, whether it exists or not."""
+        return AttemptDirectory(self.attempts / f"{number:03d}")
+
+    def exists(self) -> bool:
+        """Whether this folder holds a run."""
+        return self.record_file.is_file()
+
+
+def runs_dir_of(spec: JobSpec | None) -> Path:
+    """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute."""
+    chosen = spec.runs_dir if spec is not None else None
+    return Path(chosen or os.environ.get("CLUSTER_DDP_RUNS") or "runs").expanduser().absolute()
+
+
+def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
+    """Make the folder of a new run and everything in it that is known before it starts.
+
+    Parameters
+    ----------
+    spec
+        The resolved job.
+    runs_dir
+        Where the folder is made; made too if need be.
+    via
+        How the run is started: sbatch, submitit, local or manual.
+    script
+        The text of the batch script, when there is one.
+
+    Raises
+    ------
+    RunError
+        The folder cannot be written.
+    """
+    from cluster_ddp.spec import dump_resolved  # loads pydantic, which most users of this module do without
+
+    storage = Storage()
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        run = _new_folder(storage, runs_dir, spec.name)
+        for folder in (run.events, run.attempts, run.checkpoints):
+            storage.mkdir(folder)
+        replace_file(storage, run.job_file, dump_resolved(spec).encode())
+        if script is not None:
+            replace_file(storage, run.script, script.encode(), mode=0o700)
+        write_record(storage, run, new_record(spec, run_id=run.id, via=via))  # last: it makes the folder a run
+    except OSError as error:
+        raise RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.") from error
+    return run
+
+
+def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
+    while True:
+        run = RunDirectory(runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+        try:
+            storage.mkdir(run.path)
+        except FileExistsError:
+            continue  # made by another in the same second: draw again
+        return run
+
+
+def list_runs(folder: Path) -> Iterator[RunDirectory]:
+    """The runs in a folder, and in the sweeps in it, by name; nothing when the folder does not exist."""
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    except OSError:
+        return
+    for entry in entries:
+        run = RunDirectory(entry)
+        if run.exists():
+            yield run
+        elif (entry / "sweep.json").is_file():
+            yield from list_runs(entry)
+
+
+def find_run(text: str, runs_dir: Path) -> RunDirectory:
+    """The run that `text` names: a run directory, a run id, or a unique prefix of one.
+
+    Raises
+    ------
+    RunNotFound
+        None is meant, or more than one; the message lists what is there.
+    """
+    at_path = RunDirectory(Path(text).expanduser().absolute())
+    if at_path.exists():
+        return at_path
+    if os.sep in text:
+        raise RunNotFound(f"{text} is not a run directory (it has no run.json)")
+    runs = list(list_runs(runs_dir))
+    found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise RunNotFound(
+            f"'{text}' could be any of {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}"
+        )
+    if not runs:
+        raise RunNotFound(
+            f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
+            "the folder that holds the runs."
+        )
+    latest = sorted(runs, key=_created, reverse=True)
+    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(latest)}")
+
+
+def _created(run: RunDirectory) -> str:
+    """The time in the run's id, as text that sorts; empty when a person renamed the folder."""
+    stamp = re.search(r"-(\d{8}-\d{6})-[0-9a-f]{4}$", run.id)
+    return stamp.group(1) if stamp else ""
+
+
+def _names(runs: list[RunDirectory]) -> str:
+    shown = "".join(f"\n  {run.id}" for run in runs[:_MAX_CANDIDATES_SHOWN])
+    more = len(runs) - _MAX_CANDIDATES_SHOWN
+    return shown + (f"\n  and {more} more" if more > 0 else "")

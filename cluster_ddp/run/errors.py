@@ -1,0 +1,27 @@
+"""What can be wrong with a run, said so that a person knows what to do."""
+
+from __future__ import annotations
+
+from cluster_ddp.spec.errors import ClusterDDPError
+
+
+class RunError(ClusterDDPError):
+    """A run cannot be used as asked."""
+
+    exit_status = 2
+
+
+class RunNotFound(RunError):
+    """No run, or more than one, goes by the name given."""
+
+
+class RunAlive(RunError):
+    """Another attempt of the run is alive, so no second one may write to it."""
+
+
+class RunEnded(RunError):
+    """The run is completed, cancelled, stalled or failed; only a person's `resume` starts it again."""
+
+    def __init__(self, message: str, state: str) -> None:
+        super().__init__(message)
+        self.state = state

@@ -1,0 +1,114 @@
+"""The stop file of an attempt: the wish that training saves and ends now, left on shared storage for every node.
+
+It is how a stop reaches a run whatever started it (sbatch, submitit, local). One poller per node reads it; the node
+program hands the wish on to its ranks over the board.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cluster_ddp.run.lines import parse_object
+from cluster_ddp.run.storage import Storage, write_json
+
+if TYPE_CHECKING:
+    from cluster_ddp.run.directory import AttemptDirectory
+
+TIME_LIMIT = "time-limit"
+PREEMPTION = "preemption"
+TERMINATED = "terminated"
+PERSON = "person"
+CANCEL = "cancel"
+HANG = "hang"
+AGENT_LOST = "agent-lost"
+
+# In the order of the codes on the board; 0 there means none. A new one goes to the end.
+REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST)
+# Reasons behind which stands a person's decision that the run is not to go on by itself.
+FINAL_REASONS = frozenset({PERSON, CANCEL})
+
+SAVE_AND_END = 1
+AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Why and how fast training is to end.
+
+    Attributes
+    ----------
+    reason
+        One of `REASONS`.
+    level
+        1: save and end. 2: at once, no evaluation and no waiting.
+    grace
+        Seconds from `time` until the processes are killed; None when not known.
+    by
+        Who asked, for people to read.
+    time
+        Unix seconds of the request.
+    """
+
+    reason: str
+    level: int = SAVE_AND_END
+    grace: float | None = None
+    by: str = ""
+    time: float = 0.0
+
+
+def request_stop(
+    attempt: AttemptDirectory, *, reason: str, level: int = SAVE_AND_END, grace: float | None = None, by: str
+) -> StopRequest:
+    """Ask every node of an attempt to stop, and return the request that now holds.
+
+    A request that is there already is only ever sharpened: its level does not fall, and a person's decision is not
+    replaced by a signal that comes after it.
+
+    Raises
+    ------
+    OSError
+        The attempt's folder cannot be written.
+    """
+    if reason not in REASONS:
+        raise ValueError(f"{reason!r} is not a reason to stop; one of {', '.join(REASONS)}")
+    wanted = StopRequest(reason, level, grace, by, time.time())
+    there = read_stop(attempt)
+    if there is not None:
+        wanted = replace(wanted, level=max(level, there.level))
+        if there.reason in FINAL_REASONS and reason != CANCEL:
+            wanted = replace(wanted, reason=there.reason, by=there.by)
+    write_json(Storage(), attempt.stop_file, asdict(wanted))
+    return wanted
+
+
+def read_stop(attempt: AttemptDirectory) -> StopRequest | None:
+    """The stop request of an attempt, or None.
+
+    A stop file that a person made by hand (`touch stop`) counts as a person's wish; one that is only half there yet
+    is read at the next poll.
+    """
+    try:
+        data = attempt.stop_file.read_bytes()
+    except OSError:
+        return None
+    value = parse_object(data)
+    if value is None:
+        return None if data.lstrip().startswith(b"{") else StopRequest(PERSON, by="a stop file made by hand")
+    return _request(value)
+
+
+def _request(value: dict[str, Any]) -> StopRequest:
+    reason, level = value.get("reason"), value.get("level")
+    return StopRequest(
+        reason=reason if reason in REASONS else PERSON,
+        level=AT_ONCE if isinstance(level, int) and level >= AT_ONCE else SAVE_AND_END,
+        grace=_seconds(value.get("grace")),
+        by=str(value.get("by", "")),
+        time=_seconds(value.get("time")) or 0.0,
+    )
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
