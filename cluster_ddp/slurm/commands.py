@@ -1,0 +1,198 @@
+"""Calls of Slurm's own commands: sbatch, squeue, scontrol, scancel.
+
+Only options that Slurm 22.05 knows are used, no sacct (many clusters have no accounting), and many jobs are asked
+about with one call.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from cluster_ddp.slurm.states import SlurmJob
+from cluster_ddp.spec.errors import ClusterDDPError
+
+COMMENT = "cluster_ddp "
+"""What begins the comment of a job of ours; the run's id follows. It tells our job from a stranger that got its id later."""
+
+_KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+"""How to reach Slurm: the variables that a child job needs, too (without SLURM_CONF nothing works on some clusters)."""
+
+_BUSY = ("Unable to contact slurm controller", "Socket timed out", "Resource temporarily unavailable", "Slurm temporarily unable")
+_PAUSES = (1.0, 3.0)
+"""Seconds between the tries while the controller is busy or restarting."""
+
+_COMMAND_TIMEOUT = 100.0
+"""Seconds; above MessageTimeout of a slow cluster, so that Slurm's own words come first."""
+
+
+class SlurmError(ClusterDDPError):
+    """Slurm refused, cannot be reached, or is not here."""
+
+    exit_status = 3
+
+
+def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) -> str:
+    """Hand a batch script to sbatch and return the job id.
+
+    Parameters
+    ----------
+    script
+        The batch script.
+    arguments
+        Its arguments.
+    options
+        Options of sbatch itself; they win over the script's ``#SBATCH`` lines.
+
+    Raises
+    ------
+    SlurmError
+        sbatch is missing, refuses, or answers with something that is no job id.
+    """
+    require("sbatch")
+    answer = _call(["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ))
+    return parse_job_id(answer)
+
+
+def parse_job_id(answer: str) -> str:
+    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster``, perhaps after a site's own greeting."""
+    lines = answer.strip().splitlines()
+    job_id = lines[-1].split(";")[0].strip() if lines else ""
+    if not job_id.isdigit():
+        raise SlurmError(
+            f"sbatch answered without a job id: {answer.strip()!r}.\n"
+            "The job may be in the queue all the same: look with squeue --me before you submit again."
+        )
+    return job_id
+
+
+def query_jobs(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
+    """Ask squeue about many jobs with one call.
+
+    Parameters
+    ----------
+    job_ids
+        Ids, ``123`` or ``123_4``. Those that Slurm no longer knows are missing from the answer.
+
+    Raises
+    ------
+    SlurmError
+        squeue is missing or the controller does not answer.
+    """
+    wanted = sorted(set(job_ids))
+    if not wanted:
+        return {}
+    require("squeue")
+    command = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={','.join(wanted)}", "--format=%i|%A|%T|%N|%r|%k"]
+    try:
+        return parse_queue(_call(command))
+    except SlurmError as error:
+        # Asked about one job only, squeue fails where it is silent among several.
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+
+
+def parse_queue(answer: str) -> dict[str, SlurmJob]:
+    """Read squeue's lines ``id|plain id|state|nodes|reason|comment``; each job is found by both forms of its id."""
+    jobs: dict[str, SlurmJob] = {}
+    for line in answer.splitlines():
+        fields = line.strip().split("|", 5)
+        if len(fields) != 6:
+            continue
+        shown, plain, state, nodes, reason, comment = fields
+        run_id = comment.removeprefix(COMMENT) if comment.startswith(COMMENT) else None
+        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, run_id)
+    return jobs
+
+
+def cancel_job(job_id: str) -> None:
+    """``scancel``; a job that is no longer there is as good as cancelled.
+
+    Raises
+    ------
+    SlurmError
+        scancel is missing, refuses, or cannot reach the controller.
+    """
+    require("scancel")
+    try:
+        _call(["scancel", job_id])
+    except SlurmError as error:
+        if "Invalid job id" not in str(error) and "already completing or completed" not in str(error):
+            raise
+
+
+def termination_reason(job_id: str) -> str:
+    """Why Slurm sent SIGTERM to a job: ``time-limit``, ``preemption``, ``cancel``, or ``terminated`` where it does not tell.
+
+    The same question, in the same words, as in the batch script's trap.
+    """
+    try:
+        require("scontrol")
+        fields = f" {_call(['scontrol', 'show', 'job', '-o', job_id]).strip()} "
+    except SlurmError:
+        return "terminated"
+    if " Reason=TimeLimit " in fields:
+        return "time-limit"
+    if " PreemptTime=" in fields and " PreemptTime=None " not in fields:
+        return "preemption"
+    return "cancel"
+
+
+def require(command: str) -> None:
+    """Raise a SlurmError unless `command` is on PATH."""
+    if shutil.which(command) is None:
+        raise SlurmError(
+            f"{command} is not on PATH: this machine has no Slurm client.\n"
+            "Run this on the cluster's login node (perhaps after `module load slurm`), or train here with: cluster-ddp local JOB"
+        )
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment to submit with: inside a job, without what describes that job.
+
+    Inherited SLURM_* variables would change the child (its nodes, its memory, its CPU binding).
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return dict(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT_VARIABLES or not name.startswith(("SLURM_", "SRUN_", "PMI_", "PMIX_"))
+    }
+
+
+def _call(command: list[str], *, environment: Mapping[str, str] | None = None) -> str:
+    """Standard output of a command of Slurm's; tried again while the controller is too busy to answer.
+
+    A submission is tried only once: after a time-out sbatch's job may be in the queue all the same.
+    """
+    pauses = () if command[0] == "sbatch" else _PAUSES
+    for pause in pauses:
+        try:
+            return _call_once(command, environment)
+        except SlurmError as error:
+            if not any(word in str(error) for word in _BUSY):
+                raise
+        time.sleep(pause)
+    return _call_once(command, environment)
+
+
+def _call_once(command: list[str], environment: Mapping[str, str] | None) -> str:
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} gave no answer in {_COMMAND_TIMEOUT:.0f} s; Slurm's controller may be down (try: scontrol ping).") from None
+    except OSError as error:
+        raise SlurmError(f"{command[0]} could not be started: {error}.") from error
+    if done.returncode != 0:
+        words = done.stderr.strip() or done.stdout.strip() or "no message"
+        raise SlurmError(f"{command[0]} failed (status {done.returncode}): {words}\nThe command was: {' '.join(command)}")
+    return done.stdout
