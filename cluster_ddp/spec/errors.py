@@ -1,0 +1,21 @@
+"""The errors that a user is meant to read.
+
+Every room derives its own from `ClusterDDPError`; the command line prints the message and ends with
+`exit_status`, so a message has to say by itself what happened, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ClusterDDPError(Exception):
+    """Something the user can put right. ``str()`` of it is the whole message, perhaps of several lines."""
+
+    exit_status: int = 2
+
+
+class JobFileError(ClusterDDPError):
+    """The job file, an override of it, or what it names is wrong."""
+
+
+class BatchError(ClusterDDPError):
+    """The global batch cannot be divided among the ranks."""
