@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
 
 # The names of all events. `started` and `resumed` (rank 0 of training) carry step, world_size, total_steps;
-# `checkpoint` step, samples; `stopped` step, reason; `completed` step; `failed` step (or null), rank, node, error, phase.
+# `checkpoint` step, samples; `stopped` step, reason; `completed` step; `failed` step (or null), rank, node, error,
+# phase; `rank-failed` rank, node, host, error, and signal when one killed it; `resume-requested` the last attempt
+# before it.
 SUBMITTED = "submitted"
 STARTED = "started"
 RESUMED = "resumed"

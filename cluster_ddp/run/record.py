@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 import secrets
-import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -170,6 +168,8 @@ def _code_folder(spec: JobSpec) -> Path:
 
 
 def _git_revision(folder: Path) -> str | None:
+    import subprocess  # only where a run is made: most processes that use this module never do that
+
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
@@ -179,7 +179,9 @@ def _git_revision(folder: Path) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+    import importlib.metadata  # slow to load, and only needed where a run is made
+
+    versions = {"python": "{}.{}.{}".format(*sys.version_info[:3])}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)

@@ -1,0 +1,200 @@
+"""Attempts: each allocation and each local start of a run is one, and only one of a run is alive at a time."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from cluster_ddp.run.attempt_record import AttemptRecord, find_attempt, last_attempt, list_attempts, read_attempt
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.errors import RunAlive, RunError
+from cluster_ddp.run.events import (
+    COMPLETED,
+    NODE_FINISHED,
+    REQUEUED,
+    RESUME_REQUESTED,
+    STALLED,
+    EventWriter,
+    login_writer,
+)
+from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.liveness import identify, is_alive
+from cluster_ddp.run.outcome import refuse_ended
+from cluster_ddp.run.record import add_slurm_job, update_record
+from cluster_ddp.run.storage import Storage, write_json
+
+__all__ = [
+    "AttemptRecord",
+    "attempt_is_alive",
+    "begin_attempt",
+    "end_attempt",
+    "find_attempt",
+    "last_attempt",
+    "list_attempts",
+    "read_attempt",
+    "request_resume",
+]
+
+_RECORD_NAME = "attempt.json"
+
+
+def begin_attempt(
+    run: RunDirectory,
+    *,
+    slurm_job_id: str | None = None,
+    restart_count: int = 0,
+    host: str,
+    pid: int,
+    nodes: int | None,
+    procs: int | None,
+    job_alive: Callable[[str], bool | None] | None = None,
+) -> AttemptDirectory:
+    """Begin the next attempt of a run, or get back the one that this allocation has begun already.
+
+    Parameters
+    ----------
+    run
+        The run.
+    slurm_job_id, restart_count
+        The allocation, when Slurm gave it.
+    host
+        What people call this machine.
+    pid
+        The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of
+        it), the supervisor of a local start. Its end is taken for the attempt's.
+    nodes, procs
+        Nodes and ranks per node.
+    job_alive
+        Asks Slurm whether another job is still alive; None for an answer that cannot be had. Called only when the
+        attempt before was begun by another job on another machine and has left no sign of its end.
+
+    Raises
+    ------
+    RunAlive
+        Another attempt is alive, or may be.
+    RunEnded
+        The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and no person
+        has asked to resume it since.
+    RunError
+        The run's folder cannot be written.
+    """
+    history = read_history(run)
+    refuse_ended(history)
+    last = history.last
+    while True:
+        if last is not None:
+            if slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count):
+                return run.attempt(last.number)
+            if not _is_earlier_start(last, slurm_job_id, restart_count):
+                _refuse_alive(run, history, last, job_alive)
+        number = last.number + 1 if last is not None else 0
+        record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
+        try:
+            published = _publish(run, record)
+        except OSError as error:
+            raise RunError(f"cannot begin an attempt in {run.attempts}: {error}") from error
+        if published:
+            break
+        # Another process was first. Its folder is looked up by name: a listing may be old on network storage.
+        history, last = read_history(run), read_attempt(run.attempt(number))
+    if slurm_job_id is not None:
+        add_slurm_job(run, slurm_job_id)
+    update_record(run, nodes=nodes, procs=procs)
+    return run.attempt(number)
+
+
+def end_attempt(attempt: AttemptDirectory) -> None:
+    """Note that an attempt is over: none of its processes will write to the run any more.
+
+    Raises
+    ------
+    OSError
+        The attempt's folder cannot be written.
+    """
+    record = replace(read_attempt(attempt), ended=time.time())
+    write_json(Storage(), attempt.record_file, record.to_json())
+
+
+def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
+    """Whether an attempt is alive, as far as can be told without Slurm; None when it cannot."""
+    if record.ended is not None:
+        return False
+    alive = is_alive(record.process) if record.process is not None else False
+    if alive is not None:
+        return alive
+    if record.number < history.first_number:
+        return False  # a person's resume has made sure of that
+    return False if _has_signed_off(history, record) else None
+
+
+def request_resume(run: RunDirectory, *, by: str) -> None:
+    """Record that a person wants the run to go on.
+
+    It clears cancelled, stalled, failed and stopped, and the stall guard and the count of requeues begin anew. The
+    caller has made sure that no attempt is alive.
+
+    Raises
+    ------
+    RunError
+        The event cannot be written.
+    """
+    last = last_attempt(run)
+    number = last.number if last is not None else None
+    if not EventWriter(run, login_writer()).write(RESUME_REQUESTED, attempt=number, by=by):
+        raise RunError(f"cannot write to {run.events}, so the run cannot be resumed")
+
+
+def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
+    """Give the attempt its number in one step, its record inside; False when another process has taken the number.
+
+    A folder cannot be renamed onto one that is not empty, so only one of many wins, and none is ever seen without its
+    record.
+    """
+    storage = Storage()
+    draft = run.attempts / f".begin-{secrets.token_hex(6)}"
+    storage.mkdir(draft)
+    try:
+        write_json(storage, draft / _RECORD_NAME, record.to_json())
+        storage.rename(draft, run.attempt(record.number).path)
+    except OSError:
+        storage.rmtree(draft)
+        if run.attempt(record.number).record_file.exists():
+            return False
+        raise
+    storage.fsync_dir(run.attempts)
+    return True
+
+
+def _is_earlier_start(last: AttemptRecord, slurm_job_id: str | None, restart_count: int) -> bool:
+    """Whether `last` belongs to an earlier start of the same job: Slurm restarts a job only when it has ended."""
+    return slurm_job_id is not None and last.slurm_job_id == slurm_job_id and last.restart_count < restart_count
+
+
+def _refuse_alive(
+    run: RunDirectory, history: History, last: AttemptRecord, job_alive: Callable[[str], bool | None] | None
+) -> None:
+    alive = attempt_is_alive(history, last)
+    if alive is None and last.slurm_job_id is not None and job_alive is not None:
+        alive = job_alive(last.slurm_job_id)
+    if alive is False:
+        return
+    where = f"host {last.process.host}, process {last.process.pid}" if last.process else "an unknown host"
+    job = f", Slurm job {last.slurm_job_id}" if last.slurm_job_id else ""
+    if alive:
+        raise RunAlive(
+            f"run {run.id} is alive: attempt {last.number} on {where}{job}. Stop it first: cluster-ddp stop {run.id}"
+        )
+    raise RunAlive(
+        f"run {run.id} may be alive: attempt {last.number} on {where}{job} has left no sign of its end, and from this "
+        f"machine it cannot be seen. Make sure that it is gone, then: cluster-ddp resume {run.id}"
+    )
+
+
+def _has_signed_off(history: History, record: AttemptRecord) -> bool:
+    """Whether the attempt's own events say that it is over."""
+    if history.of_attempt(record.number, COMPLETED, REQUEUED, STALLED):
+        return True
+    finished = {event.get("node") for event in history.of_attempt(record.number, NODE_FINISHED)}
+    return record.nodes is not None and len(finished) >= record.nodes

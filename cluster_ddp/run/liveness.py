@@ -1,0 +1,103 @@
+"""Whether a process that was written down some time ago, perhaps on another machine, is still there.
+
+A process id alone says little: ids are reused, machines restart, containers number their processes anew. So the machine
+(by its boot), the id's namespace and the moment the process started are written down with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_START_TIME_FIELD = 22  # of /proc/<pid>/stat, counted from 1: clock ticks since boot
+_FIRST_FIELD_AFTER_NAME = 3
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process for all time: no other process has had, or will have, the same values.
+
+    Attributes
+    ----------
+    boot_id
+        Names this boot of this machine; empty where the system has no such thing.
+    namespace
+        Of process ids; empty where the system has none.
+    started
+        When the process started, in the system's own form; empty when there was no such process.
+    """
+
+    host: str
+    pid: int
+    boot_id: str
+    namespace: str
+    started: str
+
+
+def identify(pid: int, host: str | None = None) -> ProcessIdentity:
+    """The identity of a process on this machine; `host` is what people call the machine."""
+    return ProcessIdentity(host or socket.gethostname(), pid, _boot_id(), _namespace(), _start_time(pid))
+
+
+def read_identity(value: dict[str, Any]) -> ProcessIdentity | None:
+    """An identity from its JSON form; None when it is not one."""
+    pid = value.get("pid")
+    texts = [value.get(name) for name in ("host", "boot_id", "namespace", "started")]
+    if not isinstance(pid, int) or not all(isinstance(text, str) for text in texts):
+        return None
+    host, boot_id, namespace, started = map(str, texts)
+    return ProcessIdentity(host, pid, boot_id, namespace, started)
+
+
+def is_alive(process: ProcessIdentity) -> bool | None:
+    """Whether the process still exists; None when that cannot be told from here."""
+    if not process.started:
+        return False
+    if process.boot_id != _boot_id():
+        same_machine = process.host == socket.gethostname()
+        return False if same_machine else None  # this machine has started anew since, or it is another one
+    if process.namespace != _namespace():
+        return None
+    if not process.boot_id and process.host != socket.gethostname():
+        return None
+    return _start_time(process.pid) == process.started
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else _start_time_by_ps(pid)
+    except OSError:
+        return ""
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    state, started = fields[0], fields[_START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME]
+    return "" if state in "ZX" else started  # a zombie does nothing any more
+
+
+def _start_time_by_ps(pid: int) -> str:
+    """Where there is no /proc (macOS)."""
+    import subprocess
+
+    command = ["ps", "-o", "lstart=", "-p", str(pid)]
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False, env=environment)
+    return done.stdout.strip()
