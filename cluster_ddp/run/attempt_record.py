@@ -78,7 +78,7 @@ def last_attempt(run: RunDirectory) -> AttemptDirectory | None:
 
 
 def find_attempt(run: RunDirectory, slurm_job_id: str, restart_count: int) -> AttemptDirectory | None:
-    """The attempt that one allocation began, the latest if Slurm used the id again; None if it has not begun one yet."""
+    """The attempt that one allocation has begun, the latest if Slurm used the id again; None before it has."""
     for attempt in reversed(list_attempts(run)):
         record = read_attempt(attempt)
         if (record.slurm_job_id, record.restart_count) == (slurm_job_id, restart_count):

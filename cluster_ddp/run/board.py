@@ -191,4 +191,4 @@ def _is_board(mapped: mmap.mmap) -> bool:
     if len(mapped) < _LINE_WORDS * _WORD:
         return False
     magic, slots = struct.unpack_from("=2q", mapped)
-    return magic == _MAGIC | _VERSION and len(mapped) == (1 + slots) * _LINE_WORDS * _WORD
+    return bool(magic == _MAGIC | _VERSION and len(mapped) == (1 + slots) * _LINE_WORDS * _WORD)

@@ -47,9 +47,8 @@ def read_latest(path: Path) -> LatestMetrics:
         latest.step, latest.attempt = row["step"], _whole(row.get("attempt")) or 0
         latest.samples = _whole(row.get("samples"))
         latest.steps[latest.attempt] = row["step"]
-        moment = row.get("time")
-        if _is_number(moment):
-            latest.times[latest.attempt] = max(moment, latest.times.get(latest.attempt, 0.0))
+        if _is_number(row.get("time")):
+            latest.times[latest.attempt] = max(float(row["time"]), latest.times.get(latest.attempt, 0.0))
         latest.values.update({key: value for key, value in row.items() if key not in _POSITION and _is_number(value)})
     return latest
 

@@ -1,0 +1,87 @@
+"""How much of a run's time went into work that lasted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from cluster_ddp.run.attempt_record import AttemptRecord
+from cluster_ddp.run.events import CHECKPOINT, COMPLETED, RESUMED, STARTED, STOPPED
+from cluster_ddp.run.history import History
+from cluster_ddp.run.metrics import LatestMetrics
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds over all attempts.
+
+    Attributes
+    ----------
+    productive_seconds
+        Training whose result a checkpoint holds; in an attempt that is alive, all training so far.
+    lost_seconds
+        Starting up, work after the last checkpoint (it had to be done again), and what came after training had ended.
+    waiting_seconds
+        In the queue: no attempt was alive.
+    ratio
+        productive / (productive + lost); None before there is any.
+    """
+
+    productive_seconds: float
+    lost_seconds: float
+    waiting_seconds: float
+    ratio: float | None
+
+
+def goodput_of(history: History, metrics: LatestMetrics, *, created: float | None, alive: bool) -> Goodput:
+    """Add up a run's time.
+
+    Parameters
+    ----------
+    history, metrics
+        What happened and what was logged.
+    created
+        When the run was made (Unix seconds), when that is known; waiting counts from there.
+    alive
+        Whether the last attempt is alive; its time then runs to this moment.
+    """
+    productive = lost = waiting = 0.0
+    free_since = created
+    for record in history.attempts:
+        going_on = alive and record is history.last
+        end = max(time.time(), record.begun) if going_on else _end_of(history, metrics, record)
+        useful = _productive(history, record, end, going_on=going_on)
+        productive += useful
+        lost += max(0.0, end - record.begun - useful)
+        waiting += max(0.0, record.begun - free_since) if free_since is not None else 0.0
+        free_since = end
+    total = productive + lost
+    ratio = round(productive / total, 4) if total > 0 else None
+    return Goodput(round(productive, 3), round(lost, 3), round(waiting, 3), ratio)
+
+
+def _end_of(history: History, metrics: LatestMetrics, record: AttemptRecord) -> float:
+    """When an attempt ended; of one that was killed, its last sign of life."""
+    if record.ended is not None:
+        return max(record.ended, record.begun)
+    signs = [float(event["time"]) for event in history.of_attempt(record.number)]
+    signs.append(metrics.times.get(record.number, record.begun))
+    return max(record.begun, *signs)
+
+
+def _productive(history: History, record: AttemptRecord, end: float, *, going_on: bool) -> float:
+    """Seconds of an attempt from each (re)start of training in it to the last checkpoint before the next one."""
+    productive = 0.0
+    training_since: float | None = None
+    kept_until = 0.0
+    for event in history.of_attempt(record.number, STARTED, RESUMED, CHECKPOINT, STOPPED, COMPLETED):
+        if event["event"] in (STARTED, RESUMED):
+            productive += max(0.0, kept_until - training_since) if training_since is not None else 0.0
+            training_since, kept_until = float(event["time"]), 0.0
+        else:
+            kept_until = float(event["time"])
+    if training_since is None:
+        return productive
+    if going_on:
+        kept_until = end
+    return min(productive + max(0.0, kept_until - training_since), max(0.0, end - record.begun))
