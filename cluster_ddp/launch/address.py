@@ -1,0 +1,112 @@
+"""Which address of this host the other nodes reach it by, and which port is free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import random
+import socket
+import struct
+
+from cluster_ddp.spec.errors import ClusterDDPError
+
+LOOPBACK = "127.0.0.1"
+LOWEST_PORT = 20000
+FIRST_EPHEMERAL_PORT = 32768
+
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9  # of the discard service; a UDP socket that is connected sends nothing
+_DOCUMENTATION_ADDRESS = "192.0.2.1"  # routed nowhere, so it goes where the default route goes
+
+
+class AddressError(ClusterDDPError):
+    """This node has no address that the others could reach."""
+
+    exit_status = 4
+
+
+def local_address(master: str, *, nodes: int, interface: str | None = None) -> str:
+    """The address that ranks on other nodes connect to when a rank of this node is rank 0.
+
+    The first that exists of: the address of the interface that the job names, the address that the route to the
+    master leaves from, this host's own name in the name service, the address of the default route. Loopback addresses
+    serve only a run of one node. (Debian's /etc/hosts gives a host's own name a loopback address: a node that asks for
+    itself must not be content with that.)
+
+    Raises
+    ------
+    AddressError
+        There is none.
+    """
+    if nodes == 1:
+        return LOOPBACK
+    candidates = [
+        _interface_address(interface) if interface else None,
+        _route_to(master),
+        *_own_names(),
+        _route_to(_DOCUMENTATION_ADDRESS),
+    ]
+    for candidate in candidates:
+        if candidate and not ipaddress.ip_address(candidate).is_loopback:
+            return candidate
+    raise AddressError(
+        f"{socket.gethostname()} has no address that other nodes can reach: the route to {master!r} and the host's own "
+        "name lead to loopback only\n    name the interface to use: network.socket_ifname"
+    )
+
+
+def _interface_address(pattern: str) -> str | None:
+    """Address of the first interface that NCCL_SOCKET_IFNAME's pattern names: prefixes, ``=`` exact, ``^`` not."""
+    if pattern.startswith("^"):
+        return None
+    exact = pattern.startswith("=")
+    names = [name for name in pattern.lstrip("=").split(",") if name]
+    for _, interface in socket.if_nameindex():
+        if interface in names or (not exact and interface.startswith(tuple(names))):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+                packed = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+                return socket.inet_ntoa(packed[20:24])
+    return None
+
+
+def _route_to(host: str) -> str | None:
+    """The address from which packets to a host leave; None when it has no address or no route."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return None
+
+
+def _own_names() -> list[str]:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    return [str(entry[4][0]).partition("%")[0] for entry in found]
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A TCP port of this host that nobody listens on, below the ephemeral range, where it could be taken at any time.
+
+    Raises
+    ------
+    AddressError
+        There is none.
+    """
+    for port in random.sample(range(LOWEST_PORT, FIRST_EPHEMERAL_PORT), 256):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        return port
+    raise AddressError(f"no free port between {LOWEST_PORT} and {FIRST_EPHEMERAL_PORT} on {host}")
+
+
+def bracketed(address: str) -> str:
+    """An address as it stands in ``host:port``; IPv6 needs brackets."""
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,83 @@
+"""torchrun's agent as a child of the node program.
+
+Slurm may send a signal to every process of a step. The agent must not end on it, or its ranks would not get to save:
+
+- it is started with those signals ignored. torchrun replaces that for the signals that it handles, so it is told to
+  handle only one that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; an older agent that gets SIGTERM gives
+  its ranks 30 s).
+- ignored signals are inherited: a rank ignores them too until it installs handlers of its own.
+
+It is a session of its own, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from cluster_ddp.launch.processes import die_with_parent
+from cluster_ddp.launch.relay import Tail
+
+SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+# "failed (exitcode: -9) local_rank: 1 (pid: 4711) of binary", at once, and "exitcode  : 1 (pid: 4711)", in its summary.
+_EXIT_CODES = re.compile(r"exitcode\s*: (-?\d+)\)?(?: local_rank: \d+)? \(pid: (\d+)\)")
+
+
+class Agent:
+    """A running torchrun.
+
+    Parameters
+    ----------
+    command
+        Without placeholders.
+    log
+        The file for what it prints.
+    survives
+        Signals that it and the ranks ignore from the start.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, survives: Iterable[signal.Signals]
+    ) -> None:
+        parent = os.getpid()
+        ignored = tuple(survives)
+
+        def prepare() -> None:
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent(parent)
+
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=prepare,  # noqa: PLW1509  the node program has one thread when it starts the agent
+            )
+        self._tail = Tail(log)
+        self.exit_codes: dict[int, int] = {}
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs. 0 or 1 whatever the ranks returned, negative when it was killed."""
+        return self._process.poll()
+
+    def new_lines(self) -> list[str]:
+        """What it printed since the last call. Exit codes of ranks in it go to `exit_codes`, by process id."""
+        lines = self._tail.lines(rest=self._process.poll() is not None)
+        for line in lines:
+            for code, pid in _EXIT_CODES.findall(line):
+                self.exit_codes.setdefault(int(pid), int(code))
+        return lines

@@ -1,0 +1,51 @@
+"""What a hung attempt leaves behind: the stacks of its ranks and NCCL's flight recorder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from cluster_ddp.launch.environment import recorder_pipes
+from cluster_ddp.launch.processes import catches, send
+from cluster_ddp.launch.ranks import Rank
+from cluster_ddp.run.board import STACKS_SIGNAL
+
+_STACKS_SECONDS = 2.0
+_RECORDER_SECONDS = 5.0  # ranks look at their pipe about once a second, and then write
+
+
+def collect(ranks: Iterable[Rank], board: Path) -> list[str]:
+    """Ask ranks for the stacks of all their threads and for their flight recorder, and give them time to write both.
+
+    Returns
+    -------
+    list of str
+        What was asked for, for people to read.
+    """
+    stacks = [rank for rank in ranks if catches(rank.pid, STACKS_SIGNAL)]
+    for rank in stacks:
+        send(rank.pid, STACKS_SIGNAL)
+    recorders = [rank for rank in ranks if _ask_for_recorder(rank, board)]
+    time.sleep(_RECORDER_SECONDS if recorders else _STACKS_SECONDS)
+    return [f"stacks of rank {rank.rank}" for rank in stacks] + [f"flight recorder of rank {rank.rank}" for rank in recorders]
+
+
+def _ask_for_recorder(rank: Rank, board: Path) -> bool:
+    """Whether the rank has a flight recorder (NCCL only) and was asked to write it."""
+    try:
+        pipe = os.open(f"{recorder_pipes(board)}{rank.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with contextlib.closing(os.fdopen(pipe, "wb")) as writer:
+        writer.write(b"1\n")
+    return True
+
+
+def remove_pipes(board: Path) -> None:
+    """Remove the pipes that ranks have left."""
+    for pipe in board.parent.glob(f"{Path(recorder_pipes(board)).name}*.pipe"):
+        with contextlib.suppress(OSError):
+            pipe.unlink()

@@ -1,0 +1,134 @@
+"""The processes of a node: which belong to an attempt, which are ranks, which are alive, and how they are ended.
+
+Every process below the agent carries the path of the node's board in its environment. That path is unique, so a scan of
+/proc by it finds them all: ranks that outlived their agent, and the workers that ranks started, however they were
+started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+BOARD_VARIABLE = "CLUSTER_DDP_BOARD"
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_KILL_PAUSE_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that carries the mark of a board.
+
+    Attributes
+    ----------
+    leads_session
+        torchrun starts each rank in a session of its own; what a rank starts is in the rank's session.
+    environment
+        The environment it was started with.
+    """
+
+    pid: int
+    leads_session: bool
+    environment: dict[str, str]
+
+
+def marked_processes(board: Path) -> list[Process]:
+    """All live processes that were started with the board in their environment; none where there is no /proc."""
+    mark = f"{BOARD_VARIABLE}={board}".encode()
+    found = []
+    for entry in _pids():
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to read
+            raw = (_PROC / entry / "environ").read_bytes().split(b"\0")  # empty for a zombie
+            if mark in raw:
+                pid = int(entry)
+                found.append(Process(pid, os.getsid(pid) == pid, _environment(raw)))
+    return found
+
+
+def _pids() -> list[str]:
+    try:
+        return [entry for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()]
+    except OSError:
+        return []
+
+
+def _environment(raw: list[bytes]) -> dict[str, str]:
+    pairs = (line.decode(errors="replace").partition("=") for line in raw if line)
+    return {name: value for name, _, value in pairs}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not yet waited for does not."""
+    if not (_PROC / "self").exists():
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return True
+        return False
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal; a process that is gone already is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def kill_all(board: Path, first: int | None = None, *, within: float = 5.0) -> list[int]:
+    """End every process of a board by SIGKILL and wait until they are gone.
+
+    Parameters
+    ----------
+    first
+        Killed before the others: the agent, lest it starts ranks anew.
+    within
+        Seconds to wait; a process stuck in the kernel cannot be ended by anyone.
+
+    Returns
+    -------
+    list of int
+        The pids that are left.
+    """
+    if first is not None:
+        send(first, signal.SIGKILL)
+    end = time.monotonic() + within
+    while left := [process.pid for process in marked_processes(board)]:
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            break
+        time.sleep(_KILL_PAUSE_SECONDS)
+    return left
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends (Linux; elsewhere nothing happens).
+
+    To be called in the child. The kernel looks at the thread that started the child, so start it from a thread that
+    lives as long as the process.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the line above took effect
+        os.kill(os.getpid(), number)

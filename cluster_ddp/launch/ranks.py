@@ -1,0 +1,154 @@
+"""The ranks of this node: found below the agent, matched with the board, and what they said when they died."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp.launch.processes import is_alive, marked_processes
+from cluster_ddp.run.board import Board, Phase
+
+_TAIL_BYTES = 16384
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's process, as torchrun started it.
+
+    Attributes
+    ----------
+    stdout, stderr
+        Its log files; None where the system does not tell.
+    error_file
+        Where a rank leaves its exception for torchrun, if it does.
+    """
+
+    pid: int
+    rank: int
+    local_rank: int
+    stdout: Path | None
+    stderr: Path | None
+    error_file: Path | None
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What a dead rank left: its error, and the Unix time of it. Both None when it left none."""
+
+    error: str | None
+    time: float | None
+
+
+class LocalRanks:
+    """The ranks below one agent, over the restarts of max_restarts.
+
+    Parameters
+    ----------
+    board
+        The node's board.
+    procs
+        How many ranks the agent starts.
+    """
+
+    def __init__(self, board: Board, procs: int) -> None:
+        self._board = board
+        self._procs = procs
+        self._living: dict[int, Rank] = {}
+        self.seen: dict[int, Rank] = {}
+
+    @property
+    def living(self) -> list[Rank]:
+        """The ranks that were alive at the last `look`."""
+        return list(self._living.values())
+
+    def look(self) -> list[Rank]:
+        """Look at the processes, and return the ranks that have ended since the last look."""
+        gone = [rank for rank in self._living.values() if not is_alive(rank.pid)]
+        for rank in gone:
+            del self._living[rank.pid]
+        if len(self._living) < self._procs:
+            for rank in _find(self._board.path):
+                if rank.pid not in self.seen:
+                    self._living[rank.pid] = self.seen[rank.pid] = rank
+        return gone
+
+    def phase(self, rank: Rank) -> Phase | None:
+        """What a rank says it is doing; None when it is not on the board."""
+        slot = self._board.slots[rank.local_rank]
+        return slot.phase if slot.pid == rank.pid else None
+
+    def step(self, rank: Rank) -> int | None:
+        """The last step that a rank finished; None before the first, and for a rank that is not on the board."""
+        slot = self._board.slots[rank.local_rank]
+        return slot.step if slot.pid == rank.pid and slot.step >= 0 else None
+
+    def all_done(self) -> bool:
+        """Whether every rank of the node said that its work is done."""
+        return all(slot.pid and slot.phase is Phase.DONE for slot in self._board.slots)
+
+
+def _find(board: Path) -> Iterable[Rank]:
+    for process in marked_processes(board):
+        variables = process.environment
+        if process.leads_session and variables.get("RANK", "").isdigit() and variables.get("LOCAL_RANK", "").isdigit():
+            error_file = variables.get("TORCHELASTIC_ERROR_FILE")
+            yield Rank(
+                pid=process.pid,
+                rank=int(variables["RANK"]),
+                local_rank=int(variables["LOCAL_RANK"]),
+                stdout=_file_behind(process.pid, 1),
+                stderr=_file_behind(process.pid, 2),
+                error_file=Path(error_file) if error_file else None,
+            )
+
+
+def _file_behind(pid: int, descriptor: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        path = Path(f"/proc/{pid}/fd/{descriptor}").readlink()
+        return path if path.is_file() else None
+    return None
+
+
+def last_words(rank: Rank) -> LastWords:
+    """What a rank left: from its error file, else the end of its stderr if that holds a traceback."""
+    if rank.error_file is not None and (found := _from_error_file(rank.error_file)):
+        return found
+    if rank.stderr is not None:
+        lines = last_lines(rank.stderr)
+        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+        if starts or any("Error" in line for line in lines):
+            return LastWords("\n".join(lines[starts[-1] :] if starts else lines), rank.stderr.stat().st_mtime)
+    return LastWords(None, None)
+
+
+def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
+    """The last lines of a log file, without empty ones."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def _from_error_file(path: Path) -> LastWords | None:
+    """torchrun's form: ``{"message": text}`` or ``{"message": {"message": text, "extraInfo": {"timestamp": ...}}}``."""
+    try:
+        message: Any = json.loads(path.read_bytes())["message"]
+        moment = path.stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        with contextlib.suppress(TypeError, ValueError, KeyError):
+            moment = float(extra["timestamp"])  # type: ignore[index]
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        message = callstack or message.get("message", "")
+    return LastWords(str(message).strip(), moment)

@@ -1,0 +1,157 @@
+"""The stop requests of one node: where they come from, how they add up, and until when they wait.
+
+They come by signal, by the attempt's stop file, or from the node program itself. Each goes to the ranks over the board;
+levels only rise. A second signal, or a grace too short for anything else, means: save at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+from cluster_ddp.run.board import Board
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
+from cluster_ddp.run.stopfile import AT_ONCE, FINAL_REASONS, PERSON, SAVE_AND_END, TERMINATED, TIME_LIMIT
+from cluster_ddp.run.stopfile import StopRequest as Request
+from cluster_ddp.run.stopfile import read_stop, request_stop
+
+SHORT_GRACE_SECONDS = 15.0
+_FILE_POLL_SECONDS = 0.5
+# Slurm may repeat a signal that stands for one event: to the step, and to srun, which passes it on.
+_SAME_EVENT_SECONDS = 2.0
+
+
+class Stopping:
+    """All that asks this node to stop.
+
+    Parameters
+    ----------
+    warning
+        The signal that the batch system sends ahead of the time limit.
+    share
+        Leave a stop file for the other nodes when a signal asks this one: where no batch script does.
+    """
+
+    def __init__(
+        self,
+        attempt: AttemptDirectory,
+        board: Board,
+        events: EventWriter,
+        *,
+        node_rank: int,
+        warning: signal.Signals,
+        share: bool,
+    ) -> None:
+        self._attempt = attempt
+        self._board = board
+        self._events = events
+        self._node_rank = node_rank
+        self._share = share
+        self._signals: list[tuple[signal.Signals, float]] = []
+        self._last_signal: tuple[signal.Signals, float] | None = None
+        self._next_file_poll = 0.0
+        self._reasons = {
+            signal.SIGTERM: TERMINATED,
+            signal.SIGHUP: TERMINATED,
+            signal.SIGUSR1: TIME_LIMIT,
+            signal.SIGUSR2: TIME_LIMIT,
+            warning: TIME_LIMIT,
+            signal.SIGINT: PERSON,
+        }
+        self._by = f"node {node_rank} ({socket.gethostname()})"
+        self.reason: str | None = None
+        self.level = 0
+        self.since: float | None = None
+        self.deadline: float | None = None
+
+    def listen(self) -> None:
+        """Take signals from now on. The handlers only note them; `look` acts."""
+        for number in self._reasons:
+            signal.signal(number, lambda given, _frame: self._signals.append((signal.Signals(given), time.monotonic())))
+
+    def look(self) -> None:
+        """Act on the signals and on the stop file, which is looked at twice a second."""
+        while self._signals:
+            self._signalled(*self._signals.pop(0))
+        now = time.monotonic()
+        if now >= self._next_file_poll:
+            self._next_file_poll = now + _FILE_POLL_SECONDS
+            self._look_at_file()
+
+    def ask(self, reason: str, *, grace: float | None = None, step: int | None = None) -> None:
+        """The node program itself wants the whole attempt to stop."""
+        self._take(self._leave_file(Request(reason, SAVE_AND_END, grace, self._by)), step=step)
+
+    def end_within(self, seconds: float) -> None:
+        """What is left in `seconds` from now is to be killed; an earlier deadline stays."""
+        deadline = time.monotonic() + seconds
+        self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the time that ranks have to end is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def waited(self) -> float:
+        """Seconds since the first request; 0 when there was none."""
+        return 0.0 if self.since is None else time.monotonic() - self.since
+
+    def _signalled(self, number: signal.Signals, moment: float) -> None:
+        before, self._last_signal = self._last_signal, (number, moment)
+        if before is not None and number is not signal.SIGINT and moment - before[1] < _SAME_EVENT_SECONDS:
+            return
+        if self.level == AT_ONCE and before is not None:
+            self.end_within(0.0)
+            return
+        level = SAVE_AND_END if before is None else AT_ONCE
+        request = Request(self._reasons[number], level, None, f"{number.name} to {self._by}")
+        self._take(self._leave_file(request) if self._share else request)
+
+    def _leave_file(self, request: Request) -> Request:
+        try:
+            return request_stop(
+                self._attempt, reason=request.reason, level=request.level, grace=request.grace, by=request.by
+            )
+        except OSError:
+            return request  # the storage is full or gone: at least this node stops
+
+    def _look_at_file(self) -> None:
+        # Listing the folder makes an NFS client look at the server again; it may remember for a minute that there was
+        # no such file.
+        try:
+            there = self._attempt.stop_file.name in os.listdir(self._attempt.path)
+        except OSError:
+            return
+        request = read_stop(self._attempt) if there else None
+        if request is not None:
+            self._take(request)
+
+    def _take(self, request: Request, step: int | None = None) -> None:
+        short = request.grace is not None and request.grace <= SHORT_GRACE_SECONDS
+        level = max(self.level, AT_ONCE if short else request.level)
+        reason = request.reason if self.reason is None or _outranks(request.reason, self.reason) else self.reason
+        if (level, reason) == (self.level, self.reason):
+            return
+        self.level, self.reason = level, reason
+        self.since = time.monotonic() if self.since is None else self.since
+        if request.grace is not None:
+            self.end_within(request.grace)
+        self._board.post_stop(level, reason)
+        self._events.write(
+            STOP_REQUESTED,
+            attempt=self._attempt.number,
+            reason=reason,
+            level=level,
+            grace=request.grace,
+            node=self._node_rank,
+            by=request.by,
+            step=step,
+        )
+
+
+def _outranks(new: str, old: str) -> bool:
+    """A signal alone does not tell why; what comes later may know, and a person's decision beats all else."""
+    return new != old and (old == TERMINATED or new in FINAL_REASONS) and old not in FINAL_REASONS
