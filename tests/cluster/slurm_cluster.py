@@ -1,0 +1,362 @@
+"""A real Slurm for tests: three nodes and a controller on this machine, up in seconds and gone without a trace.
+
+    with SlurmCluster() as cluster:
+        job = cluster.sbatch("#!/bin/bash", "srun hostname", nodes=3)
+        cluster.wait_for_state(job, "COMPLETED")
+
+Partitions: ``debug`` (default; preempted jobs get 10 s of grace and are requeued), ``cancel`` (preempted jobs are
+cancelled without grace) and ``urgent`` (preempts the others). The commands of Slurm run on this machine, as on a login
+node, with the environment of `SlurmCluster.env`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from slurm_config import write_config
+from virtual_hosts import Host, Network, Process, sh, wait_until
+
+T = TypeVar("T")
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CONTROLLER = "ctl"
+PACKAGES = {
+    "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "ip": "iproute2",
+    "nsenter": "util-linux", "setpriv": "util-linux",
+}  # fmt: skip
+# Of the environment of whoever runs the tests: what would make a job, or a command, think it is somewhere else.
+FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|CLUSTER_DDP|MASTER|TORCHELASTIC|WANDB)_?")
+
+
+def why_unavailable() -> str | None:
+    """What this machine lacks for a cluster of its own, as a reason to read; None where it lacks nothing."""
+    if sys.platform != "linux":
+        return "a Slurm cluster for the tests needs Linux"
+    if os.geteuid() != 0:
+        return "a Slurm cluster for the tests needs root (it makes network namespaces and runs Slurm's daemons)"
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=path)})
+    if missing:
+        return f"no Slurm for the tests: apt-get install {' '.join(missing)}"
+    trial = subprocess.run(["unshare", "--fork", "--pid", "--mount-proc", "--net", "--uts", "--mount", "true"],
+                           capture_output=True, text=True, timeout=30, check=False)  # fmt: skip
+    if trial.returncode:
+        return f"a Slurm cluster for the tests needs the right to make namespaces: {trial.stderr.strip()}"
+    return None
+
+
+class SlurmCluster:
+    """A cluster of ``node1``, ``node2`` and ``node3``; a context manager.
+
+    Parameters
+    ----------
+    proctrack:
+        How Slurm finds a step's processes, which decides who gets its signals: "linuxproc" or "pgid".
+    """
+
+    def __init__(self, proctrack: str = "linuxproc") -> None:
+        self.proctrack = proctrack
+        self.nodes = ("node1", "node2", "node3")
+        self._network = Network([*self.nodes, CONTROLLER])
+        self._python_path: Path | None = None
+
+    # -- up and down ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> SlurmCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Bring everything up and wait until all nodes are idle; takes everything down again if that fails."""
+        self._network.start()
+        try:
+            hosts = self._network.hosts
+            self.conf = write_config(
+                self.folder,
+                proctrack=self.proctrack,
+                nodes={name: hosts[name].address for name in self.nodes},
+                controller=CONTROLLER,
+                controller_address=hosts[CONTROLLER].address,
+            )
+            self.env = self._environment()
+            self._start_munged()
+            self.start_slurmctld()
+            for node in self.nodes:
+                self.start_slurmd(node, wait=False)
+            wait_until(self._all_idle, 60, f"all nodes are idle\n{self.logs()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every process of the cluster and remove what it made on this machine."""
+        self._network.stop()
+
+    @property
+    def folder(self) -> Path:
+        """Configuration, state and logs of the cluster."""
+        return self._network.folder
+
+    def _environment(self) -> dict[str, str]:
+        """What a person's shell on the login node would have."""
+        env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+        tools = [str(Path(sys.executable).parent), *env.get("PATH", "").split(":"), "/usr/sbin", "/sbin"]
+        env["PATH"] = ":".join(dict.fromkeys(p for p in tools if p))
+        env["SLURM_CONF"] = str(self.conf)
+        env["OMP_NUM_THREADS"] = "1"
+        if not _installed():
+            env["PYTHONPATH"] = ":".join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH", "")]))
+        return env
+
+    def _start_munged(self) -> None:
+        """A munged of our own, so that the machine's own one, if any, is left alone."""
+        key, sock = self.folder / "munge.key", self.folder / "munge.socket"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        command = [_program("munged"), "--foreground", "--key-file", str(key), "--socket", str(sock)]
+        for name in ("pid", "seed"):
+            command += [f"--{name}-file", str(self.folder / f"munged.{name}")]
+        self._controller.spawn(command, log=self.folder / "munged.log", env=self.env)
+        wait_until(sock.exists, 20, f"munged has its socket\n{self.logs()}")
+
+    @property
+    def _controller(self) -> Host:
+        return self._network.hosts[CONTROLLER]
+
+    def start_slurmctld(self) -> None:
+        """Start the controller; what it knew is taken up again."""
+        command = [_program("slurmctld"), "-D", "-f", str(self.conf)]
+        self._controller.spawn(command, log=self.folder / "slurmctld.out", env=self.env)
+
+    def _all_idle(self) -> bool:
+        states = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", "--partition=debug", check=False).split()
+        return states == [word for node in self.nodes for word in (node, "idle")]
+
+    def logs(self, lines: int = 30) -> str:
+        """The end of each daemon's log."""
+        parts = []
+        for log in sorted(self.folder.glob("*.log")):
+            text = log.read_text(errors="replace").splitlines()[-lines:]
+            if text:
+                parts.append(f"--- {log.name}\n" + "\n".join(text))
+        return "\n".join(parts)
+
+    # -- Slurm's commands ----------------------------------------------------------------------------------------
+
+    def run(
+        self, *command: str, check: bool = True, timeout: float = 60, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> str:  # fmt: skip
+        """Run a command as on the login node; returns its standard output, or raises with its standard error."""
+        done = self.call(*command, timeout=timeout, cwd=cwd, env=env)
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)} gave {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done.stdout
+
+    def call(
+        self, *command: str, timeout: float = 60, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Like `run`, but whatever the exit status, with all the outcome."""
+        env = {**self.env, **(env or {})}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False, env=env
+        )
+
+    def cli(
+        self, *arguments: str, check: bool = True, timeout: float = 60, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run ``cluster-ddp`` on the login node."""
+        done = self.call(sys.executable, "-m", "cluster_ddp", *arguments, timeout=timeout, cwd=cwd, env=env)
+        if check and done.returncode:
+            call = f"cluster-ddp {' '.join(arguments)}"
+            raise RuntimeError(f"{call} gave {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def sbatch(self, *lines: str, nodes: int = 1, options: tuple[str, ...] = (), output: Path | None = None) -> int:
+        """Submit a script given as its lines; returns the job's id. Its output goes to `output` or the void."""
+        script = "\n".join(lines if lines[0].startswith("#!") else ("#!/bin/bash", *lines)) + "\n"
+        command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={output or '/dev/null'}", *options]
+        done = subprocess.run(
+            command, input=script, capture_output=True, text=True, timeout=60, env=self.env, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} gave {done.returncode}: {done.stderr}")
+        return int(done.stdout.split(";")[0])
+
+    def job_info(self, job: int) -> dict[str, str]:
+        """What ``scontrol show job`` tells; empty when Slurm has forgotten the job."""
+        text = self.run("scontrol", "show", "job", "-o", str(job), check=False).strip()
+        pairs = re.split(r"\s(?=[A-Z][\w/:]*=)", text.splitlines()[0]) if text else []
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+    def state(self, job: int) -> str:
+        """RUNNING, PENDING, COMPLETED, ..., or "" when Slurm has forgotten the job."""
+        return self.job_info(job).get("JobState", "")
+
+    def queue(self) -> list[int]:
+        """The jobs that are not over yet."""
+        return [int(word) for word in self.run("squeue", "--noheader", "--format=%A").split()]
+
+    def cancel(self, job: int) -> None:
+        self.run("scancel", str(job))
+
+    def send_signal(self, job: int, name: str, *, batch: bool = False) -> None:
+        """Send a signal to the job's steps, or to its batch shell only."""
+        self.run("scancel", f"--signal={name}", *(["--batch"] if batch else []), str(job))
+
+    def preempt(self, job: int, *, seconds: float = 1) -> int:
+        """Take all the job's nodes for a job of a higher priority that lasts so long; returns that job's id."""
+        nodes = self.job_info(job)["NodeList"]
+        count = len(self.run("scontrol", "show", "hostnames", nodes).split())
+        options = ("--partition=urgent", "--exclusive", f"--nodelist={nodes}", "--job-name=urgent")
+        return self.sbatch(f"sleep {seconds}", nodes=count, options=options)
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def wait_for(self, ready: Callable[[], T | None], timeout: float, what: str, every: float = 0.2) -> T:
+        """Poll until `ready` gives something true, and return that.
+
+        Raises
+        ------
+        TimeoutError
+            After `timeout` seconds, with `what` was awaited, the queue, and the end of the daemons' logs.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            if value := ready():
+                return value
+            if time.monotonic() > deadline:
+                queue = self.run("squeue", "--format=%i %P %j %T %M %r %N", check=False)
+                raise TimeoutError(f"not within {timeout:g} s: {what}\n{queue}\n{self.logs()}")
+            time.sleep(every)
+
+    def wait_for_state(self, job: int, *states: str, timeout: float = 60) -> dict[str, str]:
+        """Wait until the job is in one of the states, and return what Slurm tells of it then.
+
+        Raises
+        ------
+        AssertionError
+            At once, when the job is over in another state.
+        """
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
+
+        def reached() -> dict[str, str] | None:
+            info = self.job_info(job)
+            state = info.get("JobState", "")
+            assert state in states or state not in over, f"job {job} is {state}, not {'/'.join(states)}: {info}"
+            return info if state in states else None
+
+        return self.wait_for(reached, timeout, f"job {job} is {'/'.join(states)}")
+
+    # -- the nodes -----------------------------------------------------------------------------------------------
+
+    def node_exec(self, node: str, *command: str, timeout: float = 60, check: bool = True) -> str:
+        """Run a command inside a node and return its standard output."""
+        return sh(*self._network.hosts[node].enter(), *command, timeout=timeout, check=check)
+
+    def processes(self, node: str, pattern: str = "") -> list[Process]:
+        """The processes of a node whose command line holds the regular expression."""
+        return [p for p in self._network.hosts[node].processes() if re.search(pattern, p.line)]
+
+    def ranks(self, node: str) -> dict[int, Process]:
+        """The training processes of a node by their global rank; their DataLoader workers are not among them."""
+        found: dict[int, Process] = {}
+        for process in sorted(self.processes(node), key=lambda p: p.pid):
+            env = process.environment()
+            if "RANK" in env and "TORCHELASTIC_RUN_ID" in env:
+                found.setdefault(int(env["RANK"]), process)
+        return found
+
+    def agents(self, node: str) -> list[Process]:
+        """The torchrun agents of a node."""
+        return [p for p in self.processes(node, r"torch\.distributed\.run|bin/torchrun") if "launch.node" not in p.line]
+
+    def kill(self, process: Process, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process of a node; it may be gone already."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal_number)
+
+    def link_down(self, node: str) -> None:
+        """Pull the node's network cable."""
+        self._network.hosts[node].link("down")
+
+    def link_up(self, node: str) -> None:
+        self._network.hosts[node].link("up")
+
+    def kill_slurmd(self, node: str) -> None:
+        """kill -9 of the node's slurmd; the jobs on the node live on."""
+        for process in self._slurmds(node):
+            self.kill(process)
+        wait_until(lambda: not self._slurmds(node), 10, f"slurmd of {node} is gone")
+
+    def _slurmds(self, node: str) -> list[Process]:
+        return [p for p in self.processes(node) if Path(p.arguments[0]).name == "slurmd"]
+
+    def start_slurmd(self, node: str, *, wait: bool = True) -> None:
+        """Start the node's slurmd, and wait until the controller knows."""
+        command = [_program("slurmd"), "-D", "-N", node, "-f", str(self.conf)]
+        self._network.hosts[node].spawn(command, log=self.folder / f"slurmd-{node}.out", env=self.env)
+        if wait:
+            self.wait_for(lambda: self.node_state(node) in {"IDLE", "MIXED", "ALLOCATED"}, 60, f"{node} is back")
+
+    def node_state(self, node: str) -> str:
+        """IDLE, ALLOCATED, DOWN, ...: the state without its flags; a trailing * means no answer."""
+        text = self.run("scontrol", "show", "node", "-o", node)
+        match = re.search(r"\bState=([A-Z]+\*?)", text)
+        return match[1] if match else ""
+
+    def crash_node(self, node: str) -> None:
+        """Cut the node's power: everything in it ends at once."""
+        self._network.hosts[node].stop()
+
+    def boot_node(self, node: str) -> None:
+        """Switch the node on again. Call it from the main thread: a node ends with the thread that started it."""
+        self._network.hosts[node].start()
+        self.start_slurmd(node)
+
+    def reset(self) -> None:
+        """Between tests: no job left, all links up, all nodes idle. Raises when the cluster cannot be mended."""
+        if jobs := self.queue():
+            self.run("scancel", *map(str, jobs))
+            self.run("scancel", "--signal=KILL", "--full", *map(str, jobs), check=False)
+        for node in self.nodes:
+            host = self._network.hosts[node]
+            if not host.running:
+                host.start()
+            host.link("up")
+            if not self._slurmds(node):
+                self.start_slurmd(node, wait=False)
+        self.wait_for(lambda: not self.queue(), 60, "no job is left")
+        if not self._all_idle():
+            self.run("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
+        self.wait_for(self._all_idle, 60, "all nodes are idle")
+
+
+def _installed() -> bool:
+    try:
+        importlib.metadata.distribution("cluster_ddp")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _program(name: str) -> str:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or name
