@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,18 +171,28 @@ def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
         return run
 
 
-def list_runs(folder: Path) -> Iterator[RunDirectory]:
-    """The runs in a folder, and in the sweeps in it, by name; nothing when the folder does not exist."""
+def list_runs(folder: Path) -> list[RunDirectory]:
+    """The runs in a folder, and in the sweeps in it, the oldest first; none when the folder does not exist."""
     try:
-        entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
     except OSError:
-        return
+        return []
+    runs = [RunDirectory(entry) for entry in entries if RunDirectory(entry).exists()]
     for entry in entries:
-        run = RunDirectory(entry)
-        if run.exists():
-            yield run
-        elif (entry / "sweep.json").is_file():
-            yield from list_runs(entry)
+        if is_sweep(entry):
+            runs += list_runs(entry)
+    return sorted(runs, key=lambda run: (_created(run), run.id))
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is a sweep: a folder with one sweep.json and runs inside."""
+    return (folder / "sweep.json").is_file()
+
+
+def find_sweep(text: str, runs_dir: Path) -> Path | None:
+    """The folder of the sweep that `text` names, by path or by name; None when it names no sweep."""
+    candidates = [Path(text).expanduser().absolute(), runs_dir / text]
+    return next((folder for folder in candidates if is_sweep(folder)), None)
 
 
 def find_run(text: str, runs_dir: Path) -> RunDirectory:
@@ -199,7 +208,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
         return at_path
     if os.sep in text:
         raise RunNotFound(f"{text} is not a run directory (it has no run.json)")
-    runs = list(list_runs(runs_dir))
+    runs = list_runs(runs_dir)
     found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
     if len(found) == 1:
         return found[0]
@@ -212,8 +221,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
             f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
             "the folder that holds the runs."
         )
-    latest = sorted(runs, key=_created, reverse=True)
-    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(latest)}")
+    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(runs[::-1])}")
 
 
 def _created(run: RunDirectory) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.attempt import AttemptRecord, attempt_is_alive, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import (
@@ -126,7 +126,7 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJobLike] | None) -
         What squeue says, by job id; jobs that it no longer knows are missing. None when Slurm could not be asked.
     """
     history, metrics, record = read_history(run), read_latest(run.metrics_file), _record_of(run)
-    ids = _job_ids(record, history)
+    ids = _job_ids(record, history.attempts)
     known = _jobs(run, ids, slurm_jobs)
     chosen = _telling(known)
     state, reason = _state(history, record, chosen, answered=slurm_jobs is not None, ids=ids)
@@ -155,7 +155,13 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJobLike] | None) -
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:
     """Every Slurm job of a run: what to ask squeue about before `describe`."""
-    return _job_ids(_record_of(run), read_history(run))
+    return _job_ids(_record_of(run), [read_attempt(attempt) for attempt in list_attempts(run)])
+
+
+def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJobLike]) -> list[str]:
+    """The run's jobs that wait in Slurm's queue or hold nodes."""
+    jobs = _jobs(run, slurm_job_ids(run), slurm_jobs)
+    return [job.id for job in jobs if job.state in _ACTIVE or job.state in _WAITING]
 
 
 def last_checkpoint(run: RunDirectory) -> int | None:
@@ -268,9 +274,9 @@ def _telling(jobs: list[_Job]) -> _Job | None:
     return jobs[-1] if jobs else None
 
 
-def _job_ids(record: RunRecord | None, history: History) -> list[str]:
+def _job_ids(record: RunRecord | None, attempts: Iterable[AttemptRecord]) -> list[str]:
     noted = list(record.slurm_job_ids) if record else []
-    begun = [one.slurm_job_id for one in history.attempts if one.slurm_job_id]
+    begun = [one.slurm_job_id for one in attempts if one.slurm_job_id]
     return list(dict.fromkeys([*noted, *begun]))
 
 

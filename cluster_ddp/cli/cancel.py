@@ -1,0 +1,64 @@
+"""``cluster-ddp cancel``: end a run for good."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cluster_ddp.cli.described import caller
+from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.directory import RunDirectory, find_run, runs_dir_of
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, login_writer
+from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.state import living_jobs, slurm_job_ids
+from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
+from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one.")],
+) -> None:
+    """Cancel a run: it ends at once and no trap or requeue starts it again. Only `resume` does."""
+    found = find_run(run, runs_dir_of(None))
+    history = read_history(found)
+    if history.current(COMPLETED):
+        print(f"run {found.id} is complete: there is nothing to cancel", file=sys.stderr)
+        return
+    # The event comes first: from now on nothing begins another attempt, however far what follows gets.
+    number = history.last.number if history.last else None
+    if not EventWriter(found, login_writer()).write(CANCELLED, attempt=number, by=caller()):
+        raise RunError(f"run {found.id} is not cancelled: nothing can be written to {found.events}")
+    _stop_last_attempt(found, history)
+    ended = _cancel_jobs(found)
+    jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
+    print(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})", file=sys.stderr)
+
+
+def _stop_last_attempt(run: RunDirectory, history: History) -> None:
+    """What reaches a local run, and tells the batch script of a Slurm job what the SIGTERM that follows means."""
+    last = history.last
+    if last is None or attempt_is_alive(history, last) is False:
+        return
+    try:
+        request_stop(run.attempt(last.number), reason=CANCEL, level=AT_ONCE, by=caller())
+    except OSError as error:
+        print(f"cluster-ddp: cannot write the stop file of attempt {last.number}: {error}", file=sys.stderr)
+
+
+def _cancel_jobs(run: RunDirectory) -> list[str]:
+    job_ids = slurm_job_ids(run)
+    if not job_ids:
+        return []
+    try:
+        living = living_jobs(run, query_jobs(job_ids))
+        for job_id in living:
+            cancel_job(job_id)
+    except SlurmError as error:
+        raise SlurmError(
+            f"run {run.id} is marked as cancelled and no new attempt will begin, but its Slurm job {job_ids[-1]} may "
+            f"go on: {error}"
+        ) from error
+    return living

@@ -1,0 +1,34 @@
+"""The states of runs for the commands: one call of squeue for all of them."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe, slurm_job_ids
+from cluster_ddp.slurm.commands import SlurmError, query_jobs
+
+
+def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
+    """The state of each run, with Slurm's word where it can be had; where not, says so on standard error."""
+    jobs = ask_slurm(runs)
+    return [describe(run, jobs) for run in runs]
+
+
+def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJobLike] | None:
+    """What squeue says about the jobs of all the runs; None when it cannot be asked."""
+    job_ids = {job_id for run in runs for job_id in slurm_job_ids(run)}
+    try:
+        return query_jobs(job_ids) if job_ids else {}
+    except SlurmError as error:
+        first_line = str(error).splitlines()[0]
+        print(f"cluster-ddp: told from the run directories alone: {first_line}", file=sys.stderr)
+        return None
+
+
+def caller() -> str:
+    """Who calls this command, for events and stop requests."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"

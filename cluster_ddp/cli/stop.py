@@ -1,0 +1,53 @@
+"""``cluster-ddp stop``: save and end, whatever started the run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cluster_ddp.cli.described import caller, describe_runs
+from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.directory import find_run, runs_dir_of
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, login_writer
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.state import RunState
+from cluster_ddp.run.stopfile import PERSON, request_stop
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one.")],
+) -> None:
+    """Ask a run to save a checkpoint and end; `resume` goes on from there."""
+    found = find_run(run, runs_dir_of(None))
+    (status,) = describe_runs([found])
+    if status.state is not RunState.RUNNING:
+        raise RunError(
+            f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status.state, found.id)}"
+        )
+    history = read_history(found)
+    last = history.last
+    if last is None or attempt_is_alive(history, last) is False:
+        raise RunError(
+            f"the job of run {found.id} is starting and has not begun to train; try again in a moment, or end it for "
+            f"good: cluster-ddp cancel {found.id}"
+        )
+    attempt = found.attempt(last.number)
+    try:
+        request_stop(attempt, reason=PERSON, by=caller())
+    except OSError as error:
+        raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
+    EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=last.number, reason=PERSON, by=caller())
+    print(
+        f"asked attempt {last.number} of {found.id} to save and end "
+        f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})",
+        file=sys.stderr,
+    )
+
+
+def _advice(state: RunState, run_id: str) -> str:
+    if state in (RunState.PENDING, RunState.REQUEUED):
+        return f" It waits to start; to take it out of the queue for good: cluster-ddp cancel {run_id}"
+    return "" if state is RunState.COMPLETED else f" To go on with it: cluster-ddp resume {run_id}"
