@@ -1,0 +1,288 @@
+"""Saves the state of a training in the background and brings it back, verified."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster_ddp.run import events
+from cluster_ddp.run.storage import Storage
+from cluster_ddp.train.checkpoint.errors import CheckpointError
+from cluster_ddp.train.checkpoint.plan import SavePlan, describe, make_plan
+from cluster_ddp.train.checkpoint.reading import Restored
+from cluster_ddp.train.checkpoint.receipts import Receipts
+from cluster_ddp.train.checkpoint.restoring import Restoring
+from cluster_ddp.train.checkpoint.staging import Staging
+from cluster_ddp.train.checkpoint.writer import Report, Save, Writer
+
+if TYPE_CHECKING:
+    from cluster_ddp.spec import CheckpointSpec
+
+_EXIT_WAIT = 10.0  # seconds that a process which ends waits for a save that needs other ranks
+_MAX_UNREPORTED = 100
+
+
+class Checkpointer:
+    """The checkpoints of one run.
+
+    All ranks make one, and call `restore`, `save` and `finish` alike. The loop is blocked for one copy of this rank's
+    share of the state into host memory; the rest happens in a thread that uses no collectives. Nothing that goes wrong
+    with the storage is raised by `save`: it is reported, the checkpoints before it stay, and the next save is tried.
+
+    Parameters
+    ----------
+    directory
+        ``<run>/checkpoints``, on storage that all ranks see.
+    run_id, job_digest
+        Recorded in each checkpoint; one of another run is never loaded.
+    settings
+        The job's ``checkpoint:`` section.
+    store
+        The store that the process group met through (``torch.distributed.distributed_c10d._get_default_store()``), or
+        None for a single process.
+    report
+        Takes an event's name and its fields. Called on rank 0, from the background thread too. When it returns False
+        the event was not recorded, and is handed in again with the next one.
+    storage
+        Carries out everything that is written.
+
+    Attributes
+    ----------
+    last_saved
+        The step of the last checkpoint that is known to be durable: restored, or saved since.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        job_digest: str,
+        settings: CheckpointSpec,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+        store: dist.Store | None = None,
+        report: Report = lambda event, fields: None,
+        storage: Storage | None = None,
+    ) -> None:
+        self.last_saved: int | None = None
+        self._directory, self._run_id, self._settings, self._rank = directory, run_id, settings, rank
+        self._storage = storage or Storage()
+        self._hand_in = report
+        self._unreported = collections.deque[tuple[str, dict[str, Any]]](maxlen=_MAX_UNREPORTED)
+        if rank == 0:
+            with contextlib.suppress(OSError):  # there already; or a save will tell
+                self._storage.mkdir(directory)
+        self._receipts = Receipts(
+            store, rank=rank, world_size=world_size, local_rank=local_rank, writing=settings.ranks_writing
+        )
+        self._writer = Writer(
+            directory,
+            run_id=run_id,
+            job_digest=job_digest,
+            settings=settings,
+            receipts=self._receipts,
+            report=self._report,
+            storage=self._storage,
+        )
+        self._staging = Staging()
+        self._plan: SavePlan | None = None
+        self._described: object = None
+        self._saves = 0
+        self._thread: threading.Thread | None = None
+        self._durable = True
+        _live.add(self)
+
+    def save(
+        self,
+        *,
+        step: int,
+        samples: int,
+        epoch: int,
+        tensors: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Begin to save; returns when the state is copied (on the CPU) or its copy is under way (on CUDA).
+
+        When the save before is not done, waits for it or, with ``when_busy: skip``, reports ``checkpoint-skipped`` and
+        returns; rank 0 decides for all. After `finish` a save is never skipped.
+
+        Parameters
+        ----------
+        tensors
+            By name: ``model.<fqn>``, ``optimizer.<fqn>.<state>``, ``ema.<fqn>``; any shape and strides, on any device.
+            The same names on all ranks. Tensors that share their memory are stored once. What the optimizer has no
+            state for and is not an `nn.Parameter` (buffers) is stored as rank 0 has it.
+        scalars
+            Whatever JSON can hold.
+        metrics
+            The latest values, for ``keep_best``; those that are not finite are left out.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor or a scalar is of a kind that no checkpoint can hold.
+        """
+        number = self._saves
+        self._saves += 1
+        busy = self._thread is not None and self._thread.is_alive()
+        if self._settings.when_busy == "skip" and self._receipts.from_rank_0(busy):
+            if self._rank == 0:
+                self._report("checkpoint-skipped", {"step": step, "reason": "the save before is still being written"})
+            return
+        self._join()
+        save = Save(
+            number=number,
+            step=step,
+            samples=samples,
+            epoch=epoch,
+            scalars=_as_json(scalars),
+            metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+            plan=self._plan_for(tensors),
+            began=time.time(),
+        )
+        writes = self._rank in save.plan.layouts
+        if writes:
+            pinned = any(tensor.is_cuda for tensor in tensors.values())
+            self._staging.prepare(save.plan.layouts[self._rank], pinned=pinned)
+            self._staging.copy(tensors, save.plan.alike)
+        self._durable = False
+        if self._settings.background:
+            self._thread = threading.Thread(target=self._run, args=(save, writes), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._run(save, writes)
+
+    def wait_copied(self) -> None:
+        """Call right before parameters, optimizer or EMA change: on CUDA their copy may still be under way."""
+        self._staging.wait_copied()
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait until the save in flight is over, at most `timeout` seconds; whether it is durable (True without one)."""
+        self._join(timeout)
+        return self._durable and self._thread is None
+
+    def close(self) -> None:
+        """Finish what is in flight and give the memory back. Call it on all ranks before the process group goes."""
+        self.finish()
+        self._staging.release()
+
+    def restore(self, tensors: Mapping[str, Tensor], *, step: int | None = None, fit: bool = False) -> Restored | None:
+        """Fill the live tensors from the newest sound checkpoint; all ranks take the same one.
+
+        A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
+        files, and the one before it is taken. The names and bytes are read and verified in one pass.
+
+        Parameters
+        ----------
+        tensors
+            The live tensors, by the names under which they were saved. Stored names that begin with ``optimizer.`` and
+            are not among them come back in `Restored.extra`.
+        step
+            Only the checkpoint of this step will do.
+        fit
+            Load what fits, leave the rest alone, and list it in `Restored.differences`.
+
+        Returns
+        -------
+        Restored
+            None when the run never had a checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            There are checkpoints, but no sound one. Nothing was deleted.
+        CheckpointMismatch
+            The checkpoint is sound, but of another model or optimizer.
+        """
+        self._join()
+        restoring = Restoring(
+            self._directory, self._run_id, self._receipts, self._storage, self._report, step=step, fit=fit
+        )
+        restored = restoring.into(tensors)
+        if restored is not None:
+            self.last_saved = restored.step
+        return restored
+
+    def _plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
+        described = describe(tensors)
+        if self._plan is None or described != self._described:
+            self._plan, self._described = make_plan(*described, self._receipts.writers), described
+        return self._plan
+
+    def _run(self, save: Save, writes: bool) -> None:
+        """The background thread. Nothing may leave it as an exception."""
+        try:
+            if self._writer.carry_out(save, self._staging.shard() if writes else None):
+                self.last_saved, self._durable = save.step, True
+        except Exception as error:
+            _warn(f"the save of step {save.step} was given up: {error or type(error).__name__}")
+
+    def _join(self, timeout: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def _report(self, event: str, fields: dict[str, Any]) -> None:
+        """Rank 0 tells of an event; one that cannot be recorded (the storage is full) is kept for the next time."""
+        if event == events.CHECKPOINT_FAILED:
+            _warn(
+                f"the save of step {fields['step']} failed ({fields['file']}, rank {fields['rank']}: {fields['error']}); "
+                "training goes on, the checkpoints before it stay"
+            )
+        self._unreported.append((event, fields))
+        try:
+            while self._unreported and self._hand_in(*self._unreported[0]) is not False:
+                self._unreported.popleft()
+        except Exception as error:
+            self._unreported.popleft()
+            _warn(f"cannot report {event}: {error!r}")
+
+    def _end(self) -> None:
+        """At the exit of the interpreter: finish alone, or give up on ranks that may be gone."""
+        if self._thread is None:
+            return
+        self._join(None if self._receipts.world_size == 1 else _EXIT_WAIT)
+        self._receipts.give_up()
+        self._join(_EXIT_WAIT)
+
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for checkpointer in list(_live):
+        checkpointer._end()
+
+
+def _warn(text: str) -> None:
+    print(f"cluster-ddp: {text}", file=sys.stderr, flush=True)
+
+
+def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the scalars as they will be read back."""
+    plain: dict[str, Any] = {}
+    for name, value in scalars.items():
+        try:
+            plain[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state {name!r} cannot be saved, JSON cannot hold it: {error}") from error
+    return plain

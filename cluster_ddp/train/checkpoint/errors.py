@@ -1,0 +1,79 @@
+"""What can be wrong with a checkpoint, said so that a person knows what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster_ddp.spec.errors import ClusterDDPError
+
+
+class CheckpointError(ClusterDDPError):
+    """A checkpoint cannot be written or read as asked."""
+
+    exit_status = 4
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint is not what was written.
+
+    Attributes
+    ----------
+    problems
+        One text per file that is wrong, beginning with the file's name.
+    """
+
+    def __init__(self, folder: str, problems: list[str]) -> None:
+        super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How the tensors of a checkpoint differ from the live ones.
+
+    Attributes
+    ----------
+    missing
+        Names of live tensors that the checkpoint does not hold.
+    unexpected
+        Names in the checkpoint that have no live tensor.
+    shape, dtype
+        ``name (stored, now)`` for tensors that differ in it.
+    tied
+        Names that share memory now but were stored with values of their own.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    shape: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any((self.missing, self.unexpected, self.shape, self.dtype, self.tied))
+
+    def __str__(self) -> str:
+        lists = {
+            "not in the checkpoint": self.missing,
+            "in the checkpoint only": self.unexpected,
+            "other shape": self.shape,
+            "other dtype": self.dtype,
+            "share memory now, but were stored apart": self.tied,
+        }
+        return "\n".join(f"  {what} ({len(names)}): {_shortened(names)}" for what, names in lists.items() if names)
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is sound but belongs to another model or optimizer; `differences` says how."""
+
+    def __init__(self, folder: str, differences: Differences) -> None:
+        self.differences = differences
+        super().__init__(
+            f"checkpoint {folder} does not fit the model of this job. What differs:\n{differences}\n"
+            "Put the model or the job back as it was, load only what fits (fit=True), or start a new run."
+        )
+
+
+def _shortened(names: tuple[str, ...], most: int = 12) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,141 @@
+"""How ranks tell rank 0 that their shard is durable, and hear what became of the save: by the store, not by collectives.
+
+Background threads cannot use collectives, which the training loop issues meanwhile. The store that the process group
+met through is a plain key-value server. Its clients serve one request at a time, so each thread here has a client of
+its own: a wait on the process group's client would stop the process group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from cluster_ddp.train.checkpoint.folders import this_process
+
+_WAIT = datetime.timedelta(seconds=1)  # between looks at whether to give up
+_TALKS_KEPT = 16  # ranks are in step at each, so none is ever this far behind
+_instances = itertools.count()  # all ranks make their checkpointers in the same order
+
+
+class Abandoned(Exception):
+    """This process gives up what it was doing for a save, because it ends."""
+
+
+class Receipts:
+    """The messages between the ranks about saves.
+
+    Parameters
+    ----------
+    store
+        The store of the process group, or None for a single process.
+    writing
+        ``all``, ``node`` or ``one``: which ranks write.
+
+    Attributes
+    ----------
+    owner
+        The text that names rank 0's process in the names of unfinished folders; the same on all ranks.
+    writers
+        The ranks that write, ascending; rank 0 is always among them.
+    """
+
+    def __init__(self, store: dist.Store | None, *, rank: int, world_size: int, local_rank: int, writing: str) -> None:
+        meeting: dist.Store = store if store is not None and world_size > 1 else dist.HashStore()
+        number = next(_instances)
+        place = f"cluster_ddp/checkpoint/{number}"
+        self.rank, self.world_size = rank, world_size
+        meeting.set(f"{place}/rank/{rank}", str(local_rank))
+        if rank == 0:
+            local = [int(meeting.get(f"{place}/rank/{other}")) for other in range(world_size)]
+            writers = {
+                "all": list(range(world_size)),
+                "node": [other for other in range(world_size) if local[other] == 0 or other == 0],
+                "one": [0],
+            }[writing]
+            meeting.set(f"{place}/session", json.dumps({"owner": str(this_process()), "writers": writers}))
+        session = json.loads(meeting.get(f"{place}/session"))
+        self.owner: str = session["owner"]
+        self.writers: tuple[int, ...] = tuple(session["writers"])
+        self._prefix = f"{place}/{self.owner}"
+        self._background = _own_client(meeting)
+        self._foreground = _own_client(meeting)
+        self._giving_up = threading.Event()
+        self._talks = 0
+
+    def send(self, save: int, receipt: dict[str, Any]) -> None:
+        """Hand rank 0 the receipt of this rank's shard, or what went wrong with it."""
+        self._put(self._background, f"save/{save}/receipt/{self.rank}", receipt)
+
+    def collect(self, save: int, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Rank 0: wait for the receipts of these ranks."""
+        return {rank: self._get(self._background, f"save/{save}/receipt/{rank}") for rank in ranks}
+
+    def announce(self, save: int, durable: bool) -> None:
+        """Rank 0: tell all ranks what became of a save, and forget the messages of the one before."""
+        self._put(self._background, f"save/{save}/outcome", durable)
+        if self.world_size > 1:
+            old = save - 1  # all ranks are through with it: each sent or needs nothing for this one
+            for key in ("outcome", *(f"receipt/{rank}" for rank in self.writers)):
+                self._background.delete_key(f"{self._prefix}/save/{old}/{key}")
+
+    def outcome(self, save: int) -> bool:
+        """Wait until rank 0 says what became of a save."""
+        return bool(self._get(self._background, f"save/{save}/outcome"))
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's value on all ranks; called by all, in the same order, outside the background."""
+        if self.world_size == 1:
+            return value
+        self._talks += 1
+        if self.rank != 0:
+            return self._get(self._foreground, f"talk/{self._talks}")
+        self._put(self._foreground, f"talk/{self._talks}", value)
+        self._foreground.delete_key(f"{self._prefix}/talk/{self._talks - _TALKS_KEPT}")
+        return value
+
+    def to_rank_0(self, value: Any) -> list[Any]:
+        """On rank 0 the values of all ranks, on the others their own only; called by all, in the same order."""
+        if self.world_size == 1:
+            return [value]
+        self._talks += 1
+        if self.rank != 0:
+            self._put(self._foreground, f"talk/{self._talks}/{self.rank}", value)
+            return [value]
+        others = range(1, self.world_size)
+        return [value, *(self._get(self._foreground, f"talk/{self._talks}/{rank}") for rank in others)]
+
+    def give_up(self) -> None:
+        """End every wait of this process with `Abandoned`."""
+        self._giving_up.set()
+
+    def check_given_up(self) -> None:
+        """Raise `Abandoned` when this process gave up."""
+        if self._giving_up.is_set():
+            raise Abandoned("the process ends before the save is complete")
+
+    def _put(self, client: dist.Store, key: str, value: Any) -> None:
+        client.set(f"{self._prefix}/{key}", json.dumps(value))
+
+    def _get(self, client: dist.Store, key: str) -> Any:
+        path = f"{self._prefix}/{key}"
+        while True:
+            self.check_given_up()
+            try:
+                client.wait([path], _WAIT)
+            except dist.DistStoreError:
+                continue  # not yet there
+            return json.loads(client.get(path))
+
+
+def _own_client(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, None, False, store.timeout, wait_for_workers=False)
+    return store
