@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp.spec.batch import BatchPlan, plan_batch
 from cluster_ddp.spec.errors import BatchError, ClusterDDPError, JobFileError
+from cluster_ddp.spec.loading import LoadedJob, dump_resolved, load_job, load_resolved
 from cluster_ddp.spec.models import (
     CheckpointSpec,
     ContainerSpec,
@@ -19,6 +20,7 @@ from cluster_ddp.spec.models import (
     TrainSpec,
     WandbSpec,
 )
+from cluster_ddp.spec.templates import template_file, template_names
 
 __all__ = [
     "BatchError",
@@ -30,6 +32,7 @@ __all__ = [
     "JobSpec",
     "KeepBestSpec",
     "LaunchSpec",
+    "LoadedJob",
     "LogSpec",
     "NetworkSpec",
     "ProfileSpec",
@@ -38,5 +41,10 @@ __all__ = [
     "SlurmSpec",
     "TrainSpec",
     "WandbSpec",
+    "dump_resolved",
+    "load_job",
+    "load_resolved",
     "plan_batch",
+    "template_file",
+    "template_names",
 ]

@@ -92,7 +92,7 @@ def _does_not_divide(total: int, world_size: int) -> str:
 
 
 def _accumulation_does_not_fit(train: TrainSpec, total: int, world_size: int, wish: int) -> str:
-    ceiling = "" if train.batch_size is None else f" with micro-batches of at most {train.batch_size} (train.batch_size)"
+    ceiling = "" if train.batch_size is None else f" with train.batch_size: {train.batch_size}"
     return (
         f"a global batch of {total} on {world_size} ranks does not divide into {wish} accumulation steps{ceiling}\n"
         "    leave train.accumulation_steps away to have it chosen, or change train.global_batch or train.batch_size"

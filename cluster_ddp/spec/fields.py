@@ -20,14 +20,13 @@ CONTRADICTION = "contradiction"
 LONGEST = 10 * 365 * 86400  # seconds: ten years, so that a slip of the keyboard cannot overflow Slurm's minutes
 LARGEST = 2**31 - 1
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_MEMORY = re.compile(r"\d{1,9}(?:\.\d{1,3})?[KMGT]?", re.IGNORECASE)
-_GPUS = re.compile(r"(?:([A-Za-z][A-Za-z0-9_.-]{0,63}):)?(\d{1,4})")
-_STEPS = re.compile(r"(\d{1,9})\s*(?:steps?)?")
-_STEP_RANGE = re.compile(r"(\d{1,9})\s*-\s*(\d{1,9})")
-_TARGET = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^\x00-\x1f]*\.py):[A-Za-z_]\w*")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_CONTROL = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
+_MEMORY = r"[0-9]{1,9}(?:\.[0-9]{1,3})?[KMGTkmgt]?"
+_GPUS = r"(?:([A-Za-z][A-Za-z0-9_.-]{0,63}):)?([0-9]{1,4})"
+_STEPS = r"([0-9]{1,9})\s*(?:steps?)?"
+_STEP_RANGE = r"([0-9]{1,9})\s*-\s*([0-9]{1,9})"
+_TARGET = r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^\x00-\x1f]*\.py):[A-Za-z_]\w*"
 
 
 def refused(message: str, *, allowed: str = "", at: tuple[str, ...] = (), show: bool = True) -> PydanticCustomError:
@@ -57,7 +56,7 @@ def line(value: object) -> str:
     text = _text(value, "a text of one line")
     if not text.strip():
         raise refused("is empty", allowed="a text; leave the key away, or empty without quotes, for the default")
-    if _CONTROL.search(text) or _SURROGATE.search(text):
+    if re.search(_CONTROL, text) or not _is_encodable(text):
         raise refused("has a line break or another control character in it", allowed="a text of one line")
     return text
 
@@ -65,15 +64,23 @@ def line(value: object) -> str:
 def word(value: object) -> str:
     """Return any text that a process can be given as an argument or an environment value."""
     text = _text(value, "a text")
-    if "\0" in text or _SURROGATE.search(text):
+    if "\0" in text or not _is_encodable(text):
         raise refused("has a character in it that no process can be given", allowed="a text without NUL characters")
     return text
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def _name(value: object) -> str:
     allowed = "letters, digits, '.', '_' and '-', at most 64, a letter or digit first (it names a folder and the job)"
     text = _text(value, allowed)
-    if not _NAME.fullmatch(text):
+    if not re.fullmatch(_NAME, text):
         fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64]
         raise refused("cannot name a job", allowed=allowed + (f', such as "{fitting}"' if fitting else ""))
     return text
@@ -124,7 +131,7 @@ def _gpus(value: object) -> int | str:
     allowed = 'a whole number such as 4 (0 for none), or a type and a number such as "a100:4"'
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 9999:
         return value
-    match = _GPUS.fullmatch(value) if isinstance(value, str) else None
+    match = re.fullmatch(_GPUS, value) if isinstance(value, str) else None
     if match is None or (match[1] and int(match[2]) == 0):
         raise refused("is not a number of GPUs", allowed=allowed)
     return f"{match[1]}:{int(match[2])}" if match[1] else int(match[2])
@@ -132,8 +139,8 @@ def _gpus(value: object) -> int | str:
 
 def _memory(value: object) -> str:
     text = _text(value, 'a size such as "200G"')
-    if not _MEMORY.fullmatch(text):
-        raise refused("is not a size of memory", allowed='a number with K, M, G or T such as "200G" (M if none; 0: all)')
+    if not re.fullmatch(_MEMORY, text):
+        raise refused("is not a size of memory", allowed='a number with K, M, G or T such as "200G"; 0 for all')
     return text
 
 
@@ -147,7 +154,7 @@ def _signal(value: object) -> str:
 def _evaluation(value: object) -> int | str:
     if value in ("epoch", "end"):
         return str(value)
-    match = _STEPS.fullmatch(str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
+    match = re.fullmatch(_STEPS, str(value)) if isinstance(value, (int, str)) and not isinstance(value, bool) else None
     if match is None or int(match[1]) == 0:
         raise refused("is not allowed", allowed='"epoch", "end", or a number of steps such as "500 steps"')
     return int(match[1])
@@ -157,7 +164,7 @@ def _step_range(value: object) -> tuple[int, int]:
     allowed = 'a first and a last step such as "10-20"'
     if isinstance(value, (list, tuple)) and len(value) == 2:
         value = "-".join(map(str, value))
-    match = _STEP_RANGE.fullmatch(value) if isinstance(value, str) else None
+    match = re.fullmatch(_STEP_RANGE, value) if isinstance(value, str) else None
     if match is None or int(match[1]) > int(match[2]):
         raise refused("is not a range of steps", allowed=allowed)
     return int(match[1]), int(match[2])
@@ -166,7 +173,7 @@ def _step_range(value: object) -> tuple[int, int]:
 def _target(value: object) -> str:
     allowed = '"package.module:Class" or "path/to/file.py:Class"'
     text = _text(value, allowed)
-    if not _TARGET.fullmatch(text):
+    if not re.fullmatch(_TARGET, text):
         raise refused("does not name a task", allowed=allowed)
     return text
 

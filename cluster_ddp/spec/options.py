@@ -12,7 +12,7 @@ from cluster_ddp.spec.fields import contradiction, line, refused
 
 Option = str | int | float | bool | None
 
-_OPTION = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+_OPTION = r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*"
 _OWN_KEYS = {
     "job-name": "name",
     "partition": "slurm.partition",
@@ -58,16 +58,16 @@ def _options(value: object) -> dict[str, Option]:
 
 def _option(name: object, setting: object) -> Option:
     at = (str(name),)
-    if not isinstance(name, str) or not _OPTION.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(_OPTION, name):
         spelt = str(name).strip("-").replace("_", "-").lower()
-        hint = f"write {spelt}" if _OPTION.fullmatch(spelt) else "an option as sbatch(1) names it"
+        hint = f"write {spelt}" if re.fullmatch(_OPTION, spelt) else "an option as sbatch(1) names it"
         raise refused("is not a long option of sbatch without its dashes", allowed=hint, at=at)
     if name in _OWN_KEYS:
         raise refused("has a place of its own", allowed=f"use {_OWN_KEYS[name]} instead", at=at)
     if name in _RENDERED:
         raise refused("cannot be set here", allowed=_RENDERED[name], at=at)
     if "ntasks" in name or name == "tasks-per-node":
-        raise refused("cannot be set here", allowed="one task a node starts the ranks: use launch.procs_per_node", at=at)
+        raise refused("cannot be set here", allowed="one task a node starts them: use launch.procs_per_node", at=at)
     if name == "gres" and str(setting).startswith("gpu"):
         raise refused("has a place of its own", allowed="use slurm.gpus_per_node with gpu_option: gres", at=at)
     if setting is None or isinstance(setting, (bool, int, float)):

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from cluster_ddp.spec.fields import refused
 
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _SECRET_WORDS = {
-    "KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "PRIVATEKEY", "ACCESSKEY",
+    "KEY", "KEYS", "APIKEY", "PRIVATEKEY", "ACCESSKEY",
+    "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT",
 }  # fmt: skip
 # The issuers' own prefixes, a password in an address, and private keys in PEM form.
-_SECRET_TEXT = re.compile(
+_SECRET_TEXT = (
     r"\bhf_[A-Za-z0-9]{30,}|\bgh[oprsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[A-Za-z0-9_-]{32,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[0-9A-Za-z-]{10,}"
     r"|://[^/\s:@$]*:[^/\s@$]+@|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
-_ASSIGNMENT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=(?![\"']?\$)[\"']?[^\s\"';]")
+_ASSIGNMENT = r"\b([A-Za-z_][A-Za-z0-9_]*)=(?![\"']?\$)[\"']?[^\s\"';]"
 _ADVICE = "nothing secret in a job file: export it in the shell you submit from (Slurm hands the environment on)"
 
 
@@ -29,26 +30,25 @@ def is_secret_name(name: str) -> bool:
 def check_environment(variables: Mapping[str, str]) -> None:
     """Refuse names that no shell takes, and what is or looks like a secret (``network.env``)."""
     for name, value in variables.items():
-        if not _ENV_NAME.fullmatch(name):
-            raise refused(
-                "is not the name of an environment variable", allowed="letters, digits and '_', no digit first", at=(name,)
-            )
+        if not re.fullmatch(_ENV_NAME, name):
+            allowed = "a name of letters, digits and '_', no digit first"
+            raise refused("does not belong to the name of a variable", allowed=allowed, at=(name,), show=False)
         if is_secret_name(name):
             raise refused("is the name of a secret", allowed=_ADVICE, at=(name,), show=False)
-        if _SECRET_TEXT.search(value):
+        if re.search(_SECRET_TEXT, value):
             raise refused("looks like a secret", allowed=_ADVICE, at=(name,), show=False)
 
 
 def check_texts(*, setup: Iterable[str], others: Mapping[str, object]) -> None:
     """Refuse secrets in the set-up lines and, by their form, in any text below the keys of `others`."""
     for number, line in enumerate(setup):
-        assigned = [name for name in _ASSIGNMENT.findall(line) if is_secret_name(name)]
-        if assigned or _SECRET_TEXT.search(line):
+        assigned = [name for name in re.findall(_ASSIGNMENT, line) if is_secret_name(name)]
+        if assigned or re.search(_SECRET_TEXT, line):
             what = f"gives {assigned[0]} a value" if assigned else "looks like it holds a secret"
             raise refused(what, allowed=_ADVICE, at=("launch", "setup", str(number)), show=False)
     for key, value in others.items():
         for path, text in _texts(value, tuple(key.split("."))):
-            if _SECRET_TEXT.search(text):
+            if re.search(_SECRET_TEXT, text):
                 raise refused("looks like a secret", allowed=_ADVICE, at=path, show=False)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 _UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_PART = re.compile(r"(\d{1,9})\s*(sec|min|[smhd])")
-_PARTS = re.compile(rf"{_PART.pattern}(?:\s*{_PART.pattern}){{0,3}}")
-_CLOCK = re.compile(r"(?:(\d{1,5})-)?(\d{1,9})(?::(\d{1,2}))?(?::(\d{1,2}))?")
+_PART = r"(\d{1,9})\s*(sec|min|[smhd])"
+_PARTS = rf"{_PART}(?:\s*{_PART}){{0,3}}"
+_CLOCK = r"(?:(\d{1,5})-)?(\d{1,9})(?::(\d{1,2}))?(?::(\d{1,2}))?"
 
 DURATION_FORMS = 'a number with a unit such as "90s", "10m" or "1h 30m", or a whole number of seconds'
 SLURM_TIME_FORMS = (
@@ -41,7 +41,7 @@ def parse_slurm_time(text: str) -> int:
     ValueError
         When `text` has none of these forms, or minutes or seconds of 60 and more behind a larger unit.
     """
-    clock = _CLOCK.fullmatch(text.strip())
+    clock = re.fullmatch(_CLOCK, text.strip())
     if clock is None or not text.isascii():
         return _with_units(text.strip())
     days = clock[1]
@@ -77,9 +77,9 @@ def format_duration(seconds: int) -> str:
 
 def _with_units(text: str) -> int:
     text = text.lower()
-    if not text.isascii() or not _PARTS.fullmatch(text):
+    if not text.isascii() or not re.fullmatch(_PARTS, text):
         raise ValueError(f"{text!r} is not a duration")
-    sizes = [_UNITS[unit] for _, unit in _PART.findall(text)]
+    sizes = [_UNITS[unit] for _, unit in re.findall(_PART, text)]
     if sizes != sorted(set(sizes), reverse=True):
         raise ValueError(f"{text!r}: larger units come first, each once")
-    return sum(int(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    return sum(int(number) * _UNITS[unit] for number, unit in re.findall(_PART, text))

@@ -1,0 +1,15 @@
+"""What the user may have meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(text: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is spelt most like `text`, or `None` when none is alike."""
+    from difflib import get_close_matches  # only when something is wrong already
+
+    alike = {choice.lower(): choice for choice in choices}
+    found = get_close_matches(text[:80].lower().replace("-", "_"), alike, n=1, cutoff=0.6)
+    found = found or get_close_matches(text[:80].lower(), alike, n=1, cutoff=0.6)
+    return alike[found[0]] if found else None
