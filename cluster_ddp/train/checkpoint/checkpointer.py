@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from cluster_ddp.run import events
 from cluster_ddp.run.storage import Storage
@@ -76,7 +76,7 @@ class Checkpointer:
         world_size: int = 1,
         local_rank: int = 0,
         local_world_size: int = 1,
-        store: dist.Store | None = None,
+        store: Store | None = None,
         report: Report = lambda event, fields: None,
         storage: Storage | None = None,
     ) -> None:
@@ -174,7 +174,7 @@ class Checkpointer:
         self._staging.wait_copied()
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Wait until the save in flight is over, at most `timeout` seconds; whether it is durable (True without one)."""
+        """Wait at most `timeout` seconds for the save in flight; whether it is durable (True when there is none)."""
         self._join(timeout)
         return self._durable and self._thread is None
 
@@ -243,10 +243,8 @@ class Checkpointer:
     def _report(self, event: str, fields: dict[str, Any]) -> None:
         """Rank 0 tells of an event; one that cannot be recorded (the storage is full) is kept for the next time."""
         if event == events.CHECKPOINT_FAILED:
-            _warn(
-                f"the save of step {fields['step']} failed ({fields['file']}, rank {fields['rank']}: {fields['error']}); "
-                "training goes on, the checkpoints before it stay"
-            )
+            why = f"{fields['file']}, rank {fields['rank']}: {fields['error']}"
+            _warn(f"the save of step {fields['step']} failed ({why}); training goes on, the checkpoints before it stay")
         self._unreported.append((event, fields))
         try:
             while self._unreported and self._hand_in(*self._unreported[0]) is not False:

@@ -19,7 +19,7 @@ from cluster_ddp.run.storage import Storage
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,18})")
 _OWNED = re.compile(r"(?P<kind>tmp|tmp-removed|replaced)-step-(?P<step>\d{8,18})~(?P<owner>[^~]*(?:~[^~]*){4})")
-# A process on another machine cannot be looked up: what it left is taken for dead when nothing in it changed for so long.
+# A process on another machine cannot be looked up: what it left counts as dead when nothing in it changed for so long.
 _FOREIGN_AGE = 3600.0  # seconds
 
 
@@ -64,20 +64,12 @@ def step_of(name: str) -> int | None:
 
 def steps_in(directory: Path) -> list[int]:
     """The steps of all complete checkpoints, ascending; empty when there is no such folder."""
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(step for name in names if (step := step_of(name)) is not None)
+    return sorted(step for name in _names_in(directory) if (step := step_of(name)) is not None)
 
 
 def damaged_in(directory: Path) -> list[str]:
     """The names of the checkpoints that were set aside as damaged."""
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(name for name in names if name.startswith("damaged-"))
+    return sorted(name for name in _names_in(directory) if name.startswith("damaged-"))
 
 
 def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
@@ -120,9 +112,16 @@ def remove_left_overs(storage: Storage, directory: Path, own: str = "") -> None:
             storage.rmtree(directory / name)
 
 
+def _names_in(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
 def _owned_in(directory: Path) -> list[tuple[str, str, int, str]]:
     """Name, kind, step and owner of each unfinished folder."""
-    found = (_OWNED.fullmatch(name) for name in sorted(os.listdir(directory)))
+    found = (_OWNED.fullmatch(name) for name in sorted(_names_in(directory)))
     return [(match[0], match["kind"], int(match["step"]), match["owner"]) for match in found if match]
 
 

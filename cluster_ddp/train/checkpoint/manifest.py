@@ -60,8 +60,8 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def bytes(self) -> int:
-        """The size of all shards."""
+    def size(self) -> int:
+        """The bytes of all shards together."""
         return sum(shard.bytes for shard in self.shards.values())
 
     def names(self) -> dict[str, str]:

@@ -144,7 +144,7 @@ def _fill(folder: Path, manifest: Manifest, wanted: list[tuple[Tensor, str]]) ->
         places[stored], source = _place(tensor, manifest.tensors[stored], piece)
         later += [(other, source) for other in (tensor, *others) if other is not source]
     for name, shard in sorted(manifest.shards.items()):
-        read_shard(folder / name, shard, manifest, places, memoryview(piece.numpy()))
+        read_shard(folder / name, shard, manifest, places, piece.numpy().data)
     for tensor, source in later:
         tensor.copy_(source)
 
@@ -155,7 +155,7 @@ def _place(tensor: Tensor, stored: Stored, piece: Tensor) -> tuple[Place, Tensor
         tensor = torch.empty(stored.shape, dtype=tensor.dtype)
     flat = tensor.reshape(-1).view(torch.uint8)
     if tensor.device.type == "cpu":
-        return memoryview(flat.numpy()), tensor
+        return flat.numpy().data, tensor
 
     def put(data: memoryview, offset: int) -> None:
         flat[offset : offset + len(data)].copy_(piece[: len(data)])

@@ -1,4 +1,4 @@
-"""How ranks tell rank 0 that their shard is durable, and hear what became of the save: by the store, not by collectives.
+"""How ranks tell rank 0 that their shard is durable, and hear what became of the save: by the store.
 
 Background threads cannot use collectives, which the training loop issues meanwhile. The store that the process group
 met through is a plain key-value server. Its clients serve one request at a time, so each thread here has a client of
@@ -14,7 +14,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 
 from cluster_ddp.train.checkpoint.folders import this_process
 
@@ -45,8 +46,8 @@ class Receipts:
         The ranks that write, ascending; rank 0 is always among them.
     """
 
-    def __init__(self, store: dist.Store | None, *, rank: int, world_size: int, local_rank: int, writing: str) -> None:
-        meeting: dist.Store = store if store is not None and world_size > 1 else dist.HashStore()
+    def __init__(self, store: Store | None, *, rank: int, world_size: int, local_rank: int, writing: str) -> None:
+        meeting: Store = store if store is not None and world_size > 1 else HashStore()
         number = next(_instances)
         place = f"cluster_ddp/checkpoint/{number}"
         self.rank, self.world_size = rank, world_size
@@ -119,23 +120,23 @@ class Receipts:
         if self._giving_up.is_set():
             raise Abandoned("the process ends before the save is complete")
 
-    def _put(self, client: dist.Store, key: str, value: Any) -> None:
+    def _put(self, client: Store, key: str, value: Any) -> None:
         client.set(f"{self._prefix}/{key}", json.dumps(value))
 
-    def _get(self, client: dist.Store, key: str) -> Any:
+    def _get(self, client: Store, key: str) -> Any:
         path = f"{self._prefix}/{key}"
         while True:
             self.check_given_up()
             try:
                 client.wait([path], _WAIT)
-            except dist.DistStoreError:
+            except DistStoreError:
                 continue  # not yet there
             return json.loads(client.get(path))
 
 
-def _own_client(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
+def _own_client(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, None, False, store.timeout, wait_for_workers=False)
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, None, False, wait_for_workers=False)
     return store

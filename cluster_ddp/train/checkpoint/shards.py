@@ -75,7 +75,7 @@ def lay_out(items: Iterable[Item]) -> Layout:
     return Layout(head, tuple(Entry(item, start + a, start + b) for item, a, b in placed), start + offset)
 
 
-def header_length(prefix: bytes, file_bytes: int) -> int:
+def header_length(prefix: bytes | bytearray, file_bytes: int) -> int:
     """The length of the header, from the first 8 bytes of a file."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(file_bytes - 8, _MAX_HEADER):
@@ -83,7 +83,7 @@ def header_length(prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def read_header(text: bytes, file_bytes: int) -> tuple[Entry, ...]:
+def read_header(text: bytes | bytearray, file_bytes: int) -> tuple[Entry, ...]:
     """The tensors of a shard in the order of their bytes; they must fill the file exactly."""
     try:
         header = json.loads(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._views: dict[str, Tensor] = {}
@@ -32,7 +32,7 @@ class Staging:
 
     def prepare(self, layout: Layout, *, pinned: bool) -> None:
         """Make room for a shard; does nothing when the layout is the one of the save before."""
-        if layout == self._layout:
+        if layout is self._layout:
             return
         if layout.size > len(self._flat) or pinned != self._pinned:
             self._allocate(layout.size, pinned)
@@ -58,14 +58,14 @@ class Staging:
                 view.copy_(tensors[name].detach(), non_blocking=self._pinned)
         if not self._pinned:
             return
-        self._side = self._side or torch.cuda.Stream()
+        self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             for name in on_side:
                 source = tensors[name].detach()
                 self._views[name].copy_(source, non_blocking=True)
                 source.record_stream(self._side)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def wait_copied(self) -> None:
@@ -78,39 +78,34 @@ class Staging:
         if self._copied is not None:
             self._copied.synchronize()
         size = self._layout.size if self._layout else 0
-        return memoryview(self._flat.numpy())[:size]
+        return self._flat.numpy().data[:size]
 
     def release(self) -> None:
         """Give the memory back."""
         self._unpin()
         self._layout, self._views, self._copied = None, {}, None
         self._flat = torch.empty(0, dtype=torch.uint8)
-        self._memory = None
 
     def _allocate(self, size: int, pinned: bool) -> None:
         self.release()  # first, so that there are never two buffers
-        memory = (
-            mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MAP_PRIVATE")
-            else mmap.mmap(-1, size)
-        )
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        memory = mmap.mmap(-1, size, **private)
         # Large pages make the first copy several times faster. Data loading workers are forked from this process:
         # without DONTFORK every save after that would copy the pages they share.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 _advise(memory, getattr(mmap, advice))
-        self._memory = memory
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._pinned = pinned
         if pinned:
             # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of two.
-            _check(int(torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), size, 0)))
+            _check(int(_cudart().cudaHostRegister(self._flat.data_ptr(), size, 0)))
 
     def _unpin(self) -> None:
         if self._pinned and len(self._flat):
             if self._copied is not None:
                 self._copied.synchronize()
-            _check(int(torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())))
+            _check(int(_cudart().cudaHostUnregister(self._flat.data_ptr())))
         self._pinned = False
 
 
@@ -119,6 +114,10 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
         memory.madvise(advice)
     except OSError:
         return  # advice only: kernels without large pages refuse it
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _check(status: int) -> None:

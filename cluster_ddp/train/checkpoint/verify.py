@@ -39,7 +39,7 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
     OSError
         The storage cannot be read.
     """
-    present = {name for name in os.listdir(folder) if not name.startswith(".nfs")}  # NFS's name for removed open files
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")}  # NFS: removed, still open
     odd = [name for name in sorted(present) if not stat.S_ISREG((folder / name).lstat().st_mode)]
     if odd:
         raise CheckpointDamaged(folder.name, [f"{name}: is not a plain file" for name in odd])

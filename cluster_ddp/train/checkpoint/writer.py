@@ -1,4 +1,4 @@
-"""Making a save durable: every writing rank its shard, rank 0 the whole. Runs in the background, without collectives."""
+"""Making a save durable: each writing rank its shard, rank 0 the whole. Runs in the background, no collectives."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Writer:
             {
                 "step": save.step,
                 "samples": save.samples,
-                "bytes": manifest.bytes,
+                "bytes": manifest.size,
                 "seconds": round(time.time() - save.began, 3),
             },
         )
