@@ -7,6 +7,7 @@ about with one call.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,6 +141,15 @@ def termination_reason(job_id: str) -> str:
     if " PreemptTime=" in fields and " PreemptTime=None " not in fields:
         return "preemption"
     return "cancel"
+
+
+def kill_wait() -> float:
+    """Seconds between SIGTERM and SIGKILL when Slurm ends a job; Slurm's own default where it does not tell."""
+    try:
+        found = re.search(r"^KillWait\s*=\s*(\d+)", _call(["scontrol", "show", "config"]), re.MULTILINE)
+    except SlurmError:
+        found = None
+    return float(found[1]) if found else 30.0
 
 
 def require(command: str) -> None:

@@ -1,0 +1,147 @@
+"""Resolving the job file's `network:` into the variables to export, the process-group timeout, and remarks for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster_ddp.network.profiles import PROFILES
+from cluster_ddp.network.variables import (
+    LEVEL_VARIABLES,
+    LEVELS,
+    MOST_SOCKET_THREADS,
+    MOST_SOCKETS,
+    RENAMED,
+    WITHOUT_EFFECT,
+)
+from cluster_ddp.spec.errors import ClusterDDPError
+
+if TYPE_CHECKING:
+    from cluster_ddp.spec import NetworkSpec
+
+_DEBUG: dict[str, dict[str, str]] = {
+    "off": {},
+    "warn": {"NCCL_DEBUG": "WARN"},
+    "info": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET"},
+    "detail": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"},
+}
+
+
+class NetworkError(ClusterDDPError):
+    """A network setting that would be ignored, or would do harm, on the nodes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable to export, and why."""
+
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """What the job file's `network:` comes to.
+
+    Attributes
+    ----------
+    settings
+        The variables to export, in the order of the script.
+    timeout
+        Seconds that a collective may take: the process-group timeout.
+    remarks
+        What a person should know about how the settings were read.
+    """
+
+    settings: tuple[Setting, ...]
+    timeout: int
+    remarks: tuple[str, ...]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Name to value."""
+        return {setting.name: setting.value for setting in self.settings}
+
+
+def resolve(network: NetworkSpec) -> NetworkPlan:
+    """Work out the variables: the profile's defaults, beaten by the keys, beaten by `env`.
+
+    Raises
+    ------
+    NetworkError
+        A value that NCCL would silently ignore or refuse.
+    """
+    chosen: dict[str, Setting] = {}
+    remarks: list[str] = []
+
+    def put(name: str, value: str, why: str) -> None:
+        chosen[name] = Setting(name, value, why)
+
+    for name, default in PROFILES[network.profile].items():
+        put(name, default.value, f"profile {network.profile}: {default.why}")
+    if network.ib_disable is not None:
+        put("NCCL_IB_DISABLE", "1" if network.ib_disable else "0", "network.ib_disable")
+    if network.socket_ifname:
+        put("NCCL_SOCKET_IFNAME", network.socket_ifname, "network.socket_ifname")
+        for_gloo = _gloo_interfaces(network.socket_ifname)
+        if for_gloo:
+            put("GLOO_SOCKET_IFNAME", for_gloo, "network.socket_ifname (Gloo has a variable of its own)")
+        else:
+            remarks.append(
+                f"network.socket_ifname: Gloo cannot exclude interfaces as {network.socket_ifname} does for NCCL; "
+                "set GLOO_SOCKET_IFNAME in network.env if Gloo picks a wrong one."
+            )
+    for name, value in _DEBUG[network.debug].items():
+        put(name, value, f"network.debug: {network.debug}")
+
+    timeout = int(network.timeout)
+    for name, value in network.env.items():
+        if name == "NCCL_TIMEOUT":
+            timeout = _seconds(value)
+            remarks.append(
+                f"network.env.NCCL_TIMEOUT: NCCL has no such variable. Its {timeout} s became the process-group timeout, "
+                f"which is what was meant; write it as network.timeout: {timeout}s."
+            )
+        elif name in WITHOUT_EFFECT:
+            remarks.append(f"network.env.{name} has no effect: {WITHOUT_EFFECT[name]}. It is left out.")
+        elif name in RENAMED:
+            remarks.append(f"network.env.{name} is read by torch, not by NCCL, and is called {RENAMED[name]} now; exported under that name.")
+            put(RENAMED[name], value, f"network.env.{name}")
+        else:
+            put(name, value, "network.env")
+    _check_values({setting.name: setting.value for setting in chosen.values()})
+    return NetworkPlan(tuple(chosen.values()), timeout, tuple(remarks))
+
+
+def _gloo_interfaces(nccl: str) -> str:
+    """NCCL's ``=eth0`` means exactly eth0, which is what Gloo does anyway; ``^docker`` means all others, which it cannot."""
+    return "" if nccl.startswith("^") else nccl.removeprefix("=")
+
+
+def _seconds(value: str) -> int:
+    if not value.strip().isdigit() or int(value) == 0:
+        raise NetworkError(f"network.env.NCCL_TIMEOUT: {value!r} is not a number of seconds. Write network.timeout instead, such as 30m.")
+    return int(value)
+
+
+def _check_values(variables: dict[str, str]) -> None:
+    for name in sorted(LEVEL_VARIABLES & variables.keys()):
+        value = variables[name]
+        if value not in LEVELS and not value.isdigit():
+            raise NetworkError(f"network.env.{name}: {value!r} is not a level, and NCCL would ignore it. Allowed: {', '.join(LEVELS)}, or a digit.")
+    threads = _number(variables, "NCCL_SOCKET_NTHREADS", 1)
+    sockets = _number(variables, "NCCL_NSOCKS_PERTHREAD", 1)
+    if threads > MOST_SOCKET_THREADS:
+        raise NetworkError(f"network.env.NCCL_SOCKET_NTHREADS: {threads} is more than NCCL's {MOST_SOCKET_THREADS}.")
+    if threads * sockets > MOST_SOCKETS:
+        raise NetworkError(
+            f"network.env: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD is {threads} x {sockets} = {threads * sockets}; NCCL takes at most {MOST_SOCKETS}."
+        )
+
+
+def _number(variables: dict[str, str], name: str, default: int) -> int:
+    value = variables.get(name, str(default))
+    if not value.isdigit():
+        raise NetworkError(f"network.env.{name}: {value!r} is not a number.")
+    return int(value)

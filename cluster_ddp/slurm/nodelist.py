@@ -1,0 +1,111 @@
+"""Slurm's node lists: ``a[1-3,07],b12,rack[1-2]n[01-02]`` and their hosts, in Slurm's order.
+
+``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line: what ``scontrol show hostnames LIST`` does, for
+nodes and containers without scontrol. ClusterShell expands the ranges; the pieces are taken apart here because its node
+sets are sorted, and the first host of Slurm's list is the one that runs the rendezvous.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+
+from cluster_ddp.spec.errors import ClusterDDPError
+
+MOST_HOSTS = 1_000_000
+"""More than any cluster has: a range beyond it is a slip, and is refused before it fills the memory."""
+
+_PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<text>[A-Za-z0-9._-]+)")
+_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
+
+
+class NodeListError(ClusterDDPError):
+    """The text is no node list of Slurm's."""
+
+
+def expand(text: str) -> list[str]:
+    """The hosts of a node list, in its order, with leading zeros kept.
+
+    Raises
+    ------
+    NodeListError
+        The text is malformed, or names more than a million hosts.
+    """
+    hosts: list[str] = []
+    for item in _items(text):
+        hosts.extend(_hosts(item, text))
+        if len(hosts) > MOST_HOSTS:
+            raise NodeListError(f"node list {_short(text)} names more than {MOST_HOSTS:,} hosts")
+    return hosts
+
+
+def first_host(text: str) -> str:
+    """The first host of a node list: where Slurm runs the batch script and node 0."""
+    return next(iter(_hosts(_items(text)[0], text)))
+
+
+def _items(text: str) -> list[str]:
+    """Cut at the commas outside brackets."""
+    items = re.split(r",(?![^\[\]]*\])", text.strip())
+    if not all(items):
+        raise NodeListError(f"node list {_short(text)}: empty" if items == [""] else f"node list {_short(text)}: a comma too many")
+    return items
+
+
+def _hosts(item: str, whole: str) -> list[str]:
+    parts: list[list[str]] = []
+    position = 0
+    count = 1
+    while position < len(item):
+        piece = _PIECE.match(item, position)
+        if piece is None:
+            raise NodeListError(f"node list {_short(whole)}: {item[position]!r} in {_short(item)} is not expected there")
+        parts.append([piece["text"]] if piece["text"] else _numbers(piece["ranges"], whole))
+        count *= len(parts[-1])
+        position = piece.end()
+    if count > MOST_HOSTS:
+        raise NodeListError(f"node list {_short(whole)} names more than {MOST_HOSTS:,} hosts")
+    if parts[0][0].startswith("-"):
+        raise NodeListError(f"node list {_short(whole)}: no host's name begins with -")
+    return ["".join(parts) for parts in itertools.product(*parts)]
+
+
+def _numbers(ranges: str, whole: str) -> list[str]:
+    from ClusterShell.RangeSet import RangeSet
+
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None:
+            raise NodeListError(f"node list {_short(whole)}: {part!r} is not a number or a range such as 01-16")
+        first, last = int(found["first"]), int(found["last"] or found["first"])
+        if last < first:
+            raise NodeListError(f"node list {_short(whole)}: the range {part} runs backwards")
+        if last - first >= MOST_HOSTS:
+            raise NodeListError(f"node list {_short(whole)} names more than {MOST_HOSTS:,} hosts")
+        # Slurm pads by the width of the first number; ClusterShell wants both ends equally wide and complains where they are not.
+        width = len(found["first"])
+        numbers.extend(str(number).zfill(width) for number in RangeSet(f"{first}-{last}").intiter())
+    return numbers
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the hosts of the node list given as the only argument."""
+    if len(arguments) != 1:
+        print("usage: python -m cluster_ddp.slurm.nodelist LIST", file=sys.stderr)
+        return 2
+    try:
+        print("\n".join(expand(arguments[0])))
+    except NodeListError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""What all ways to hand a run to a batch system have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from cluster_ddp.run.directory import RunDirectory, create_run, runs_dir_of
+from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
+from cluster_ddp.spec.errors import ClusterDDPError
+
+if TYPE_CHECKING:
+    from cluster_ddp.spec import JobSpec
+
+
+class SubmitError(ClusterDDPError):
+    """The job cannot be submitted as asked."""
+
+
+class Submission(Protocol):
+    """A job, ready to be sent: what a dry run prints and what a submission sends are this one object."""
+
+    via: str
+    """Its name in the run's record."""
+
+    remarks: tuple[str, ...]
+    """What a person should know about how the job file was read."""
+
+    @property
+    def text(self) -> str:
+        """The batch script."""
+
+    def check(self) -> None:
+        """Raise a ClusterDDPError for all that can be known to fail before there is a run directory."""
+
+    def send(self, run: RunDirectory) -> str | None:
+        """Send it for a run whose directory exists, and note the job there; its id, or None where Slurm has no part in it."""
+
+
+def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str | None]:
+    """Make the run directory of a new run and submit it.
+
+    Returns
+    -------
+    tuple
+        The run, and the id of its (first) Slurm job, or None.
+
+    Raises
+    ------
+    ClusterDDPError
+        A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then.
+    """
+    runs_dir = runs_dir_of(spec)
+    check_writable(runs_dir)
+    submission.check()
+    run = create_run(spec, runs_dir=runs_dir, via=submission.via, script=submission.text)
+    try:
+        job_id = submission.send(run)
+    except ClusterDDPError:
+        # A run that was never in the queue would only confuse. It is seconds old and holds nothing of anybody's.
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    note_submitted(run, submission.via, job_id)
+    return run, job_id
+
+
+def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:
+    """Record a submission among the run's events."""
+    EventWriter(run, login_writer()).write(SUBMITTED, via=via, slurm_job_id=job_id)
+
+
+def check_writable(runs_dir: Path) -> None:
+    """Raise unless runs can be made in a folder, which need not exist yet.
+
+    Raises
+    ------
+    SubmitError
+        Its nearest existing parent is not a folder, or cannot be written.
+    """
+    existing = runs_dir
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    allowed = False
+    with contextlib.suppress(OSError):
+        allowed = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if not allowed:
+        raise SubmitError(
+            f"runs cannot be written to {runs_dir}: {existing} is not a folder that you can write.\n"
+            "Set runs_dir in the job file, or CLUSTER_DDP_RUNS, to a folder on storage that all nodes share."
+        )

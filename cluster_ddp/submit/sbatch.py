@@ -1,0 +1,73 @@
+"""Submitting by sbatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.slurm.commands import COMMENT, SlurmError, cancel_job, require, submit_script
+from cluster_ddp.slurm.script import BatchScript, check_syntax, render_script
+
+if TYPE_CHECKING:
+    from cluster_ddp.spec import JobSpec
+
+
+class SbatchSubmission:
+    """A job as a batch script and the options that sbatch is called with.
+
+    Parameters
+    ----------
+    spec
+        The resolved job.
+    chain
+        How many jobs to queue one behind the other for the same run; each goes on where the one before was ended. For
+        clusters that allow no requeue. Once the run is complete the rest end at once.
+    after
+        The ids of Slurm jobs that have to end first.
+    """
+
+    via = "sbatch"
+
+    def __init__(self, spec: JobSpec, *, chain: int = 1, after: tuple[str, ...] = ()) -> None:
+        self.script: BatchScript = render_script(spec)
+        self.remarks = self.script.remarks
+        self._own_comment = "comment" in spec.slurm.extra
+        self._chain = chain
+        self._after = after
+
+    @property
+    def text(self) -> str:
+        """The batch script."""
+        return self.script.text
+
+    def check(self) -> None:
+        """See `Submission.check`."""
+        require("sbatch")
+        check_syntax(self.script)
+
+    def options(self, run: RunDirectory, after: tuple[str, ...]) -> list[str]:
+        """The options of sbatch that belong to a run and thus cannot stand in the script."""
+        # In sbatch's file patterns % begins a replacement.
+        options = [f"--output={str(run.path).replace('%', '%%')}/slurm-%j.out"]
+        if not self._own_comment:
+            options.append(f"--comment={COMMENT}{run.id}")
+        if after:
+            options.append(f"--dependency=afterany:{':'.join(after)}")
+        return options
+
+    def send(self, run: RunDirectory) -> str:
+        """Call sbatch, once for each job of the chain, and note the jobs in the run's record; the id of the first."""
+        job_ids: list[str] = []
+        after = self._after
+        for _ in range(self._chain):
+            try:
+                job_id = submit_script(run.script, str(run.path), options=self.options(run, after))
+            except SlurmError:
+                for queued in job_ids:
+                    cancel_job(queued)
+                raise
+            add_slurm_job(run, job_id)
+            job_ids.append(job_id)
+            after = (job_id,)
+        return job_ids[0]

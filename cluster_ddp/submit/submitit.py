@@ -1,0 +1,170 @@
+"""Submitting through submitit: the same job file and the same node program, behind submitit's executors.
+
+What submitit pickles is the run directory's name and nothing else; it lies in a folder of the run that only its owner can
+open. submitit imports much, so it is imported only when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster_ddp.network import resolve
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.slurm.commands import COMMENT, SlurmError, child_environment
+from cluster_ddp.slurm.script import job_options
+from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.submitit_job import SubmititJob
+
+if TYPE_CHECKING:
+    from cluster_ddp.spec import JobSpec
+
+_NO_LIMIT_MINUTES = 365 * 24 * 60
+"""What submitit's local executor is given where the job file sets no time: it wants a number."""
+
+
+class SubmititSubmission:
+    """A job for submitit: its Slurm executor where there is Slurm, else its local one.
+
+    Parameters
+    ----------
+    spec
+        The resolved job.
+    """
+
+    via = "submitit"
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self.remarks = resolve(spec.network).remarks
+
+    @property
+    def text(self) -> str:
+        """The batch script that submitit will write, with a stand-in for the run directory."""
+        from submitit.slurm.slurm import _make_sbatch_string
+
+        folder = Path("RUN_DIRECTORY/submitit")
+        command = f"{self._python()} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+        return str(_make_sbatch_string(command=command, folder=folder, **self._slurm_parameters(None)))
+
+    def check(self) -> None:
+        """See `Submission.check`."""
+        spec = self._spec
+        if spec.launch.container is not None:
+            raise SubmitError("launch.container works with --via sbatch only: submitit starts its own python on the nodes.")
+        if self._on_slurm():
+            if spec.slurm.time is None:
+                raise SubmitError("slurm.time has to be set for --via submitit, which would ask for 5 minutes without it.")
+        elif spec.slurm.nodes > 1:
+            raise SubmitError(
+                f"There is no Slurm here, and submitit's local executor has one node; the job asks for {spec.slurm.nodes}.\n"
+                "Give --set slurm.nodes=1, or run it with: cluster-ddp local"
+            )
+
+    def send(self, run: RunDirectory) -> str | None:
+        """Submit; the Slurm job id, or None from the local executor."""
+        folder = run.path / "submitit"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return self._send_to_slurm(run, folder) if self._on_slurm() else self._send_to_local(run, folder)
+
+    def _send_to_slurm(self, run: RunDirectory, folder: Path) -> str:
+        import submitit
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        executor = submitit.SlurmExecutor(
+            folder=folder, python=self._python(), max_num_timeout=self._spec.requeue.max_requeues
+        )
+        executor.update_parameters(**self._slurm_parameters(run))
+        try:
+            with _environment(child_environment(os.environ)):
+                job = executor.submit(SubmititJob(str(run.path)))
+        except (FailedJobError, FailedSubmissionError, OSError) as error:
+            raise SlurmError(f"submitit could not submit: {error}") from error
+        add_slurm_job(run, str(job.job_id))
+        return str(job.job_id)
+
+    def _send_to_local(self, run: RunDirectory, folder: Path) -> None:
+        import submitit
+
+        spec = self._spec
+        minutes = spec.slurm.time / 60 if spec.slurm.time is not None else _NO_LIMIT_MINUTES
+        executor = submitit.LocalExecutor(
+            folder=folder, python=self._python(), max_num_timeout=spec.requeue.max_requeues
+        )
+        executor.update_parameters(
+            timeout_min=minutes,
+            gpus_per_node=spec.slurm.gpu_count,
+            signal_delay_s=spec.requeue.warning,
+            setup=list(spec.launch.setup),
+        )
+        # The controller outlives this process. It must not hold on to a pipe that somebody reads to its end.
+        with _output_to(folder / "controller.log"):
+            executor.submit(SubmititJob(str(run.path)))
+
+    def _slurm_parameters(self, run: RunDirectory | None) -> dict[str, Any]:
+        spec = self._spec
+        options = {name: True if value is None else value for name, value in job_options(spec).items()}
+        for name in ("job-name", "nodes", "ntasks-per-node"):
+            del options[name]  # submitit has parameters for these
+        if run is not None:
+            options.setdefault("comment", f"{COMMENT}{run.id}")
+        step_options = ["--kill-on-bad-exit=1", "--wait=0"]
+        if spec.slurm.cpus_per_task is not None:
+            step_options.append(f"--cpus-per-task={spec.slurm.cpus_per_task}")
+        return {
+            "job_name": spec.name,
+            "nodes": spec.slurm.nodes,
+            "ntasks_per_node": 1,
+            "time": math.ceil((spec.slurm.time or 60) / 60),
+            "signal_delay_s": spec.requeue.warning,
+            "setup": list(spec.launch.setup),
+            "srun_args": step_options,
+            "stderr_to_stdout": True,
+            "additional_parameters": {**options, "requeue": True},
+        }
+
+    def _python(self) -> str:
+        return shlex.quote(self._spec.launch.python or sys.executable)
+
+    @staticmethod
+    def _on_slurm() -> bool:
+        return shutil.which("sbatch") is not None and shutil.which("srun") is not None
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Let submitit's own call of sbatch see another environment; it takes none as an argument."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _output_to(file: Path) -> Iterator[None]:
+    """Let processes that are started meanwhile write to a file instead of to our standard output and error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        yield
+    finally:
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        for descriptor in (*saved, target):
+            os.close(descriptor)
