@@ -7,7 +7,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -55,13 +55,13 @@ class ShardDamaged(ValueError):
     """The header of a shard cannot be true."""
 
 
-def lay_out(items: Iterable[Item]) -> Layout:
-    """The layout of a shard of these tensors.
+def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a file of these tensors, with `metadata` in its header.
 
     Wide elements come first, so that each tensor is aligned to its own element without gaps, which the format forbids.
     """
     offset = 0
-    header: dict[str, dict[str, object]] = {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     placed = []
     for item in sorted(items, key=lambda item: (-ITEM_BYTES[item.dtype], item.name)):
         end = offset + item.bytes

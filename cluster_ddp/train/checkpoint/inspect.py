@@ -1,0 +1,79 @@
+"""What checkpoints a run has, and in what state. No torch here: login nodes use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointError
+from cluster_ddp.train.checkpoint.folders import damaged_in, step_name, steps_in
+from cluster_ddp.train.checkpoint.manifest import Manifest
+from cluster_ddp.train.checkpoint.verify import open_checkpoint, verify
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One checkpoint of a run.
+
+    Attributes
+    ----------
+    state
+        ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged`` (found so now),
+        ``set-aside`` (found so before, and renamed) or ``unreadable``.
+    problems
+        By file, what is wrong.
+    """
+
+    path: Path
+    state: str
+    step: int | None = None
+    manifest: Manifest | None = None
+    problems: tuple[str, ...] = field(default_factory=tuple)
+
+
+def list_checkpoints(directory: Path, run_id: str, *, read_all: bool = False) -> list[Listed]:
+    """The checkpoints in ``<run>/checkpoints``, oldest first, then those that were set aside as damaged.
+
+    Parameters
+    ----------
+    run_id
+        The run that they must belong to.
+    read_all
+        Compare every byte with the checksums. Otherwise only the manifests and the sizes of the files are looked at.
+    """
+    listed = [_look(directory, step, run_id, read_all) for step in steps_in(directory)]
+    return listed + [Listed(directory / name, "set-aside") for name in damaged_in(directory)]
+
+
+def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple[Path, Manifest, list[Listed]]:
+    """The newest checkpoint all of whose bytes are right, and those passed over for being damaged.
+
+    Raises
+    ------
+    CheckpointError
+        There is none; or not the one of `step`, when that is given.
+    """
+    steps = [found for found in steps_in(directory) if step in (None, found)]
+    passed_over = []
+    for candidate in reversed(steps):
+        listed = _look(directory, candidate, run_id, read_all=True)
+        if listed.manifest is not None and listed.state == "verified":
+            return listed.path, listed.manifest, passed_over
+        passed_over.append(listed)
+    wanted = "" if step is None else f" of step {step}"
+    if passed_over:
+        found = "".join(f"\n  {listed.path.name}: {'; '.join(listed.problems)}" for listed in passed_over)
+    else:
+        found = f" (there are: {', '.join(map(str, steps_in(directory))) or 'none'})"
+    raise CheckpointError(f"no sound checkpoint{wanted} in {directory}{found}")
+
+
+def _look(directory: Path, step: int, run_id: str, read_all: bool) -> Listed:
+    path = directory / step_name(step)
+    try:
+        manifest = verify(path, run_id) if read_all else open_checkpoint(path, run_id)
+    except CheckpointDamaged as error:
+        return Listed(path, "damaged", step, problems=tuple(error.problems))
+    except OSError as error:
+        return Listed(path, "unreadable", step, problems=(error.strerror or str(error),))
+    return Listed(path, "verified" if read_all else "complete", step, manifest)
