@@ -1,0 +1,50 @@
+# make demo    install into .venv, then train the digits on two simulated nodes of this machine
+# make test    install into .venv, then run the tests (the ones on a real Slurm skip without root or Slurm)
+# make chaos   the long fault runs on a real Slurm of this machine
+# make lint    ruff and mypy
+# make clean   remove .venv and caches; runs are kept
+#
+# PYTHON=python3.12 picks another Python (3.10 or newer); PYTEST_ARGS="-k resume" picks tests.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test chaos lint clean
+
+demo: .venv/.package
+	$(BIN)/cluster-ddp local quickstart --nodes 2
+
+test: .venv/.everything
+	$(BIN)/python -m pytest -m "not chaos" $(PYTEST_ARGS)
+
+chaos: .venv/.everything
+	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
+
+lint: .venv/.everything
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The stamps: a second call installs nothing. Torch comes first and pinned, so that nothing pulls another build of it.
+.venv/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "cluster_ddp needs Python 3.10 or newer: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@echo "Installing into .venv; torch is the large part."
+	$(PIP) $(TORCH)
+	@touch $@
+
+.venv/.package: .venv/.torch pyproject.toml
+	$(PIP) -e .
+	@touch $@
+
+.venv/.everything: .venv/.package
+	$(PIP) -e '.[test,dev]'
+	@touch $@
