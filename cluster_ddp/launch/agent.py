@@ -60,7 +60,7 @@ class Agent:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=prepare,  # noqa: PLW1509  the node program has one thread when it starts the agent
+                preexec_fn=prepare,
             )
         self._tail = Tail(log)
         self.exit_codes: dict[int, int] = {}

@@ -79,7 +79,7 @@ def node_environment(
         Setting("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", recorder, "the same, before torch 2.8"),
         Setting("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", recorder_pipes(board), "asks a rank for its flight recorder"),
         Setting("PET_SIGNALS_TO_HANDLE", _AGENT_SIGNALS, "the agent has to survive the signals that ranks save on"),
-        Setting("PET_SHUTDOWN_TIMEOUT", str(grace), "ranks that the agent ends have the time of requeue.warning to save"),
+        Setting("PET_SHUTDOWN_TIMEOUT", str(grace), "ranks that the agent ends have time to save"),
         Setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace), "the same, where torchrun has no such option"),
         Setting("OMP_NUM_THREADS", str(max(1, usable_cpus() // procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
     ]
@@ -96,9 +96,9 @@ def node_environment(
 
 
 def recorder_pipes(board: Path) -> str:
-    """The beginning of the names of the pipes by which ranks are asked for their flight recorder; ``<rank>.pipe`` follows.
+    """How the names of the pipes begin by which ranks are asked for their flight recorder; ``<rank>.pipe`` follows.
 
-    Beside the board, since a named pipe on shared storage is not one everywhere.
+    They lie beside the board, since a named pipe on shared storage does not work everywhere.
     """
     return f"{board}.recorder-"
 
@@ -116,9 +116,11 @@ def usable_cpus() -> int:
     return usable
 
 
-def report(environment: NodeEnvironment, *, node_rank: int, ranks: list[dict[str, Any]], command: list[str]) -> dict[str, Any]:
+def report(
+    environment: NodeEnvironment, *, node_rank: int, ranks: list[dict[str, Any]], command: list[str]
+) -> dict[str, Any]:
     """What one node of an attempt looked like, without secrets."""
-    shown = {name: _masked(name, value) for name, value in sorted(environment.variables.items()) if name.startswith(_REPORTED)}
+    shown = {name: value for name, value in sorted(environment.variables.items()) if name.startswith(_REPORTED)}
     return {
         "host": socket.gethostname(),
         "node_rank": node_rank,
@@ -131,14 +133,13 @@ def report(environment: NodeEnvironment, *, node_rank: int, ranks: list[dict[str
         "set_by_cluster_ddp": [asdict(setting) for setting in environment.settings],
         "set_before": {name: _masked(name, value) for name, value in environment.kept.items()},
         "remarks": list(environment.remarks),
-        "variables": shown,
+        "variables": {name: _masked(name, value) for name, value in shown.items()},
     }
 
 
 def _masked(name: str, value: str) -> str:
-    if is_secret_name(name) or name == "SLURM_JWT" or (not value.startswith("/") and _LOOKS_LIKE_A_KEY.fullmatch(value)):
-        return _MASKED
-    return value
+    looks_like_a_key = not value.startswith("/") and _LOOKS_LIKE_A_KEY.fullmatch(value)
+    return _MASKED if looks_like_a_key or is_secret_name(name) or name == "SLURM_JWT" else value
 
 
 def _versions() -> dict[str, str]:

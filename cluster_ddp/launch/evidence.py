@@ -30,7 +30,8 @@ def collect(ranks: Iterable[Rank], board: Path) -> list[str]:
         send(rank.pid, STACKS_SIGNAL)
     recorders = [rank for rank in ranks if _ask_for_recorder(rank, board)]
     time.sleep(_RECORDER_SECONDS if recorders else _STACKS_SECONDS)
-    return [f"stacks of rank {rank.rank}" for rank in stacks] + [f"flight recorder of rank {rank.rank}" for rank in recorders]
+    written = {"stacks": stacks, "flight recorder": recorders}
+    return [f"{what} of rank {rank.rank}" for what, of in written.items() for rank in of]
 
 
 def _ask_for_recorder(rank: Rank, board: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
@@ -69,11 +70,13 @@ class Failures:
             rank=death.rank.rank,
             error=error,
             exit_code=code,
+            signal=signal.Signals(-code).name if code is not None and code < 0 else None,
             failed_at=self._moment(death),
             others=others,
             log=str(death.rank.stderr) if death.rank.stderr else None,
         )
-        print(f"cluster-ddp: rank {death.rank.rank} on {host} failed:\n{error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"cluster-ddp: rank {death.rank.rank} on {host} failed:\n{error}", file=sys.stderr, flush=True)
 
     def _order(self, death: _Death) -> tuple[bool, bool, float]:
         """The cause first: who was killed by a signal, then who said nothing, then who spoke first.

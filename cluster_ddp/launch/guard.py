@@ -2,8 +2,8 @@
 
 The guard is a child of the node program that waits at the other end of a pipe. When the node program ends in order it
 says so; when the pipe closes without that, the node program was killed, and the guard ends its agent and ranks. Ranks
-that stand on the board have had SIGTERM from the kernel when their agent died and get a moment to save; others are ended
-at once.
+that stand on the board have had SIGTERM from the kernel when their agent died; they get a moment to save, shorter than
+it takes to start the run again. Others are ended at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cluster_ddp.launch.processes import kill_all, marked_processes, send
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _IN_ORDER = b"done\n"
-SAVE_SECONDS = 10.0
+SAVE_SECONDS = 3.0
 
 
 class Guard:

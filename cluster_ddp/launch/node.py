@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from cluster_ddp.launch import evidence
 from cluster_ddp.launch.address import LOOPBACK, local_address
@@ -31,7 +32,7 @@ from cluster_ddp.launch.torchrun import fill_in, option, trains_a_task
 from cluster_ddp.launch.watchdog import Hang, Watchdog
 from cluster_ddp.run import events
 from cluster_ddp.run.board import Board, Phase
-from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, HANG
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.spec import ClusterDDPError, load_resolved
@@ -114,6 +115,7 @@ class NodeProgram:
             host=socket.gethostname(),
             procs=self._procs,
             pid=os.getpid(),
+            script=not self._trains_a_task,
         )
 
     def watch(self) -> int:
@@ -157,17 +159,16 @@ class NodeProgram:
     def _relay(self, rest: bool = False) -> None:
         """Pass on what torchrun says, and what rank 0 prints if it is one of ours."""
         for line in self._agent.new_lines():
-            print(line, file=sys.stderr, flush=True)
-        first = next((rank for rank in self._ranks.seen.values() if rank.rank == 0 and rank.stdout is not None), None)
-        newest = next((rank for rank in self._ranks.living if rank.rank == 0 and rank.stdout is not None), first)
-        if newest is not None and newest.stdout is not None and (self._shown is None or self._shown.path != newest.stdout):
+            _say(line, sys.stderr)
+        logs = [rank.stdout for rank in self._ranks.seen.values() if rank.rank == 0 and rank.stdout is not None]
+        if logs and (self._shown is None or self._shown.path != logs[-1]):  # the first, or one restarted since
             self._show(rest=True)
-            self._shown = Tail(newest.stdout)
+            self._shown = Tail(logs[-1])
         self._show(rest=rest)
 
     def _show(self, *, rest: bool) -> None:
         for line in self._shown.lines(rest=rest) if self._shown else []:
-            print(line, flush=True)
+            _say(line, sys.stdout)
 
     def _stop(self) -> None:
         stopping = self._stopping
@@ -190,7 +191,7 @@ class NodeProgram:
         return self._ranks.phase(rank) not in (None, Phase.STARTING)
 
     def _stop_script(self) -> None:
-        """Ranks that do not know the board learn of the stop by SIGTERM; those that do not handle it have nothing to save."""
+        """Ranks that do not know the board are sent SIGTERM. Where none handles it, there is nothing to wait for."""
         strangers = [rank for rank in self._ranks.living if self._ranks.phase(rank) is None]
         listening = [rank for rank in strangers if catches(rank.pid, signal.SIGTERM)]
         if len(strangers) == len(self._ranks.living) and (not listening or self._stopping.level == AT_ONCE):
@@ -211,12 +212,11 @@ class NodeProgram:
             self._end_hung()
 
     def _record_hang(self, hang: Hang) -> None:
-        print(
-            f"cluster-ddp: rank {hang.rank} on {socket.gethostname()} hangs: no sign of life for {hang.silent:.0f} s "
-            f"(timeout {hang.timeout:.0f} s) in step {hang.step + 1}, while {hang.phase.name.lower()}",
-            file=sys.stderr,
-            flush=True,
+        reason = (
+            f"rank {hang.rank} on {socket.gethostname()} hangs: no sign of life for {hang.silent:.0f} s "
+            f"(timeout {hang.timeout:.0f} s) after step {hang.step}, while {hang.phase.name.lower()}"
         )
+        _say(f"cluster-ddp: {reason}", sys.stderr)
         self._events.write(
             events.HANG,
             attempt=self._attempt.number,
@@ -227,12 +227,13 @@ class NodeProgram:
             phase=hang.phase.name.lower(),
             seconds=round(hang.silent, 1),
             timeout=round(hang.timeout, 1),
+            reason=reason,
         )
 
     def _end_hung(self) -> None:
         if self._outcome is None:
             collected = evidence.collect(self._ranks.living, self._board.path)
-            print(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}", file=sys.stderr, flush=True)
+            _say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}", sys.stderr)
             self._end(HUNG)
 
     def _lost_agent(self) -> None:
@@ -296,6 +297,12 @@ class NodeProgram:
         return local_address(master or LOOPBACK, nodes=nodes, interface=interface)
 
 
+def _say(line: str, stream: TextIO) -> None:
+    """Print a line. A terminal that was closed, or a full disk behind the output, must not end the training."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)
+
+
 def run_node(
     run_dir: Path | str,
     attempt: int,
@@ -327,9 +334,7 @@ def run_node(
         The run cannot be read, or this node has no address for the others.
     """
     rank = int(os.environ.get("SLURM_NODEID", "0")) if node_rank is None else node_rank
-    program = NodeProgram(
-        RunDirectory(Path(run_dir)), attempt, command, node_rank=rank, take_signals=take_signals
-    )
+    program = NodeProgram(RunDirectory(Path(run_dir)), attempt, command, node_rank=rank, take_signals=take_signals)
     program.start()
     if take_signals:
         return program.watch()
@@ -377,8 +382,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run_node(parsed.run, parsed.attempt, parsed.torchrun, node_rank=parsed.node_rank)
     except ClusterDDPError as error:
-        print(f"cluster-ddp: {error}", file=sys.stderr)
+        _say(f"cluster-ddp: {error}", sys.stderr)
         return error.exit_status
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # what could not be printed must not become the exit status
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

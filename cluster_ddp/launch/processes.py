@@ -55,7 +55,7 @@ def marked_processes(board: Path) -> list[Process]:
 
 def _pids() -> list[str]:
     try:
-        return [entry for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()]
+        return [entry.name for entry in _PROC.iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
     except OSError:
         return []
 

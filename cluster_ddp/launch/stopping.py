@@ -6,7 +6,6 @@ levels only rise. A second signal, or a grace too short for anything else, means
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -14,9 +13,17 @@ import time
 from cluster_ddp.run.board import Board
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
-from cluster_ddp.run.stopfile import AT_ONCE, FINAL_REASONS, PERSON, SAVE_AND_END, TERMINATED, TIME_LIMIT
-from cluster_ddp.run.stopfile import StopRequest as Request
-from cluster_ddp.run.stopfile import read_stop, request_stop
+from cluster_ddp.run.stopfile import (
+    AT_ONCE,
+    FINAL_REASONS,
+    PERSON,
+    SAVE_AND_END,
+    TERMINATED,
+    TIME_LIMIT,
+    StopRequest,
+    read_stop,
+    request_stop,
+)
 
 SHORT_GRACE_SECONDS = 15.0
 _FILE_POLL_SECONDS = 0.5
@@ -53,6 +60,7 @@ class Stopping:
         self._signals: list[tuple[signal.Signals, float]] = []
         self._last_signal: tuple[signal.Signals, float] | None = None
         self._next_file_poll = 0.0
+        self._read: StopRequest | None = None
         self._reasons = {
             signal.SIGTERM: TERMINATED,
             signal.SIGHUP: TERMINATED,
@@ -83,7 +91,7 @@ class Stopping:
 
     def ask(self, reason: str, *, grace: float | None = None, step: int | None = None) -> None:
         """The node program itself wants the whole attempt to stop."""
-        self._take(self._leave_file(Request(reason, SAVE_AND_END, grace, self._by)), step=step)
+        self._take(self._leave_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
 
     def end_within(self, seconds: float) -> None:
         """What is left in `seconds` from now is to be killed; an earlier deadline stays."""
@@ -107,10 +115,10 @@ class Stopping:
             self.end_within(0.0)
             return
         level = SAVE_AND_END if before is None else AT_ONCE
-        request = Request(self._reasons[number], level, None, f"{number.name} to {self._by}")
+        request = StopRequest(self._reasons[number], level, None, f"{number.name} to {self._by}")
         self._take(self._leave_file(request) if self._share else request)
 
-    def _leave_file(self, request: Request) -> Request:
+    def _leave_file(self, request: StopRequest) -> StopRequest:
         try:
             return request_stop(
                 self._attempt, reason=request.reason, level=request.level, grace=request.grace, by=request.by
@@ -122,23 +130,24 @@ class Stopping:
         # Listing the folder makes an NFS client look at the server again; it may remember for a minute that there was
         # no such file.
         try:
-            there = self._attempt.stop_file.name in os.listdir(self._attempt.path)
+            there = self._attempt.stop_file in self._attempt.path.iterdir()
         except OSError:
             return
         request = read_stop(self._attempt) if there else None
-        if request is not None:
+        if request is not None and request != self._read:
+            self._read = request
             self._take(request)
 
-    def _take(self, request: Request, step: int | None = None) -> None:
+    def _take(self, request: StopRequest, step: int | None = None) -> None:
         short = request.grace is not None and request.grace <= SHORT_GRACE_SECONDS
         level = max(self.level, AT_ONCE if short else request.level)
         reason = request.reason if self.reason is None or _outranks(request.reason, self.reason) else self.reason
-        if (level, reason) == (self.level, self.reason):
-            return
-        self.level, self.reason = level, reason
         self.since = time.monotonic() if self.since is None else self.since
         if request.grace is not None:
             self.end_within(request.grace)
+        if (level, reason) == (self.level, self.reason):
+            return
+        self.level, self.reason = level, reason
         self._board.post_stop(level, reason)
         self._events.write(
             STOP_REQUESTED,
