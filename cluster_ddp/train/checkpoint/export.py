@@ -18,8 +18,8 @@ _PIECE = 16 << 20  # bytes copied at a time
 def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool, storage: Storage | None = None) -> int:
     """Write the model of a verified checkpoint to `target`; it appears under its name when it is complete.
 
-    Tied weights appear under each of their names, so that ``model.load_state_dict(safetensors.torch.load_file(target))``
-    holds for the bare model.
+    Tied weights appear under each of their names, so that the bare model's ``load_state_dict`` takes what
+    ``safetensors.torch.load_file`` reads.
 
     Parameters
     ----------

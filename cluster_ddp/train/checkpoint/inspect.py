@@ -18,8 +18,8 @@ class Listed:
     Attributes
     ----------
     state
-        ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged`` (found so now),
-        ``set-aside`` (found so before, and renamed) or ``unreadable``.
+        ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``,
+        ``unreadable`` (the storage refused), or ``set-aside`` (was found damaged before, and renamed).
     problems
         By file, what is wrong.
     """
@@ -54,7 +54,7 @@ def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple
         There is none; or not the one of `step`, when that is given.
     """
     steps = [found for found in steps_in(directory) if step in (None, found)]
-    passed_over = []
+    passed_over: list[Listed] = []
     for candidate in reversed(steps):
         listed = _look(directory, candidate, run_id, read_all=True)
         if listed.manifest is not None and listed.state == "verified":
