@@ -1,4 +1,4 @@
-"""The command ``cluster-ddp``: finds the module of a command, runs it, and turns errors into messages and exit statuses.
+"""The command ``cluster-ddp``: finds a command's module, runs it, turns errors into messages and exit statuses.
 
 A command is a module of this package with a function ``command``: its parameters are the options, its docstring the
 help. Only the module of the command that was called is imported.
@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster_ddp import __version__
+from cluster_ddp.spec.errors import ClusterDDPError
 
 COMMANDS: dict[str, str] = {
     "submit": "Start",
@@ -34,6 +35,17 @@ COMMANDS: dict[str, str] = {
 DEBUG_VARIABLE = "CLUSTER_DDP_DEBUG"
 
 
+class UnknownCommand(ClusterDDPError):
+    """The first argument is no command."""
+
+    def __init__(self, name: str) -> None:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        super().__init__(f"no command is called {name!r}.{meant}\nThe commands: {', '.join(COMMANDS)}")
+
+
 class LazyCommands(TyperGroup):
     """The group of all commands; a command's module is imported when the command is asked for."""
 
@@ -42,9 +54,9 @@ class LazyCommands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, built from its module; None for a name that is no command (typer then names the nearest)."""
+        """The command, built from its module."""
         if cmd_name not in COMMANDS:
-            return None
+            raise UnknownCommand(cmd_name)
         module = importlib.import_module(f"cluster_ddp.cli.{cmd_name}")
         single = typer.Typer(add_completion=False)
         single.command(cmd_name, rich_help_panel=COMMANDS[cmd_name])(module.command)
@@ -73,8 +85,6 @@ def _options(
 
 def main() -> None:
     """Entry point of ``cluster-ddp`` and of ``python -m cluster_ddp``."""
-    from cluster_ddp.spec.errors import ClusterDDPError
-
     try:
         app()
     except ClusterDDPError as error:

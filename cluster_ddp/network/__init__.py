@@ -1,4 +1,4 @@
-"""The network environment of NCCL, Gloo and torch: from the job file's `network:` to variables, each with its reason."""
+"""The network environment of NCCL, Gloo and torch: from `network:` in the job file to variables with reasons."""
 
 from cluster_ddp.network.plan import NetworkError, NetworkPlan, Setting, resolve
 

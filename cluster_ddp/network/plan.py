@@ -1,4 +1,4 @@
-"""Resolving the job file's `network:` into the variables to export, the process-group timeout, and remarks for people."""
+"""From `network:` in the job file to the variables to export, the process-group timeout, and remarks for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ _DEBUG: dict[str, dict[str, str]] = {
     "off": {},
     "warn": {"NCCL_DEBUG": "WARN"},
     "info": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET"},
-    "detail": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"},
+    "detail": {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "ALL",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+    },
 }
 
 
@@ -100,13 +105,13 @@ def resolve(network: NetworkSpec) -> NetworkPlan:
         if name == "NCCL_TIMEOUT":
             timeout = _seconds(value)
             remarks.append(
-                f"network.env.NCCL_TIMEOUT: NCCL has no such variable. Its {timeout} s became the process-group timeout, "
-                f"which is what was meant; write it as network.timeout: {timeout}s."
+                f"network.env.NCCL_TIMEOUT: NCCL has no such variable. Its {timeout} s became the process-group "
+                f"timeout, which is what was meant; write it as network.timeout: {timeout}s."
             )
         elif name in WITHOUT_EFFECT:
             remarks.append(f"network.env.{name} has no effect: {WITHOUT_EFFECT[name]}. It is left out.")
         elif name in RENAMED:
-            remarks.append(f"network.env.{name} is read by torch, not by NCCL, and is called {RENAMED[name]} now; exported under that name.")
+            remarks.append(f"network.env.{name} is torch's and called {RENAMED[name]} now; exported under that name.")
             put(RENAMED[name], value, f"network.env.{name}")
         else:
             put(name, value, "network.env")
@@ -115,13 +120,15 @@ def resolve(network: NetworkSpec) -> NetworkPlan:
 
 
 def _gloo_interfaces(nccl: str) -> str:
-    """NCCL's ``=eth0`` means exactly eth0, which is what Gloo does anyway; ``^docker`` means all others, which it cannot."""
+    """NCCL's ``=eth0`` means exactly eth0, as Gloo does anyway; ``^docker`` means all others, which Gloo cannot."""
     return "" if nccl.startswith("^") else nccl.removeprefix("=")
 
 
 def _seconds(value: str) -> int:
     if not value.strip().isdigit() or int(value) == 0:
-        raise NetworkError(f"network.env.NCCL_TIMEOUT: {value!r} is not a number of seconds. Write network.timeout instead, such as 30m.")
+        raise NetworkError(
+            f"network.env.NCCL_TIMEOUT: {value!r} is no number of seconds. Write network.timeout instead, such as 30m."
+        )
     return int(value)
 
 
@@ -129,14 +136,18 @@ def _check_values(variables: dict[str, str]) -> None:
     for name in sorted(LEVEL_VARIABLES & variables.keys()):
         value = variables[name]
         if value not in LEVELS and not value.isdigit():
-            raise NetworkError(f"network.env.{name}: {value!r} is not a level, and NCCL would ignore it. Allowed: {', '.join(LEVELS)}, or a digit.")
+            raise NetworkError(
+                f"network.env.{name}: {value!r} is not a level, and NCCL would ignore it.\n"
+                f"    allowed: {', '.join(LEVELS)}, or a digit"
+            )
     threads = _number(variables, "NCCL_SOCKET_NTHREADS", 1)
     sockets = _number(variables, "NCCL_NSOCKS_PERTHREAD", 1)
     if threads > MOST_SOCKET_THREADS:
         raise NetworkError(f"network.env.NCCL_SOCKET_NTHREADS: {threads} is more than NCCL's {MOST_SOCKET_THREADS}.")
     if threads * sockets > MOST_SOCKETS:
         raise NetworkError(
-            f"network.env: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD is {threads} x {sockets} = {threads * sockets}; NCCL takes at most {MOST_SOCKETS}."
+            f"network.env: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD is {threads} x {sockets} = "
+            f"{threads * sockets}; NCCL takes at most {MOST_SOCKETS}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The profiles: what a kind of network wants by default. Each is a set of defaults that the job file's keys and `env` beat."""
+"""The profiles: what a kind of network wants by default. The job file's keys and `env` beat them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PROFILES: Mapping[str, Mapping[str, Default]] = {
     },
     "infiniband": {
         "NCCL_IB_DISABLE": Default("0", "use the InfiniBand adapters"),
-        "NCCL_IB_TIMEOUT": Default("22", "17 s instead of 4 s before a retry: large fabrics stall that long while they reroute"),
+        "NCCL_IB_TIMEOUT": Default("22", "17 s before a retry, not 4: large fabrics reroute that long"),
     },
     "roce": {
         "NCCL_IB_DISABLE": Default("0", "RoCE is driven through the InfiniBand verbs"),
-        "NCCL_IB_TIMEOUT": Default("22", "17 s instead of 4 s before a retry: congested Ethernet drops and resends"),
+        "NCCL_IB_TIMEOUT": Default("22", "17 s before a retry, not 4: congested Ethernet drops and resends"),
     },
 }

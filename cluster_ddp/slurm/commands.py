@@ -17,12 +17,17 @@ from cluster_ddp.slurm.states import SlurmJob
 from cluster_ddp.spec.errors import ClusterDDPError
 
 COMMENT = "cluster_ddp "
-"""What begins the comment of a job of ours; the run's id follows. It tells our job from a stranger that got its id later."""
+"""Begins the comment of a job of ours; the run's id follows. It tells our job from a stranger that got its id later."""
 
 _KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """How to reach Slurm: the variables that a child job needs, too (without SLURM_CONF nothing works on some clusters)."""
 
-_BUSY = ("Unable to contact slurm controller", "Socket timed out", "Resource temporarily unavailable", "Slurm temporarily unable")
+_BUSY = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Resource temporarily unavailable",
+    "Slurm temporarily unable",
+)
 _PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""
 
@@ -54,12 +59,14 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
         sbatch is missing, refuses, or answers with something that is no job id.
     """
     require("sbatch")
-    answer = _call(["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ))
+    answer = _call(
+        ["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ)
+    )
     return parse_job_id(answer)
 
 
 def parse_job_id(answer: str) -> str:
-    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster``, perhaps after a site's own greeting."""
+    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster``, perhaps below a site's greeting."""
     lines = answer.strip().splitlines()
     job_id = lines[-1].split(";")[0].strip() if lines else ""
     if not job_id.isdigit():
@@ -87,7 +94,14 @@ def query_jobs(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
     if not wanted:
         return {}
     require("squeue")
-    command = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={','.join(wanted)}", "--format=%i|%A|%T|%N|%r|%k"]
+    command = [
+        "squeue",
+        "--noheader",
+        "--states=all",
+        "--array",
+        f"--jobs={','.join(wanted)}",
+        "--format=%i|%A|%T|%N|%r|%k",
+    ]
     try:
         return parse_queue(_call(command))
     except SlurmError as error:
@@ -127,7 +141,7 @@ def cancel_job(job_id: str) -> None:
 
 
 def termination_reason(job_id: str) -> str:
-    """Why Slurm sent SIGTERM to a job: ``time-limit``, ``preemption``, ``cancel``, or ``terminated`` where it does not tell.
+    """Why Slurm sent SIGTERM: ``time-limit``, ``preemption``, ``cancel``, or ``terminated`` where it does not tell.
 
     The same question, in the same words, as in the batch script's trap.
     """
@@ -156,8 +170,8 @@ def require(command: str) -> None:
     """Raise a SlurmError unless `command` is on PATH."""
     if shutil.which(command) is None:
         raise SlurmError(
-            f"{command} is not on PATH: this machine has no Slurm client.\n"
-            "Run this on the cluster's login node (perhaps after `module load slurm`), or train here with: cluster-ddp local JOB"
+            f"{command} is not on PATH: there is no Slurm client here.\n"
+            "Run this on the cluster's login node (after `module load slurm`?), or train here: cluster-ddp local JOB"
         )
 
 
@@ -196,13 +210,21 @@ def _call_once(command: list[str], environment: Mapping[str, str] | None) -> str
 
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMMAND_TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} gave no answer in {_COMMAND_TIMEOUT:.0f} s; Slurm's controller may be down (try: scontrol ping).") from None
+        raise SlurmError(
+            f"{command[0]} gave no answer in {_COMMAND_TIMEOUT:.0f} s; is Slurm's controller up? (scontrol ping)"
+        ) from None
     except OSError as error:
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error
     if done.returncode != 0:
         words = done.stderr.strip() or done.stdout.strip() or "no message"
-        raise SlurmError(f"{command[0]} failed (status {done.returncode}): {words}\nThe command was: {' '.join(command)}")
+        raise SlurmError(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
     return done.stdout

@@ -49,7 +49,9 @@ def _items(text: str) -> list[str]:
     """Cut at the commas outside brackets."""
     items = re.split(r",(?![^\[\]]*\])", text.strip())
     if not all(items):
-        raise NodeListError(f"node list {_short(text)}: empty" if items == [""] else f"node list {_short(text)}: a comma too many")
+        raise NodeListError(
+            f"node list {_short(text)}: empty" if items == [""] else f"node list {_short(text)}: a comma too many"
+        )
     return items
 
 
@@ -60,7 +62,9 @@ def _hosts(item: str, whole: str) -> list[str]:
     while position < len(item):
         piece = _PIECE.match(item, position)
         if piece is None:
-            raise NodeListError(f"node list {_short(whole)}: {item[position]!r} in {_short(item)} is not expected there")
+            raise NodeListError(
+                f"node list {_short(whole)}: {item[position]!r} in {_short(item)} is not expected there"
+            )
         parts.append([piece["text"]] if piece["text"] else _numbers(piece["ranges"], whole))
         count *= len(parts[-1])
         position = piece.end()
@@ -84,7 +88,7 @@ def _numbers(ranges: str, whole: str) -> list[str]:
             raise NodeListError(f"node list {_short(whole)}: the range {part} runs backwards")
         if last - first >= MOST_HOSTS:
             raise NodeListError(f"node list {_short(whole)} names more than {MOST_HOSTS:,} hosts")
-        # Slurm pads by the width of the first number; ClusterShell wants both ends equally wide and complains where they are not.
+        # Slurm pads by the width of the first number; ClusterShell wants both ends equally wide.
         width = len(found["first"])
         numbers.extend(str(number).zfill(width) for number in RangeSet(f"{first}-{last}").intiter())
     return numbers

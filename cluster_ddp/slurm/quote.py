@@ -40,7 +40,7 @@ def quote_around(value: str, variables: Mapping[str, str]) -> str:
 
 
 def directive(option: str, value: str | None) -> str:
-    """One ``#SBATCH`` line. sbatch reads it by rules of its own: quotes as in bash, but a backslash escapes even between them.
+    """One ``#SBATCH`` line. sbatch reads quotes as bash does, but a backslash escapes even between single quotes.
 
     Raises
     ------

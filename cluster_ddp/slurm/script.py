@@ -31,7 +31,7 @@ _VARIABLES = {
 
 FIRST_PORT = 20000
 PORTS = 12768
-"""MASTER_PORT is 20000 to 32767: above the well-known ports and below the ephemeral ones, any of which may be in use."""
+"""MASTER_PORT is 20000 to 32767: above the well-known ports, below the ephemeral ones, any of which may be in use."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def check_syntax(script: BatchScript) -> None:
 
 
 def job_options(spec: JobSpec) -> dict[str, str | None]:
-    """The options of sbatch that say what the job asks for, in the order of the script; None: an option without a value."""
+    """What the job asks of Slurm, as options of sbatch in the order of the script; None: an option without a value."""
     slurm = spec.slurm
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     asked = {
@@ -118,7 +118,9 @@ def job_options(spec: JobSpec) -> dict[str, str | None]:
         "reservation": slurm.reservation,
         "nodes": str(slurm.nodes),
         "ntasks-per-node": "1",
-        "gpus-per-node": f"{kind}{slurm.gpu_count}" if slurm.gpu_count and slurm.gpu_option == "gpus-per-node" else None,
+        "gpus-per-node": f"{kind}{slurm.gpu_count}"
+        if slurm.gpu_count and slurm.gpu_option == "gpus-per-node"
+        else None,
         "gres": f"gpu:{kind}{slurm.gpu_count}" if slurm.gpu_count and slurm.gpu_option == "gres" else None,
         "cpus-per-task": str(slurm.cpus_per_task) if slurm.cpus_per_task is not None else None,
         "mem": slurm.mem,
@@ -139,8 +141,8 @@ def job_options(spec: JobSpec) -> dict[str, str | None]:
 def _title(spec: JobSpec) -> str:
     ranks = spec.procs_per_node
     return (
-        f"{spec.name}: {spec.slurm.nodes} node{'s' * (spec.slurm.nodes > 1)} with {ranks} rank{'s' * (ranks > 1)} each, "
-        f"training {comment(spec.task or spec.script or '')}"
+        f"{spec.name}: {spec.slurm.nodes} node{'s' * (spec.slurm.nodes > 1)} with {ranks} rank{'s' * (ranks > 1)} "
+        f"each, training {comment(spec.task or spec.script or '')}"
     )
 
 
@@ -180,7 +182,7 @@ def _port(spec: JobSpec) -> str:
 
 
 def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
-    yield f"# The network, by profile {spec.network.profile}. What was in force on each node stands in its environment report."
+    yield f"# The network, by profile {spec.network.profile}. A node's environment report has what was in force there."
     for setting in network.settings:
         yield f"export {setting.name}={quote(setting.value)} # {comment(setting.why)}"
 

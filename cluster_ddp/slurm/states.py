@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+)
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
 
 
@@ -22,7 +24,7 @@ class SlurmJob(NamedTuple):
     nodes : str
         The node list as Slurm writes it, empty while waiting.
     run_id : str or None
-        The run that this job was submitted for. Slurm uses job ids again: a job whose run_id is another run's is a stranger.
+        The run that this job was submitted for. Slurm uses job ids again: another run's job is a stranger.
     """
 
     job_id: str

@@ -37,7 +37,7 @@ class Submission(Protocol):
         """Raise a ClusterDDPError for all that can be known to fail before there is a run directory."""
 
     def send(self, run: RunDirectory) -> str | None:
-        """Send it for a run whose directory exists, and note the job there; its id, or None where Slurm has no part in it."""
+        """Send it for a run whose directory exists, and note the job there; its id, or None where there is no Slurm."""
 
 
 def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str | None]:

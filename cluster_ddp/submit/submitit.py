@@ -1,7 +1,7 @@
 """Submitting through submitit: the same job file and the same node program, behind submitit's executors.
 
-What submitit pickles is the run directory's name and nothing else; it lies in a folder of the run that only its owner can
-open. submitit imports much, so it is imported only when it is used.
+What submitit pickles is the run directory's name and nothing else, in a folder of the run that only its owner can open.
+submitit imports much, so it is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class SubmititSubmission:
         """See `Submission.check`."""
         spec = self._spec
         if spec.launch.container is not None:
-            raise SubmitError("launch.container works with --via sbatch only: submitit starts its own python on the nodes.")
+            raise SubmitError("launch.container needs --via sbatch: submitit starts its own python on the nodes.")
         if self._on_slurm():
             if spec.slurm.time is None:
-                raise SubmitError("slurm.time has to be set for --via submitit, which would ask for 5 minutes without it.")
+                raise SubmitError("--via submitit needs slurm.time: submitit would ask for 5 minutes without it.")
         elif spec.slurm.nodes > 1:
             raise SubmitError(
-                f"There is no Slurm here, and submitit's local executor has one node; the job asks for {spec.slurm.nodes}.\n"
+                f"There is no Slurm here, and submitit's local executor has one node, not {spec.slurm.nodes}.\n"
                 "Give --set slurm.nodes=1, or run it with: cluster-ddp local"
             )
 
@@ -73,7 +73,10 @@ class SubmititSubmission:
         """Submit; the Slurm job id, or None from the local executor."""
         folder = run.path / "submitit"
         folder.mkdir(mode=0o700, exist_ok=True)
-        return self._send_to_slurm(run, folder) if self._on_slurm() else self._send_to_local(run, folder)
+        if self._on_slurm():
+            return self._send_to_slurm(run, folder)
+        self._send_to_local(run, folder)
+        return None
 
     def _send_to_slurm(self, run: RunDirectory, folder: Path) -> str:
         import submitit

@@ -60,7 +60,7 @@ class SubmititJob:
         return _NodeOfRun(RunDirectory(Path(self.run_directory))).run()
 
     def checkpoint(self) -> DelayedSubmission:
-        """Ask the ranks to save and end, wait for it, and hand submitit what it is to requeue: the same run directory."""
+        """Ask the ranks to save and end, wait for it, and hand submitit what to requeue: the same run directory."""
         import submitit
 
         from cluster_ddp.launch.node import wait_for_ranks
@@ -167,7 +167,8 @@ class _NodeOfRun:
             refuse_ended(read_history(self._run))
             time.sleep(_POLL_SECONDS)
         raise SubmititRunFailed(
-            f"node 0 has not begun an attempt of {self._run.id} within launch.join_timeout ({self._spec.launch.join_timeout} s)"
+            f"node 0 has not begun an attempt of {self._run.id} within launch.join_timeout "
+            f"({self._spec.launch.join_timeout} s)"
         )
 
     def _command(self) -> list[str]:
@@ -197,15 +198,15 @@ class _NodeOfRun:
     def _conclude(self, requeue: Any) -> str:
         """Act on the verdict as the batch script does."""
         from cluster_ddp.launch.attempt import end
-        from cluster_ddp.run.stopfile import PREEMPTION, read_stop, request_stop
+        from cluster_ddp.run.stopfile import PREEMPTION, TIME_LIMIT, read_stop, request_stop
         from cluster_ddp.slurm.commands import termination_reason
 
         assert self._attempt is not None
         stop = read_stop(self._attempt)
-        if self._job_id is not None and (stop is None or stop.reason == "time-limit"):
-            # A preemption may say so by the same signal as the time limit, or not at all.
-            if termination_reason(self._job_id) == PREEMPTION:
-                request_stop(self._attempt, reason=PREEMPTION, by="Slurm")
+        # A preemption may come by the same signal as the time limit, or without any that reached this process.
+        open_question = self._job_id is not None and (stop is None or stop.reason == TIME_LIMIT)
+        if open_question and termination_reason(str(self._job_id)) == PREEMPTION:
+            request_stop(self._attempt, reason=PREEMPTION, by="Slurm")
         verdict = end(self._attempt, writer=f"submitit-{self._job_id or os.getpid()}")
         print(f"cluster-ddp: attempt {self._attempt.number}: {verdict.action}: {verdict.reason}", flush=True)
         if verdict.action == "requeue":

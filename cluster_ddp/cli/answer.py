@@ -1,0 +1,26 @@
+"""What the commands that start something say at their end: a few lines for people, or one line of JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+
+from cluster_ddp.run.directory import RunDirectory
+
+
+def tell(*lines: str) -> None:
+    """Say something to a person. On standard error: standard output is for what programs read."""
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def remark(remarks: Iterable[str]) -> None:
+    """Pass on remarks about the job file."""
+    tell(*(f"note: {text}" for text in remarks))
+
+
+def answer(run: RunDirectory, slurm_job_id: str | None, state: str) -> None:
+    """Print the line of ``--json``: run_id, directory, slurm_job_id, state."""
+    fields = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": slurm_job_id, "state": state}
+    print(json.dumps(fields), flush=True)
