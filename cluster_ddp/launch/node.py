@@ -205,7 +205,7 @@ class NodeProgram:
 
     def _watch_for_hang(self) -> None:
         self._next_watch = time.monotonic() + _WATCHDOG_SECONDS
-        hang = self._watchdog.look(self._board.slots, time.monotonic_ns())
+        hang = self._watchdog.look(self._ranks.slots(), time.monotonic_ns())
         if hang is not None and self._outcome is None:
             self._record_hang(hang)
             self._stopping.ask(HANG, step=hang.step)

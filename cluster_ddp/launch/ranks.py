@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster_ddp.launch.processes import is_alive, marked_processes
-from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.run.board import Board, Phase, Slot
 
 _TAIL_BYTES = 16384
-_TAIL_LINES = 20
+_TAIL_LINES = 40
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class LocalRanks:
                     self._living[rank.pid] = self.seen[rank.pid] = rank
         return gone
 
+    def slots(self) -> list[Slot]:
+        """The slots of the ranks that are alive; a rank that died leaves its last words in its slot."""
+        return [slot for slot in self._board.slots if slot.pid in self._living]
+
     def phase(self, rank: Rank) -> Phase | None:
         """What a rank says it is doing; None when it is not on the board."""
         slot = self._board.slots[rank.local_rank]
@@ -135,7 +141,7 @@ def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-count:]
+    return [_RANK_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-count:]
 
 
 def _from_error_file(path: Path) -> LastWords | None:

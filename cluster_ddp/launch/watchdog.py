@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cluster_ddp.run.board import Phase, Slot
 
@@ -35,30 +36,38 @@ class Hang:
     timeout: float
 
 
+class _Seen(NamedTuple):
+    step: int
+    beat: int  # ns
+    silent: float
+
+
 class Watchdog:
     """Watches the slots of one node.
 
     Parameters
     ----------
     hang_timeout
-        Seconds, or ``auto``: 30 times the median, but at least 5 times the longest, of the pauses between signs of
-        life in training, and never less than a minute.
+        Seconds, or ``auto``: 30 times the median, but at least 5 times the longest, of the pauses between steps, and
+        never less than a minute.
     """
 
     def __init__(self, hang_timeout: float | Literal["auto"]) -> None:
         self._set = None if hang_timeout == "auto" else float(hang_timeout)
         self._pauses: deque[float] = deque(maxlen=_REMEMBERED)
-        self._last: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, _Seen] = {}
 
-    def look(self, slots: tuple[Slot, ...], now_ns: int) -> Hang | None:
+    def look(self, slots: Iterable[Slot], now_ns: int) -> Hang | None:
         """Learn from the signs of life since the last look, and say which rank hangs, the longest silent if several.
 
         Parameters
         ----------
+        slots
+            Of the ranks that are alive.
         now_ns
             `time.monotonic_ns()`.
         """
-        hangs = [hang for index, slot in enumerate(slots) if (hang := self._look_at(index, slot, now_ns))]
+        hangs = [hang for slot in slots if (hang := self._look_at(slot, now_ns))]
         return max(hangs, key=lambda hang: hang.silent, default=None)
 
     def timeout(self, phase: Phase) -> float:
@@ -70,24 +79,22 @@ class Watchdog:
         learned = max(_TIMES_MEDIAN * statistics.median(self._pauses), _TIMES_LONGEST * max(self._pauses))
         return max(SHORTEST_LEARNED, learned)
 
-    def _look_at(self, index: int, slot: Slot, now_ns: int) -> Hang | None:
+    def _look_at(self, slot: Slot, now_ns: int) -> Hang | None:
         pid, phase, step, beat = slot.pid, slot.phase, slot.step, slot.beat_ns
-        if not pid or phase not in _WATCHED:
-            self._last.pop(index, None)
-            return None
-        if phase is Phase.TRAINING:
-            self._learn(index, step, beat)
-        else:
-            self._last.pop(index, None)
         silent = (now_ns - beat) / 1e9
+        if phase is Phase.TRAINING:
+            self._learn(pid, _Seen(step, beat, silent))
+        else:
+            self._last.pop(pid, None)
+        if phase not in _WATCHED:
+            return None
         timeout = self.timeout(phase)
         return Hang(slot.rank, step, phase, silent, timeout) if silent > timeout else None
 
-    def _learn(self, index: int, step: int, beat: int) -> None:
-        """Several steps may have passed since the last look: the mean pause of those is what can be known."""
-        before = self._last.get(index)
-        if before is None or step < before[0]:
-            self._last[index] = (step, beat)
-        elif step > before[0]:
-            self._pauses.append((beat - before[1]) / 1e9 / (step - before[0]))
-            self._last[index] = (step, beat)
+    def _learn(self, pid: int, now: _Seen) -> None:
+        """Of several steps since the last look, their mean is known, and how long the first had taken by then."""
+        before = self._last.get(pid)
+        if before is not None and now.step > before.step:
+            mean = (now.beat - before.beat) / 1e9 / (now.step - before.step)
+            self._pauses.append(max(mean, before.silent))
+        self._last[pid] = now

@@ -126,7 +126,8 @@ def plan_local(
     devices = _devices(gpus)
     if len(devices) % count:
         raise SubmitError(
-            f"{len(devices)} GPUs ({','.join(devices)}) cannot be divided among {count} nodes: give other --gpus or --nodes"
+            f"{len(devices)} GPUs ({','.join(devices)}) cannot be divided among {count} nodes.\n"
+            "Give other --gpus or --nodes"
         )
     share = len(devices) // count
     asked = procs or (spec.launch.procs_per_node if isinstance(spec.launch.procs_per_node, int) else None)
@@ -295,7 +296,7 @@ def print_summary(run: RunDirectory, status: RunStatus) -> None:
     steps = "" if status.step is None else f"step {status.step}{total}"
     metrics = sorted(status.metrics.items(), key=lambda metric: (not metric[0].startswith("val/"), metric[0]))
     rows = [
-        ("", "  ".join([steps, *(f"{key} {value:.4g}" for key, value in metrics[:4])]).strip()),
+        ("reached", "  ".join([steps, *(f"{key} {value:.4g}" for key, value in metrics[:4])]).strip()),
         ("why", status.reason or ""),
         ("directory", status.directory),
         ("see more", f"cluster-ddp status {name}"),
