@@ -26,9 +26,7 @@ _METRICS_SHOWN = 4
 def command(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...", help="Run directory, run id, unique prefix of one, or a sweep. Default: all."
-        ),
+        typer.Argument(metavar="RUN", help="Run directory, run id, unique prefix of one, or a sweep. Default: all."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing is left to happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; of several runs a list.")] = False,

@@ -5,11 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
-from cluster_ddp.run.attempt_record import AttemptRecord, find_attempt, last_attempt, list_attempts, read_attempt
+from cluster_ddp.run.attempt_record import (
+    AttemptRecord,
+    end_attempt,
+    find_attempt,
+    last_attempt,
+    list_attempts,
+    read_attempt,
+)
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.errors import RunAlive, RunError
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import (
     COMPLETED,
     NODE_FINISHED,
@@ -24,6 +30,7 @@ from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.outcome import refuse_ended
 from cluster_ddp.run.record import add_slurm_job, update_record
 from cluster_ddp.run.storage import Storage, write_json
+from cluster_ddp.run.verdict import Verdict, judge, record_verdict
 
 __all__ = [
     "AttemptRecord",
@@ -82,13 +89,14 @@ def begin_attempt(
     """
     history = read_history(run)
     refuse_ended(history)
-    last = history.last
+    last, verdict = history.last, None
     while True:
         if last is not None:
             if slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count):
                 return run.attempt(last.number)
             if not _is_earlier_start(last, slurm_job_id, restart_count):
                 _refuse_alive(run, history, last, job_alive)
+            verdict = _judge_late(history, last)
         number = last.number + 1 if last is not None else 0
         record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
         try:
@@ -99,22 +107,12 @@ def begin_attempt(
             break
         # Another process was first. Its folder is looked up by name: a listing may be old on network storage.
         history, last = read_history(run), read_attempt(run.attempt(number))
+    if last is not None and verdict is not None:
+        record_verdict(run.attempt(last.number), verdict, writer=login_writer())
     if slurm_job_id is not None:
         add_slurm_job(run, slurm_job_id)
     update_record(run, nodes=nodes, procs=procs)
     return run.attempt(number)
-
-
-def end_attempt(attempt: AttemptDirectory) -> None:
-    """Note that an attempt is over: none of its processes will write to the run any more.
-
-    Raises
-    ------
-    OSError
-        The attempt's folder cannot be written.
-    """
-    record = replace(read_attempt(attempt), ended=time.time())
-    write_json(Storage(), attempt.record_file, record.to_json())
 
 
 def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
@@ -165,6 +163,24 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
         raise
     storage.fsync_dir(run.attempts)
     return True
+
+
+def _judge_late(history: History, last: AttemptRecord) -> Verdict | None:
+    """Judge an attempt that was killed before anyone could: None when that was done, or is forgiven.
+
+    Raises
+    ------
+    RunEnded
+        The stall guard forbids another attempt.
+    """
+    if last.ended is not None or last.number < history.first_number:
+        return None
+    attempt = history.run.attempt(last.number)
+    verdict = judge(history.run, attempt)
+    if verdict.action == "stall":
+        record_verdict(attempt, verdict, writer=login_writer())
+        raise RunEnded(f"run {history.run.id} has stalled: {verdict.reason}", "STALLED")
+    return verdict
 
 
 def _is_earlier_start(last: AttemptRecord, slurm_job_id: str | None, restart_count: int) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.lines import read_json_object
 from cluster_ddp.run.liveness import ProcessIdentity, read_identity
+from cluster_ddp.run.storage import Storage, write_json
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,18 @@ def find_attempt(run: RunDirectory, slurm_job_id: str, restart_count: int) -> At
         if (record.slurm_job_id, record.restart_count) == (slurm_job_id, restart_count):
             return attempt
     return None
+
+
+def end_attempt(attempt: AttemptDirectory) -> None:
+    """Note that an attempt is over: none of its processes will write to the run any more.
+
+    Raises
+    ------
+    OSError
+        The attempt's folder cannot be written.
+    """
+    record = replace(read_attempt(attempt), ended=time.time())
+    write_json(Storage(), attempt.record_file, record.to_json())
 
 
 def _is_number(name: str) -> bool:

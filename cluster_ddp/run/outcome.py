@@ -31,9 +31,9 @@ _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT)
 # Errors that a program gets from its surroundings: a peer that died, the network, the machine. Starting again helps,
 # unlike after an error of the program itself.
 _SURROUNDINGS = re.compile(
-    r"\bsignal\b|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|rendezvous|NCCL|gloo|"
-    r"Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|"
-    r"no space left|input/output error|stale file handle|read-only file system",
+    r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
+    r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
+    r"busy or unavailable|no space left|input/output error|stale file handle|read-only file system",
     re.IGNORECASE,
 )
 _PROGRAM = re.compile(
@@ -181,7 +181,8 @@ def _stop_reason(history: History, number: int, events: list[Event]) -> tuple[st
             said.setdefault(str(event.get("reason") or TERMINATED), event.get("by"))
         elif event["event"] == PREEMPTED:
             said.setdefault(PREEMPTION, None)
-    if request := read_stop(history.run.attempt(number)):
+    request = read_stop(history.run.attempt(number))
+    if request is not None and request.reason != HANG:  # a hang ends the other nodes by the stop file, too
         said[request.reason] = request.by
     if not said:
         return None, ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cluster_ddp.run.attempt import end_attempt
+from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.events import FAILED, RANK_FAILED, REQUEUED, RESUMED, STALLED, STARTED, EventWriter
 from cluster_ddp.run.history import History, read_history
@@ -58,21 +59,25 @@ def judge(run: RunDirectory, attempt: AttemptDirectory, *, requeue: RequeueSpec 
 
 
 def conclude(attempt: AttemptDirectory, *, writer: str) -> Verdict:
-    """Judge an attempt that has ended, record the verdict as an event and the attempt as over.
+    """Judge an attempt that has ended, and record the verdict under the name `writer`."""
+    verdict = judge(attempt.run, attempt)
+    record_verdict(attempt, verdict, writer=writer)
+    return verdict
 
-    Of the verdicts, requeue and stall become events; the others have theirs from training. When the event cannot be
-    written (a full disk), the verdict still holds.
+
+def record_verdict(attempt: AttemptDirectory, verdict: Verdict, *, writer: str) -> None:
+    """Write the verdict's event, if it has one, and that the attempt is over.
+
+    Of the verdicts, requeue and stall become events; the others have theirs from training. What cannot be written (a
+    full disk) is said on standard error: the verdict still holds.
     """
-    run = attempt.run
-    verdict = judge(run, attempt)
     names = {"requeue": REQUEUED, "stall": STALLED}
     if verdict.action in names:
-        EventWriter(run, writer).write(names[verdict.action], attempt=attempt.number, reason=verdict.reason)
+        EventWriter(attempt.run, writer).write(names[verdict.action], attempt=attempt.number, reason=verdict.reason)
     try:
         end_attempt(attempt)
     except OSError as error:
-        print(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
-    return verdict
+        print(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}", file=sys.stderr)
 
 
 def _within_limits(history: History, number: int, outcome: Outcome, limits: RequeueSpec) -> Verdict:

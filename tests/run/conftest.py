@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_ddp.run.directory import RunDirectory, create_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from run_builders import job
+
+Say = Callable[..., None]
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDirectory:
+    return create_run(job(), runs_dir=runs_dir, via="local", script=None)
+
+
+@pytest.fixture
+def say(run: RunDirectory) -> Say:
+    """Put an event into the run's history, at a time of one's choice (seconds from the first)."""
+    origin = time.time() - 10_000
+
+    def write(
+        event: str, attempt: int | None = None, *, at: float | None = None, writer: str = "w", **fields: Any
+    ) -> None:
+        moment = time.time() if at is None else origin + at
+        line = json.dumps({"time": moment, "event": event, "attempt": attempt, **fields})
+        with (run.events / f"{writer}.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    return write

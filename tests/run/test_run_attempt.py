@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.queues import Queue
+
+import pytest
+from run_builders import begin, begin_dead
+
+from cluster_ddp.run.attempt import end_attempt, find_attempt, last_attempt, read_attempt, request_resume
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.liveness import identify, is_alive
+from cluster_ddp.run.record import read_record
+
+Say = Callable[..., None]
+
+
+def make_remote(run: RunDirectory, number: int) -> None:
+    """Let an attempt look as if another machine had begun it."""
+    path = run.attempt(number).record_file
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "host": "n7", "boot_id": "another machine", "started": "1"}))
+
+
+def test_the_first_attempt_is_0_and_notes_who_began_it(run: RunDirectory) -> None:
+    assert last_attempt(run) is None
+    attempt = begin(run, slurm_job_id="77", restart_count=2, nodes=3, procs=4)
+    assert attempt.path == run.attempts / "000" and attempt.run == run
+    record = read_attempt(attempt)
+    assert (record.number, record.slurm_job_id, record.restart_count, record.nodes, record.procs) == (0, "77", 2, 3, 4)
+    assert record.process is not None
+    assert (record.process.host, record.process.pid) == ("here", os.getpid())
+    assert abs(record.begun - time.time()) < 60 and record.ended is None
+    assert (read_record(run).slurm_job_ids, read_record(run).nodes, read_record(run).procs) == (("77",), 3, 4)
+    assert [path.name for path in run.attempts.iterdir()] == ["000"]
+
+
+def test_only_one_attempt_is_alive_at_a_time(run: RunDirectory) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        begin(run, pid=holder.pid)
+        with pytest.raises(RunAlive, match=rf"is alive: attempt 0 on host here, process {holder.pid}\. Stop it first"):
+            begin(run)
+        holder.communicate(b"\n", timeout=30)
+    assert begin(run).number == 1
+
+
+def test_an_attempt_that_said_its_end_is_over_though_its_process_is_there(run: RunDirectory) -> None:
+    end_attempt(begin(run))
+    assert read_attempt(run.attempt(0)).ended is not None
+    assert begin(run).number == 1
+
+
+def test_of_many_that_begin_at_once_one_wins(run: RunDirectory) -> None:
+    context = multiprocessing.get_context("fork")
+    for number in range(3):
+        gate, answers, done = context.Barrier(8), context.Queue(), context.Event()
+        rivals = [context.Process(target=_rival, args=(run, gate, answers, done)) for _ in range(8)]
+        for process in rivals:
+            process.start()
+        said = [answers.get(timeout=60) for _ in rivals]
+        done.set()
+        for process in rivals:
+            process.join(60)
+        assert sorted(said) == [str(number)] + ["RunAlive"] * 7
+    assert sorted(path.name for path in run.attempts.iterdir()) == ["000", "001", "002"]
+
+
+def _rival(run: RunDirectory, gate: object, answers: Queue[str], done: object) -> None:
+    gate.wait(30)  # type: ignore[attr-defined]
+    try:
+        answers.put(str(begin(run).number))
+    except Exception as error:
+        answers.put(type(error).__name__)
+    done.wait(60)  # type: ignore[attr-defined]  # the winner stays alive until all have answered
+
+
+def test_the_same_allocation_gets_its_attempt_back(run: RunDirectory) -> None:
+    first = begin(run, slurm_job_id="5")
+    assert begin(run, slurm_job_id="5") == first
+    assert find_attempt(run, "5", 0) == first
+    assert find_attempt(run, "5", 1) is None
+
+
+def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_word(run: RunDirectory) -> None:
+    begin(run, slurm_job_id="5")
+    make_remote(run, 0)
+    second = begin(run, slurm_job_id="5", restart_count=1)
+    assert second.number == 1
+    assert find_attempt(run, "5", 1) == second
+    assert read_record(run).slurm_job_ids == ("5",)
+    requeued = [event for event in read_events(run) if event["event"] == "requeued"]
+    assert [(event["attempt"], event["reason"]) for event in requeued] == [
+        (0, "it ended without a word (killed, or its node failed)")
+    ]
+
+
+@pytest.mark.parametrize(("answer", "begins"), [(False, True), (True, False), (None, False)])
+def test_an_attempt_on_another_machine_is_asked_of_slurm(run: RunDirectory, answer: bool | None, begins: bool) -> None:
+    begin(run, slurm_job_id="5")
+    make_remote(run, 0)
+    asked = []
+
+    def job_alive(job_id: str) -> bool | None:
+        asked.append(job_id)
+        return answer
+
+    if begins:
+        assert begin(run, slurm_job_id="6", job_alive=job_alive).number == 1
+    else:
+        with pytest.raises(RunAlive, match="is alive" if answer else "may be alive"):
+            begin(run, slurm_job_id="6", job_alive=job_alive)
+    assert asked == ["5"]
+
+
+def test_an_attempt_on_another_machine_that_signed_off_is_over(run: RunDirectory, say: Say) -> None:
+    begin(run, nodes=2)
+    make_remote(run, 0)
+    say("node-finished", 0, node=0)
+    with pytest.raises(RunAlive):
+        begin(run)
+    say("node-finished", 0, node=1)
+    assert begin(run).number == 1
+
+
+def test_a_persons_resume_vouches_for_an_attempt_that_cannot_be_seen(run: RunDirectory) -> None:
+    begin(run)
+    make_remote(run, 0)
+    request_resume(run, by="me")
+    assert begin(run).number == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([("completed", {"step": 300})], "COMPLETED"),
+        ([("stalled", {"reason": "no progress"})], "STALLED"),
+        ([("started", {"step": 0}), ("failed", {"step": 0, "error": "ImportError: no module named x"})], "FAILED"),
+        ([("stopped", {"step": 5, "reason": "person"})], "STOPPED"),
+        ([("stopped", {"step": 5, "reason": "cancel"})], "CANCELLED"),
+    ],
+)
+def test_a_run_that_ended_starts_again_only_when_a_person_asks(
+    run: RunDirectory, say: Say, events: list[tuple[str, dict[str, object]]], state: str
+) -> None:
+    begin_dead(run, slurm_job_id="5")
+    for name, fields in events:
+        say(name, 0, **fields)
+    with pytest.raises(RunEnded) as caught:
+        begin(run, slurm_job_id="5", restart_count=1)
+    assert caught.value.state == state
+    assert len(list(run.attempts.iterdir())) == 1
+    request_resume(run, by="me")
+    assert begin(run, slurm_job_id="5", restart_count=1).number == 1
+
+
+def test_a_cancelled_run_stays_cancelled_until_a_person_resumes_it(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="5")
+    say("checkpoint", 0, step=10)
+    say("cancelled", 0, by="me@login")
+    for restart in (1, 2):
+        with pytest.raises(RunEnded, match="was cancelled"):
+            begin(run, slurm_job_id="5", restart_count=restart)
+    request_resume(run, by="me")
+    begin_dead(run, slurm_job_id="6")
+    say("cancelled", 1, by="me@login")
+    with pytest.raises(RunEnded, match="was cancelled"):
+        begin(run, slurm_job_id="6", restart_count=1)
+
+
+def test_a_run_cancelled_in_the_queue_does_not_begin(run: RunDirectory, say: Say) -> None:
+    say("cancelled", None, by="me@login")
+    with pytest.raises(RunEnded):
+        begin(run)
+
+
+def test_the_stall_guard_holds_though_every_attempt_is_killed_before_it_could_judge(run: RunDirectory) -> None:
+    for restart in range(3):
+        begin_dead(run, slurm_job_id="5", restart_count=restart)
+    with pytest.raises(RunEnded, match="3 attempts in a row ended without a new checkpoint") as caught:
+        begin(run, slurm_job_id="5", restart_count=3)
+    assert caught.value.state == "STALLED"
+    assert [event["event"] for event in read_events(run)] == ["requeued", "requeued", "stalled"]
+    request_resume(run, by="me")
+    assert begin_dead(run, slurm_job_id="5", restart_count=3).number == 3
+    assert begin_dead(run, slurm_job_id="5", restart_count=4).number == 4
+
+
+def test_a_preempted_run_whose_sigterm_nobody_explained_goes_on(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="5")
+    say("stopped", 0, step=40, reason="terminated")
+    assert begin(run, slurm_job_id="5", restart_count=1).number == 1
+
+
+def test_a_draft_left_by_a_process_that_died_is_no_attempt(run: RunDirectory) -> None:
+    (run.attempts / ".begin-0123").mkdir()
+    (run.attempts / "notes").mkdir()
+    assert last_attempt(run) is None
+    assert begin(run).number == 0
+
+
+def test_a_process_is_told_from_another_with_its_id() -> None:
+    me = identify(os.getpid())
+    assert me.host == socket.gethostname()
+    assert is_alive(me) is True
+    assert is_alive(replace(me, started="1")) is False
+    assert is_alive(replace(me, host="elsewhere")) is True  # a name is no machine
+    assert is_alive(replace(me, host="elsewhere", boot_id="other")) is None
+    assert is_alive(replace(me, boot_id="before the restart")) is False
+    assert is_alive(replace(me, namespace="pid:[1]")) is None
+
+
+def test_a_process_that_ended_is_dead_even_before_it_is_reaped() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        identity = identify(process.pid)
+        assert is_alive(identity) is True
+        assert process.stdin is not None
+        process.stdin.close()
+        deadline = time.monotonic() + 30
+        while is_alive(identity):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert is_alive(identity) is False
+    assert is_alive(identify(process.pid)) is False

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from run_builders import begin_dead
+
+from cluster_ddp.run.attempt import read_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.run.metrics import read_latest
+from cluster_ddp.run.record import read_record
+from cluster_ddp.run.state import describe
+from cluster_ddp.run.stopfile import REASONS, read_stop
+
+
+def test_events_of_several_writers_are_read_in_the_order_of_time(run: RunDirectory) -> None:
+    first, second = EventWriter(run, "node-0"), EventWriter(run, "rank-0")
+    assert first.write("node-started", attempt=0, node=0)
+    assert second.write("started", attempt=0, step=0, total_steps=300)
+    assert first.write("node-finished", attempt=0, node=0, outcome="done")
+    events = read_events(run)
+    assert [event["event"] for event in events] == ["node-started", "started", "node-finished"]
+    assert events[1]["total_steps"] == 300 and events[1]["attempt"] == 0
+    assert abs(events[0]["time"] - time.time()) < 60
+    assert sorted(path.name for path in run.events.iterdir()) == ["node-0.jsonl", "rank-0.jsonl"]
+
+
+def test_a_torn_line_is_passed_over_and_does_not_take_the_next_with_it(run: RunDirectory) -> None:
+    writer = EventWriter(run, "node-0")
+    writer.write("node-started", attempt=0)
+    with writer.path.open("ab") as file:
+        file.write(b'{"time": 3.0, "event": "check')
+    assert [event["event"] for event in read_events(run)] == ["node-started"]
+    writer.write("hang", attempt=0)
+    assert [event["event"] for event in read_events(run)] == ["node-started", "hang"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "3", "null", '{"event": "x"}', '{"time": "now", "event": "x"}', '{"time": NaN, "event": "x"}',
+     '{"time": 1, "event": 4}', '{"time": 1, "event": "x", "attempt": "0"}', "{" * 100_000],
+)  # fmt: skip
+def test_what_is_no_event_is_passed_over(run: RunDirectory, line: str) -> None:
+    (run.events / "strange.jsonl").write_text(line + '\n{"time": 1, "event": "submitted"}\n')
+    assert [event["event"] for event in read_events(run)] == ["submitted"]
+
+
+def test_storage_that_refuses_is_reported_and_does_not_raise(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.events.rmdir()
+    assert not EventWriter(run, "node-0").write("checkpoint", attempt=0, step=5)
+    assert "cannot record 'checkpoint'" in capsys.readouterr().err
+    assert read_events(run) == []
+
+
+def test_a_writers_name_stays_inside_the_folder(run: RunDirectory) -> None:
+    assert EventWriter(run, "../../login-a/b").path.parent == run.events
+
+
+def test_two_commands_on_one_login_node_do_not_lose_each_others_events(run: RunDirectory) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(run, index)) for index in range(4)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join(60)
+    assert sorted((event["index"], event["count"]) for event in read_events(run)) == [
+        (index, count) for index in range(4) for count in range(25)
+    ]
+
+
+def _write_many(run: RunDirectory, index: int) -> None:
+    for count in range(25):
+        EventWriter(run, "login").write("stop-requested", index=index, count=count, filling="x" * 500)
+
+
+SHARED_FILES = ["events/node-0.jsonl", "metrics.jsonl", "run.json", "attempts/000/attempt.json", "attempts/000/stop"]
+KEYS = st.sampled_from(
+    [
+        "time",
+        "event",
+        "attempt",
+        "step",
+        "samples",
+        "reason",
+        "level",
+        "grace",
+        "pid",
+        "rank",
+        "id",
+        "begun",
+        "ended",
+        "error",
+        "slurm_job_ids",
+        "nodes",
+        "host",
+        "boot_id",
+        "namespace",
+        "started",
+        "name",
+        "created",
+        "via",
+        "wandb_id",
+        "train/loss",
+    ]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(REASONS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=10),
+    max_leaves=10,
+)
+EVENTS = st.sampled_from(["started", "checkpoint", "failed", "rank-failed", "completed", "stopped", "resume-requested"])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(SHARED_FILES),
+    content=st.binary(max_size=200)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.tuples(EVENTS, st.dictionaries(KEYS, JSON, max_size=5)).map(
+        lambda pair: json.dumps({**pair[1], "time": 5.0, "attempt": 0, "event": pair[0]}).encode()
+    ),
+    torn=st.integers(0, 40),
+)
+def test_no_reader_stumbles_over_garbage(run: RunDirectory, name: str, content: bytes, torn: int) -> None:
+    if not run.attempt(0).path.exists():
+        begin_dead(run)
+    path = run.path / name
+    before = path.read_bytes() if path.exists() else None
+    try:
+        path.write_bytes(content + b"\n" + content[: max(0, len(content) - torn)])
+        read_events(run)
+        read_latest(run.metrics_file)
+        read_attempt(run.attempt(0))
+        read_stop(run.attempt(0))
+        status = describe(run, {}).to_json()
+        json.dumps(status)
+        assert status["directory"] == str(run.path)
+    finally:
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def test_missing_files_are_as_good_as_empty(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "nothing")
+    assert read_events(run) == []
+    assert read_json_lines(run.metrics_file) == []
+    assert read_latest(run.metrics_file).step is None
+    assert read_stop(run.attempt(0)) is None
+    with pytest.raises(RunError, match="is not a run"):
+        read_record(run)
+    assert describe(run, None).attempts == 0
+    assert list(tmp_path.iterdir()) == []
