@@ -1,0 +1,175 @@
+"""The stream of micro-batches that a rank trains on, fetched in this process or by workers."""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cluster_ddp.train.fetch import Fetcher
+from cluster_ddp.train.sampler import Indices
+
+K = TypeVar("K")
+Key = tuple[int, Indices]
+
+_JOIN_SECONDS = 2.0
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+class Loader(Generic[K]):
+    """Fetches batches in the order of their plans; the number of workers changes nothing but the speed.
+
+    Parameters
+    ----------
+    fetcher
+        Makes a batch for (epoch, indices).
+    plans
+        What to fetch, in order.
+    key
+        The (epoch, indices) of a plan.
+    workers
+        Processes that fetch ahead; 0: this one fetches.
+    device
+        Where batches go.
+
+    Attributes
+    ----------
+    waited
+        Seconds that this process has waited for batches, or spent on fetching them.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, plans: Iterable[K], key: Callable[[K], Key], *, workers: int, device: torch.device
+    ) -> None:
+        self._fetcher = fetcher
+        self._plans = plans
+        self._key = key
+        self._workers = workers
+        self._device = device
+        self._pairs: Generator[tuple[K, Any], None, None] | None = None
+        self.waited = 0.0
+
+    def __iter__(self) -> Iterator[tuple[K, Any]]:
+        """Yield each plan with its batch, on the device."""
+        self._pairs = self._by_workers() if self._workers else self._here()
+        if self._device.type == "cpu":
+            return self._pairs
+        return ((plan, to_device(batch, self._device)) for plan, batch in self._pairs)
+
+    def close(self) -> None:
+        """End the workers, when the iteration was left before its end."""
+        if self._pairs is not None:
+            self._pairs.close()
+
+    def _here(self) -> Generator[tuple[K, Any], None, None]:
+        pin = self._device.type == "cuda"
+        for plan in self._plans:
+            begun = time.perf_counter()
+            batch = self._fetcher(*self._key(plan))
+            self.waited += time.perf_counter() - begun
+            yield plan, pinned(batch) if pin else batch
+
+    def _by_workers(self) -> Generator[tuple[K, Any], None, None]:
+        under_way: collections.deque[K] = collections.deque()
+
+        def keys() -> Iterator[Key]:
+            for plan in self._plans:
+                under_way.append(plan)
+                yield self._key(plan)
+
+        before = set(multiprocessing.active_children())
+        batches = iter(
+            DataLoader(
+                _Keyed(self._fetcher),
+                batch_size=None,
+                sampler=_Keys(keys()),
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                pin_memory=self._device.type == "cuda",
+                worker_init_fn=_ignore_signals,
+            )
+        )
+        workers = [child for child in multiprocessing.active_children() if child not in before]
+        try:
+            while True:
+                begun = time.perf_counter()
+                batch = next(batches, _END)
+                self.waited += time.perf_counter() - begun
+                if batch is _END:
+                    break
+                yield under_way.popleft(), batch
+        finally:
+            del batches  # asks them to end
+            _end(workers)
+
+
+_END = object()
+
+
+def _end(workers: list[BaseProcess]) -> None:
+    """See workers off. They ignore the signal that DataLoader ends them with, so what stays is killed."""
+    for worker in workers:
+        worker.join(_JOIN_SECONDS)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+class _Keyed(Dataset[Any]):
+    """A data set whose 'index' is a whole batch's key."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._fetcher(*key)
+
+
+class _Keys:
+    """The keys as a sampler; DataLoader takes one that knows its length or not."""
+
+    def __init__(self, keys: Iterator[Key]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return self._keys
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """A signal sent to the whole process group is for the rank; a worker that died of it would take the rank along."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move all tensors of a batch without making the host wait."""
+    return _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(batch: Any) -> Any:
+    """Copy the tensors of a batch to memory that a GPU can read by itself."""
+    return _map(batch, lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor)
+
+
+def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {name: _map(part, change) for name, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(part, change) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_map(part, change) for part in batch)
+    return batch

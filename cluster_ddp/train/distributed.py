@@ -1,0 +1,224 @@
+"""Joining the other ranks, and the few words that ranks exchange. Each function also works in a single process.
+
+Usable alone, in a script of one's own:
+
+    rank, local_rank, world_size = setup_distributed()
+    ...
+    cleanup_distributed()
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster_ddp.train.errors import DistributedError
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 1800.0
+_PORTS = 10_000, 20_000  # from the first on, so many: below 32768, where the ephemeral ports begin
+
+
+class World(NamedTuple):
+    """Who this process is among the ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes and prints."""
+        return self.rank == 0
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks on this node."""
+        for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+            if os.environ.get(name, "").isdigit():
+                return int(os.environ[name])
+        return 1 if self.world_size == 1 else self.local_rank + 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank: its GPU by local rank, a Mac's GPU for a single process, else the CPU."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank)
+        if torch.backends.mps.is_available() and self.world_size == 1:
+            return torch.device("mps")
+        return torch.device("cpu")
+
+
+def choose_backend(system: str | None = None, cuda: bool | None = None) -> Literal["nccl", "gloo"]:
+    """The backend for a platform: NCCL with CUDA, except on Windows; else Gloo.
+
+    Parameters
+    ----------
+    system
+        As ``platform.system()`` names it: Linux, Darwin or Windows; None: this one.
+    cuda
+        Whether CUDA is there; None: whether it is here.
+    """
+    system = platform.system() if system is None else system
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    return "nccl" if cuda and system != "Windows" else "gloo"
+
+
+def find_world(environment: Mapping[str, str] = os.environ) -> World:
+    """Read rank, local rank and world size: torchrun's variables, else those of srun, else a single process."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank = int(environment["RANK"])
+        return World(rank, int(environment.get("LOCAL_RANK", rank)), int(environment["WORLD_SIZE"]))
+    # A batch script has SLURM_PROCID and SLURM_NTASKS too, but is no task of a step: only srun sets this one.
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+        local_rank = int(environment.get("SLURM_LOCALID", 0))
+        return World(int(environment["SLURM_PROCID"]), local_rank, int(environment["SLURM_STEP_NUM_TASKS"]))
+    return World(0, 0, 1)
+
+
+def setup_distributed(backend: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> World:
+    """Find out who this process is, take its device, and join the other ranks.
+
+    Parameters
+    ----------
+    backend
+        nccl or gloo; None: by platform, see `choose_backend`. With NCCL the group also has Gloo, for what the CPU has
+        to say.
+    timeout
+        Seconds that a collective may take before it fails.
+
+    Returns
+    -------
+    A `World`, which unpacks to (rank, local_rank, world_size). A single process joins no group.
+
+    Raises
+    ------
+    DistributedError
+        The address of rank 0 is not known, there are fewer GPUs than ranks on this node, or the ranks did not meet.
+    """
+    world = find_world()
+    _take_device(world)
+    if world.world_size == 1 or dist.is_initialized():
+        return world
+    if platform.system() == "Darwin":
+        warnings.warn(
+            "several ranks on one Mac: its GPU cannot be shared by DDP, so they train on the CPU and gain nothing over "
+            "a single process",
+            stacklevel=2,
+        )
+    _set_meeting_point(world)
+    chosen = backend or choose_backend()
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise DistributedError(
+            f"rank {world.rank} of {world.world_size} cannot meet the others at {where}: {error}"
+        ) from error
+    return world
+
+
+def _take_device(world: World) -> None:
+    if not torch.cuda.is_available():
+        return
+    gpus = torch.cuda.device_count()
+    if world.local_rank >= gpus:
+        raise DistributedError(
+            f"local rank {world.local_rank} has no GPU: this node shows {gpus}. "
+            "Lower launch.procs_per_node, or look at CUDA_VISIBLE_DEVICES."
+        )
+    torch.cuda.set_device(world.local_rank)
+
+
+def _set_meeting_point(world: World) -> None:
+    """Where torchrun did not say it: the address from the environment, the port from the Slurm job's id."""
+    if "MASTER_ADDR" not in os.environ:
+        if os.environ.get("SLURM_STEP_NUM_NODES") != "1":
+            raise DistributedError(
+                f"rank {world.rank} of {world.world_size} does not know where rank 0 is. Start with torchrun, or set "
+                'in the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    first, count = _PORTS
+    os.environ.setdefault("MASTER_PORT", str(first + int(os.environ.get("SLURM_JOB_ID", 0)) % count))
+
+
+def cleanup_distributed() -> None:
+    """Leave the group, all ranks together; call it last, after every other use of the group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0 or a single process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        # On a CPU tensor: a barrier of NCCL would use the GPU, and keep the host waiting for all work queued on it.
+        dist.all_reduce(torch.zeros(1))
+
+
+def reduce_tensor(tensor: Tensor, op: Literal["mean", "sum", "max", "min"] = "mean") -> Tensor:
+    """Combine a tensor over all ranks.
+
+    Parameters
+    ----------
+    tensor
+        The same shape and dtype on every rank; it is left as it is.
+    op
+        How values are combined; a mean needs a floating-point tensor.
+
+    Returns
+    -------
+    A new tensor of that shape, the same on every rank.
+    """
+    result = tensor.detach().clone()
+    if not dist.is_initialized():
+        return result
+    ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    dist.all_reduce(result, ops[op])
+    return result / dist.get_world_size() if op == "mean" else result
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Collect a tensor of any shape s, the same on all ranks, from every rank: shape (world_size, *s), by rank."""
+    if not dist.is_initialized():
+        return tensor.detach().clone().unsqueeze(0)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    return torch.stack(parts)
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Collect a small picklable object from every rank, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: T) -> T:
+    """Give every rank the small picklable object of rank 0."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]

@@ -1,0 +1,27 @@
+"""What goes wrong on a rank and can be put right by the user."""
+
+from __future__ import annotations
+
+from cluster_ddp.spec.errors import ClusterDDPError
+
+
+class TrainError(ClusterDDPError):
+    """Training cannot begin or go on; the message names the setting to change."""
+
+    exit_status = 1
+
+
+class TaskError(TrainError):
+    """The task is not what the contract asks for: its model, loss, metrics or state."""
+
+
+class DataError(TrainError):
+    """The data set or its batches cannot be trained on."""
+
+
+class NonFiniteError(TrainError):
+    """The loss or the gradients were not finite for more steps than `train.max_bad_steps` allows."""
+
+
+class DistributedError(TrainError):
+    """The ranks cannot find each other, or this place cannot start ranks."""

@@ -1,0 +1,168 @@
+"""Evaluation over exactly the samples of the set, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from cluster_ddp.spec import BatchPlan, TrainSpec
+from cluster_ddp.train.data import Loader
+from cluster_ddp.train.distributed import World, broadcast_object
+from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.train.fetch import Fetcher
+from cluster_ddp.train.precision import Precision
+from cluster_ddp.train.randomness import Use, derive, seed_host
+from cluster_ddp.train.sampler import Indices
+from cluster_ddp.train.task import Task
+
+
+@dataclass(frozen=True)
+class Part:
+    """One batch of the evaluation on one rank: its number, and its samples, none where there are no more."""
+
+    number: int
+    indices: Indices
+
+
+class Evaluation:
+    """Averages a task's metrics over a data set.
+
+    The set is cut into batches, dealt out to the ranks in turn; no sample is repeated to fill a batch up, and each
+    sample counts once.
+
+    Parameters
+    ----------
+    task
+        Gives the metrics.
+    data
+        The set, of known length.
+    batch_size
+        Samples per batch.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data: Dataset[object],
+        *,
+        batch_size: int,
+        seed: int,
+        workers: int,
+        world: World,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self._samples = len(data)  # type: ignore[arg-type]
+        if self._samples == 0:
+            raise DataError("eval_data() is empty: give at least one sample, or return None for no evaluation")
+        self._task = task
+        self._fetcher = Fetcher(data, task.collate, Use.EVALUATION, seed)
+        self._batch_size = batch_size
+        self._seed = derive(Use.EVALUATION, seed, world.rank)
+        self._workers = workers
+        self._world = world
+        self._precision = precision
+        self._device = device
+
+    @classmethod
+    def of(
+        cls, task: Task, train: TrainSpec, plan: BatchPlan, world: World, precision: Precision, device: torch.device
+    ) -> Evaluation | None:
+        """The evaluation that a task asks for; None when it has no data for one."""
+        data = task.eval_data()
+        if data is None:
+            return None
+        return cls(
+            task,
+            data,
+            batch_size=plan.micro_batch,
+            seed=train.seed,
+            workers=train.workers,
+            world=world,
+            precision=precision,
+            device=device,
+        )
+
+    def run(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
+        """Evaluate.
+
+        Parameters
+        ----------
+        model
+            The bare model; it is in evaluation mode for the time being.
+        go_on
+            Asked after each batch, as often on every rank, with the batch's number; the answer must be the same on all.
+
+        Returns
+        -------
+        Each metric's mean over the set, the same on all ranks; None when `go_on` said no.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self._average(model, go_on)
+        finally:
+            model.train(was_training)
+
+    def _average(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
+        sums: dict[str, Tensor] = {}
+        for part, batch in self._batches():
+            if len(part.indices):
+                seed_host(derive(self._seed, part.number))
+                with self._precision.autocast():
+                    values = self._task.evaluate(model, batch)
+                _add(sums, values, len(part.indices))
+            if not go_on(part.number):
+                return None
+        return self._over_ranks(sums)
+
+    def _batches(self) -> Iterator[tuple[Part, object]]:
+        loader = Loader(
+            self._fetcher,
+            (part for part in self._parts() if len(part.indices)),
+            lambda part: (0, part.indices),
+            workers=self._workers,
+            device=self._device,
+        )
+        try:
+            yield from loader
+            yield from ((part, None) for part in self._parts() if not len(part.indices))
+        finally:
+            loader.close()
+
+    def _parts(self) -> Iterator[Part]:
+        """As many on every rank; only the last can be without samples."""
+        batches = -(-self._samples // self._batch_size)
+        for number in range(-(-batches // self._world.world_size)):
+            first = (number * self._world.world_size + self._world.rank) * self._batch_size
+            yield Part(number, np.arange(first, max(first, min(first + self._batch_size, self._samples))))
+
+    def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        # A rank without a batch knows no names; rank 0 always has the first batch.
+        names = broadcast_object(list(sums))
+        total = torch.zeros(len(names), dtype=torch.float64)
+        for position, name in enumerate(names):
+            if name in sums:
+                total[position] = sums[name].double().cpu()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return dict(zip(names, (total / self._samples).tolist(), strict=True))
+
+
+def _add(sums: dict[str, Tensor], values: dict[str, Tensor], samples: int) -> None:
+    for name, value in values.items():
+        if value.shape != (samples,):
+            raise TaskError(
+                f"evaluate() gave '{name}' with shape {tuple(value.shape)} for a batch of {samples} samples; "
+                f"give one value per sample, shape ({samples},)"
+            )
+        exact = value.detach().float() if value.device.type == "mps" else value.detach().double()
+        total = exact.sum()
+        sums[name] = sums[name] + total if name in sums else total

@@ -1,0 +1,132 @@
+"""What is logged of the steps, and when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import IO, NamedTuple
+
+import torch
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import read_record
+from cluster_ddp.spec import JobSpec
+from cluster_ddp.train.distributed import World
+from cluster_ddp.train.feed import Feed
+from cluster_ddp.train.loggers import open_loggers
+from cluster_ddp.train.metrics import MetricsFile, Speed, StepLoss
+from cluster_ddp.train.progress import open_display
+from cluster_ddp.train.report import Report
+from cluster_ddp.train.sampler import Share
+from cluster_ddp.train.update import Update
+
+
+class _Pending(NamedTuple):
+    """A log step whose loss is still being added up over the ranks."""
+
+    step: int
+    epoch: int
+    loss: StepLoss
+    values: dict[str, float]
+
+
+class Log:
+    """Measures every ``log.every_steps``-th step and the last one, and passes the numbers to rank 0's report.
+
+    Attributes
+    ----------
+    step_loss
+        Takes the losses of the step under way; None when it is not one that is logged.
+    latest
+        The last value of each metric.
+    """
+
+    def __init__(
+        self, job: JobSpec, run: RunDirectory | None, attempt: int, world: World, feed: Feed, device: torch.device
+    ) -> None:
+        self.step_loss: StepLoss | None = None
+        self._job, self._run, self._attempt, self._world = job, run, attempt, world
+        self._feed, self._device = feed, device
+        self._report = Report()
+        self._speed = Speed()
+        self._pending: _Pending | None = None
+        self._ids: list[int] | None = None
+        self._id_file: IO[str] | None = None
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The last value of each metric."""
+        return self._report.latest
+
+    def open(self, step: int) -> None:
+        """Open the files, the display and the loggers, going on from this step."""
+        if self._run is not None and self._job.log.sample_ids:
+            path = self._run.attempt(self._attempt).samples_file(self._world.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._id_file, self._ids = path.open("a", buffering=1), []
+        if self._world.is_main and self._run is not None:
+            self._report = Report(
+                MetricsFile(self._run.metrics_file, self._attempt),
+                open_display(self._job.name, self._feed.total_steps, step),
+                open_loggers(self._job, self._run, read_record(self._run).wandb_id, step),
+            )
+        self._speed.start(step, self._feed.consumed(step), self._feed.waited)
+
+    def begin(self, step: int) -> None:
+        """Call before a step; its number counts from 0."""
+        finished = step + 1
+        due = finished % self._job.log.every_steps == 0 or finished == self._feed.total_steps
+        self.step_loss = StepLoss(self._device) if due else None
+
+    def take(self, share: Share) -> None:
+        """Note the samples of a micro-batch, when they are recorded."""
+        if self._ids is not None:
+            self._ids += share.indices[: share.samples].tolist()
+
+    def end(self, step: int, epoch: int, update: Update, lr: float) -> None:
+        """Call when `step` steps are finished."""
+        self.flush()
+        if self._ids is not None and self._id_file is not None:
+            self._id_file.write(json.dumps({"step": step, "ids": self._ids}) + "\n")
+            self._ids = []
+        if self.step_loss is not None:
+            self.step_loss.start()
+            self._pending = _Pending(step, epoch, self.step_loss, self._measured(step, update, lr))
+
+    def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Log what an evaluation gave."""
+        self.flush()
+        self._report.log(step=step, samples=self._feed.consumed(step), epoch=epoch, values=values)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self._report.say(f"step {step}  epoch {epoch}  {shown}")
+        self._speed.start(step, self._feed.consumed(step), self._feed.waited)
+
+    def flush(self) -> None:
+        """Write the log step before, whose loss is there by now."""
+        if self._pending is not None:
+            step, epoch, loss, values = self._pending
+            self._pending = None
+            values = {"train/loss": loss.read(), **values}
+            self._report.log(step=step, samples=self._feed.consumed(step), epoch=epoch, values=values)
+
+    def say(self, text: str) -> None:
+        """Show a line on rank 0."""
+        self._report.say(text)
+
+    def close(self, *, failed: bool, wait: bool = True) -> None:
+        """Close everything; with `wait` false without waiting for a network."""
+        if self._id_file is not None:
+            self._id_file.close()
+            self._id_file = None
+        self._report.close(failed=failed, wait=wait)
+        self._report = Report()
+
+    def _measured(self, step: int, update: Update, lr: float) -> dict[str, float]:
+        values = {"lr": lr, **self._speed.read(step, self._feed.consumed(step), self._feed.waited)}
+        if update.norm is not None:
+            values["grad_norm"] = float(update.norm)
+        if update.scaler is not None:
+            values["scale"] = update.scaler.get_scale()
+        if update.scaler is not None or update.skipped:
+            values["skipped_updates"] = float(update.skipped)
+        return values

@@ -1,0 +1,55 @@
+"""The default optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+# Devices on which torch has fused optimizers: one kernel for all parameters.
+_FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float) -> AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused where possible, no decay on norms and biases."""
+    return AdamW(parameter_groups(model, weight_decay), lr=lr, fused=can_fuse(model))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Divide the trainable parameters into those that decay and those that do not.
+
+    Those of normalisation layers, and all with fewer than two dimensions (biases, gains), do not decay. A parameter
+    that is used in several places is counted once.
+    """
+    of_norms = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _NORMS)
+        for parameter in module.parameters(recurse=False)
+    }
+    decaying, others = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (others if parameter.ndim < 2 or id(parameter) in of_norms else decaying).append(parameter)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def can_fuse(model: nn.Module) -> bool:
+    """Whether torch has a fused optimizer for all trainable parameters of this model."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return all(parameter.device.type in _FUSED and torch.is_floating_point(parameter) for parameter in trainable)
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the optimizer itself leaves an update out when it is told, without the host waiting for the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

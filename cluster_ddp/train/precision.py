@@ -1,0 +1,82 @@
+"""The number formats of a training: autocast, the gradient scaler, TF32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from cluster_ddp.spec import TrainSpec
+from cluster_ddp.train.errors import TrainError
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The format that forward passes compute in.
+
+    Attributes
+    ----------
+    name
+        fp32, bf16 or fp16.
+    dtype
+        What autocast lowers to; None: no autocast.
+    """
+
+    name: str
+    device: str
+    dtype: torch.dtype | None
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Context of a forward pass and its loss."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device, self.dtype)
+
+
+def choose_precision(train: TrainSpec, device: torch.device) -> Precision:
+    """Resolve ``train.precision``: auto is bf16 on GPUs that compute in it, fp16 on older ones, fp32 on the CPU.
+
+    Raises
+    ------
+    TrainError
+        The device cannot compute in the format that was asked for.
+    """
+    name = train.precision
+    if name == "auto":
+        name = _fitting(device)
+    if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise TrainError(
+            f"train.precision: bf16: {torch.cuda.get_device_name(device)} does not compute in it; fp16 or auto"
+        )
+    return Precision(name, device.type, _DTYPES[name])
+
+
+def _fitting(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def make_scaler(train: TrainSpec, precision: Precision) -> torch.amp.GradScaler | None:
+    """The gradient scaler of fp16 with the job file's settings; None for the other formats, which need none."""
+    if precision.dtype is not torch.float16:
+        return None
+    return torch.amp.GradScaler(
+        precision.device,
+        init_scale=train.scaler.initial,
+        growth_factor=train.scaler.growth_factor,
+        backoff_factor=train.scaler.backoff_factor,
+        growth_interval=train.scaler.growth_interval,
+    )
+
+
+def set_backends(train: TrainSpec) -> None:
+    """Apply TF32 and determinism to torch as a whole."""
+    torch.backends.cuda.matmul.allow_tf32 = train.tf32
+    torch.backends.cudnn.allow_tf32 = train.tf32
+    if train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,52 @@
+"""Everything that rank 0 tells: metrics.jsonl, the display, the loggers. Other ranks tell nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster_ddp.train.loggers import Logger
+from cluster_ddp.train.metrics import MetricsFile
+from cluster_ddp.train.progress import Display
+
+
+class Report:
+    """Passes numbers on to all that show or keep them.
+
+    Attributes
+    ----------
+    latest
+        The last value of each metric, on every rank that was told.
+    """
+
+    def __init__(
+        self, file: MetricsFile | None = None, display: Display | None = None, loggers: Sequence[Logger] = ()
+    ) -> None:
+        self.latest: dict[str, float] = {}
+        self._file = file
+        self._display = display
+        self._loggers = loggers
+
+    def log(self, *, step: int, samples: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Keep and show the values of a step."""
+        self.latest.update(values)
+        if self._file is not None:
+            self._file.write(step=step, samples=samples, epoch=epoch, values=values)
+        if self._display is not None and "train/loss" in values:
+            self._display.update(step, epoch, values)
+        for logger in self._loggers:
+            logger.log(step, values)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        if self._display is not None:
+            self._display.say(text)
+
+    def close(self, *, failed: bool, wait: bool = True) -> None:
+        """Let go of all; with `wait` false the loggers, which may need a network, are left as they are."""
+        if self._display is not None:
+            self._display.close()
+        if self._file is not None:
+            self._file.close()
+        if wait:
+            for logger in self._loggers:
+                logger.close(failed=failed)

@@ -1,0 +1,119 @@
+"""When a checkpoint is due, and the trainer's side of writing and reading it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import EventWriter
+from cluster_ddp.spec import CheckpointSpec, JobSpec
+from cluster_ddp.train.checkpoint import Checkpointer, Restored
+from cluster_ddp.train.distributed import World
+from cluster_ddp.train.state import State
+
+
+class Saving:
+    """The checkpoints of this training; without a run directory there are none.
+
+    Parameters
+    ----------
+    job
+        The settings.
+    run
+        Where checkpoints lie, or None.
+    events
+        Where they are reported.
+    """
+
+    def __init__(
+        self, job: JobSpec, run: RunDirectory | None, events: EventWriter | None, attempt: int, world: World
+    ) -> None:
+        self._settings: CheckpointSpec = job.checkpoint
+        self._since = time.monotonic()
+        self._saved: int | None = None
+        self._checkpointer: Checkpointer | None = None
+        if run is None:
+            return
+
+        def report(event: str, fields: dict[str, Any]) -> bool:
+            return events is None or events.write(event, attempt=attempt, **fields)
+
+        self._checkpointer = Checkpointer(
+            run.checkpoints,
+            run_id=run.id,
+            job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
+            settings=job.checkpoint,
+            rank=world.rank,
+            world_size=world.world_size,
+            local_rank=world.local_rank,
+            local_world_size=world.local_world_size,
+            store=_store(),
+            report=report,
+        )
+
+    def restore(self, state: State) -> Restored | None:
+        """Put the newest sound checkpoint's state into the training; None when there is none."""
+        if self._checkpointer is None:
+            return None
+        restored = self._checkpointer.restore(state.live())
+        if restored is not None:
+            state.load(restored.step, restored.scalars, restored.extra)
+            self._saved = restored.step
+        return restored
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``checkpoint.every_steps`` asks for one after this many steps."""
+        every = self._settings.every_steps
+        return every is not None and step % every == 0
+
+    def is_wanted(self) -> bool:
+        """Whether ``checkpoint.every_minutes`` asks for one now; rank 0 asks, the others follow."""
+        minutes = self._settings.every_minutes
+        return minutes is not None and time.monotonic() - self._since >= 60.0 * minutes
+
+    def save(self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float]) -> None:
+        """Begin to save the state after `step` steps; nothing when that has been done."""
+        self._since = time.monotonic()
+        if self._checkpointer is None or self._saved == step:
+            return
+        self._saved = step
+        self._checkpointer.save(
+            step=step,
+            samples=samples,
+            epoch=epoch,
+            tensors=state.tensors(),
+            scalars=state.scalars(),
+            metrics=metrics,
+        )
+
+    def wait_copied(self) -> None:
+        """Call before the parameters change."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait_copied()
+
+    def finish(self) -> bool:
+        """Wait until what was begun is durable; False when it could not be made so."""
+        return self._checkpointer is None or self._checkpointer.finish()
+
+    def close(self) -> None:
+        """Give the memory back; all ranks, before the group goes."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+def synchronise_buffers(model: nn.Module) -> None:
+    """Give every rank the buffers of rank 0: BatchNorm's running statistics are each rank's own."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _store() -> dist.Store | None:
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,88 @@
+"""The learning rate as a function of the number of updates made.
+
+Rules: linear scaling with the global batch and a gradual warm-up from Goyal et al. 2017 (arXiv:1706.02677), square-root
+scaling from Krizhevsky 2014 (arXiv:1404.5997), cosine decay from Loshchilov and Hutter 2017 (arXiv:1608.03983).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from cluster_ddp.spec import TrainSpec
+
+
+def scaled_lr(train: TrainSpec, global_batch: int) -> float:
+    """The peak learning rate: `train.lr`, scaled by ``global_batch / train.base_batch`` as `train.lr_scaling` says."""
+    ratio = global_batch / (train.base_batch or global_batch)
+    if train.lr_scaling == "linear":
+        return train.lr * ratio
+    if train.lr_scaling == "sqrt":
+        return train.lr * math.sqrt(ratio)
+    return train.lr
+
+
+class Schedule:
+    """Sets the learning rate of every group of an optimizer.
+
+    Groups keep their proportion: a task that gives its backbone a tenth of the rate keeps that tenth.
+
+    Parameters
+    ----------
+    train
+        The settings.
+    optimizer
+        As the task made it, with each group's peak rate.
+    peak
+        The peak rate that `train.min_lr` is measured against.
+    total
+        Updates in the whole training; the end of the cosine and linear decay.
+    """
+
+    def __init__(self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int) -> None:
+        self._optimizer = optimizer  # load_state_dict gives it new groups, so they are looked up each time
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self._peak = peak
+        self._warmup = train.warmup_steps
+        self._shape = _shapes(train, peak=peak, total=total)[train.schedule]
+        self._last = math.nan
+
+    def factor(self, update: int) -> float:
+        """The part of the peak rate at which update number `update`, counted from 0, is made."""
+        if update < self._warmup:
+            return (update + 1) / self._warmup
+        return self._shape(update)
+
+    def lr(self, update: int) -> float:
+        """The rate of update number `update`, for a group at the peak rate."""
+        return self._peak * self.factor(update)
+
+    def apply(self, update: int) -> None:
+        """Set the rates for update number `update`."""
+        factor = self.factor(update)
+        if factor == self._last:
+            return
+        self._last = factor
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+
+
+def _shapes(train: TrainSpec, *, peak: float, total: int) -> dict[str, Callable[[int], float]]:
+    least = train.min_lr / peak if peak else 0.0
+    span = max(1, total - train.warmup_steps)
+
+    def progress(update: int) -> float:
+        return min(1.0, (update - train.warmup_steps) / span)
+
+    return {
+        "constant": lambda _: 1.0,
+        "cosine": lambda update: least + (1.0 - least) * 0.5 * (1.0 + math.cos(math.pi * progress(update))),
+        "linear": lambda update: 1.0 - (1.0 - least) * progress(update),
+        "step": lambda update: max(least, train.decay_factor ** (update // _step_length(train, total))),
+    }
+
+
+def _step_length(train: TrainSpec, total: int) -> int:
+    return train.decay_every or max(1, -(-total // 3))

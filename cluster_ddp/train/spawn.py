@@ -1,0 +1,94 @@
+"""Starting ranks from a running program, for scripts that are not started by torchrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from cluster_ddp.train.distributed import cleanup_distributed, setup_distributed
+from cluster_ddp.train.errors import DistributedError
+
+TrainFunction = Callable[..., None]
+
+
+def launch_distributed_training(
+    train_fn: TrainFunction, world_size: int | None = None, *, backend: str | None = None, **arguments: Any
+) -> None:
+    """Run ``train_fn(rank, world_size, **arguments)`` on this machine, one process per rank, joined in a group.
+
+    With one rank, or when the ranks cannot be joined (no free port, a backend that is missing here), it runs in this
+    process alone, as rank 0 of 1.
+
+    Parameters
+    ----------
+    train_fn
+        A function at the top level of an importable module: the processes import it by name.
+    world_size
+        Number of ranks; None: one per GPU, or one.
+    backend
+        nccl or gloo; None: by platform.
+
+    Raises
+    ------
+    DistributedError
+        It is called in a notebook, whose functions other processes cannot import.
+    Exception
+        What `train_fn` raised, as torch.multiprocessing reports it.
+    """
+    count = world_size or max(1, torch.cuda.device_count())
+    if count > 1 and _in_notebook():
+        raise DistributedError(
+            "ranks cannot be started from a notebook: other processes cannot import a function that is defined in it. "
+            "Put the training into a file and run it with torchrun, or use world_size=1 here."
+        )
+    if count == 1 or not _can_join(backend):
+        train_fn(0, 1, **arguments)
+        return
+    port = _free_port()
+    multiprocessing.spawn(_run_rank, args=(train_fn, count, backend, port, arguments), nprocs=count)  # type: ignore[no-untyped-call]
+
+
+def _run_rank(
+    rank: int, train_fn: TrainFunction, world_size: int, backend: str | None, port: int, arguments: dict[str, Any]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    setup_distributed(backend)
+    try:
+        train_fn(rank, world_size, **arguments)
+    finally:
+        cleanup_distributed()
+
+
+def _can_join(backend: str | None) -> bool:
+    missing = None
+    if not torch.distributed.is_available():
+        missing = "this torch is built without torch.distributed"
+    elif backend == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        missing = "NCCL needs CUDA, which is not here"
+    if missing:
+        print(f"cluster_ddp: training in one process: {missing}", file=sys.stderr, flush=True)
+    return missing is None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and "IPKernelApp" in getattr(shell.get_ipython(), "config", {})
