@@ -33,6 +33,7 @@ def test_scores_and_reliabilities_are_recovered_and_better_than_by_plain_bradley
     assert by_plain.reliability() is None
 
 
+@torch.no_grad()
 def test_the_likelihood_is_the_formula_of_chen_et_al():
     scorer = CrowdScorer(torch.nn.Flatten(), annotators=3)
     with torch.no_grad():
