@@ -50,7 +50,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the block."""
         x = x + self.attend(self.norm1(x))
-        return x + self.feed_forward(self.norm2(x))
+        fed: Tensor = self.feed_forward(self.norm2(x))
+        return x + fed
 
 
 class CharGPT(nn.Module):
