@@ -48,6 +48,11 @@ class Place:
         return f"--set {self.override}" if self.override is not None else f"{self.file}:{self.line}"
 
 
+def without_value(place: Place) -> Place:
+    """Return the place with the value of an override left out, which may be a secret."""
+    return place if place.override is None else replace(place, override=place.override.partition("=")[0] + "=...")
+
+
 @dataclass(frozen=True)
 class Node:
     """A value with its place.
@@ -182,12 +187,11 @@ class _Builder:
     def node(self, event: Any, depth: int) -> Node:
         place = self.at(event)
         if isinstance(event, yaml.AliasEvent):
-            return self.alias(event, place)
+            return self.alias(event, place, depth)
         self.count(1, place)
         if event.tag is not None:
             raise fault(place, f"the tag {event.tag}", "no tags; put a text in quotes")
-        if depth > DEEPEST:
-            raise fault(place, "nested too deep", f"{DEEPEST} levels")
+        self.check_depth(depth, place)
         if isinstance(event, yaml.ScalarEvent):
             is_plain = event.implicit[0]
             node = Node(scalar(event.value, place), place, event.value) if is_plain else Node(event.value, place)
@@ -217,12 +221,18 @@ class _Builder:
             entries[key] = replace(self.node(next(self.events), depth + 1), place=place)
         return entries
 
-    def alias(self, event: Any, place: Place) -> Node:
+    def alias(self, event: Any, place: Place, depth: int) -> Node:
         if event.anchor not in self.anchors:
             raise fault(place, f"*{event.anchor} has no anchor &{event.anchor} that ends before it")
         node = self.anchors[event.anchor]
-        self.count(_size(node), place)
+        values, depth_below = _extent(node)
+        self.count(values, place)
+        self.check_depth(depth + depth_below, place)
         return node
+
+    def check_depth(self, depth: int, place: Place) -> None:
+        if depth > DEEPEST:
+            raise fault(place, "nested too deep", f"{DEEPEST} levels")
 
     def count(self, values: int, place: Place) -> None:
         self.values += values
@@ -230,12 +240,12 @@ class _Builder:
             raise fault(place, f"more than {MOST_VALUES} values", "at most that many; is it the right file?")
 
 
-def _size(node: Node) -> int:
-    if isinstance(node.value, dict):
-        return 1 + sum(map(_size, node.value.values()))
-    if isinstance(node.value, list):
-        return 1 + sum(map(_size, node.value))
-    return 1
+def _extent(node: Node) -> tuple[int, int]:
+    """Return how many values a node has in all, and how deep they are nested below it."""
+    if not isinstance(node.value, (dict, list)):
+        return 1, 0
+    inside = [_extent(below) for below in (node.value.values() if isinstance(node.value, dict) else node.value)]
+    return 1 + sum(values for values, _ in inside), 1 + max((depth for _, depth in inside), default=0)
 
 
 class _Dumper(_Emitter):  # type: ignore[misc]

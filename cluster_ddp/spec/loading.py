@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -16,11 +18,12 @@ from cluster_ddp.spec.batch import plan_batch
 from cluster_ddp.spec.document import Node, Place, dump, fault, is_file, mapping, plain, read_document
 from cluster_ddp.spec.errors import BatchError, JobFileError
 from cluster_ddp.spec.merge import apply_overrides, drop_nulls, merge
-from cluster_ddp.spec.models import JobSpec
+from cluster_ddp.spec.models import JobSpec, SlurmSpec
 from cluster_ddp.spec.report import find, job_file_error
 from cluster_ddp.spec.sections import as_written
 from cluster_ddp.spec.target import TargetProblem, check_script, check_task
 from cluster_ddp.spec.templates import is_path, template_file
+from cluster_ddp.spec.units import format_slurm_time
 
 _PATHS = (("runs_dir",), ("task",), ("script",), ("launch", "python"), ("launch", "container", "image"))
 _IMAGE_FILES = (".sif", ".sqsh", ".simg", ".img")
@@ -79,7 +82,10 @@ def dump_resolved(spec: JobSpec) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         settings = ((name, getattr(value, name)) for name in type(value).model_fields)
-        return {name: _plain(setting) for name, setting in settings if setting is not None}
+        entries = {name: _plain(setting) for name, setting in settings if setting is not None}
+        if isinstance(value, SlurmSpec) and value.time is not None:
+            entries["time"] = format_slurm_time(value.time)  # a bare number would be minutes
+        return entries
     if isinstance(value, tuple):
         return list(value)
     return value
@@ -170,15 +176,22 @@ def _validate(root: Node) -> JobSpec:
 
 @contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Keep pydantic from reading the metadata of every installed package, which takes long on a shared file system."""
-    if JobSpec.__pydantic_complete__ or "PYDANTIC_DISABLE_PLUGINS" in os.environ:
+    """Keep pydantic from looking for plugins while it builds the models.
+
+    For that it reads the metadata of every installed package: 15 ms where it is quick, seconds on a slow shared file
+    system. Its own switch is a variable of the environment, which the submitted job would inherit.
+    """
+    loader = "pydantic.plugin._loader"
+    if JobSpec.__pydantic_complete__ or loader in sys.modules:
         yield
         return
-    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "1"
+    stand_in = ModuleType(loader)
+    vars(stand_in)["get_plugins"] = tuple
+    sys.modules[loader] = stand_in
     try:
         yield
     finally:
-        del os.environ["PYDANTIC_DISABLE_PLUGINS"]
+        del sys.modules[loader]
 
 
 def _check_batch(spec: JobSpec, root: Node) -> None:

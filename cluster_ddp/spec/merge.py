@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster_ddp.spec.document import Node, Place, fault, parse, scalar
+from cluster_ddp.spec.document import DEEPEST, Node, Place, fault, parse, scalar
 
 # A key that is set takes the place of these, so that a job can extend one that made the other choice.
 _INSTEAD_OF = {
@@ -52,7 +52,7 @@ def _tree(override: str) -> Node:
     place = Place(None, override=override)
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
-    if not equals or not all(re.fullmatch(r"[A-Za-z_][\w-]*", key) for key in keys):
+    if not equals or len(keys) > DEEPEST or not all(re.fullmatch(r"[A-Za-z_][\w-]*", key) for key in keys):
         raise fault(place, "is not a setting", "KEY=VALUE with the key's whole path, as in train.lr=0.1")
     if keys == ["extends"]:
         raise fault(place, "what a job extends is chosen in its file", "any other key")

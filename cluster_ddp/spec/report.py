@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster_ddp.spec import fields
-from cluster_ddp.spec.document import Node, Place
+from cluster_ddp.spec.document import Node, Place, without_value
 from cluster_ddp.spec.errors import JobFileError
 from cluster_ddp.spec.nearest import nearest
 from cluster_ddp.spec.sections import keys, section_at
@@ -38,7 +38,7 @@ def job_file_error(error: ValidationError, root: Node) -> JobFileError:
     """Return everything that pydantic found, one mistake after the other in the order of the file."""
     mistakes = {_mistake(details, root) for details in error.errors(include_url=False)}
     lines = [f"{place}: {text}" for place, text in sorted(mistakes, key=_order)]
-    return JobFileError("\n".join([f"{len(lines)} mistakes", *lines] if len(lines) > 1 else lines))
+    return JobFileError("\n".join([f"{len(lines)} mistakes:", *lines] if len(lines) > 1 else lines))
 
 
 def _order(mistake: Mistake) -> tuple[bool, str, int, str]:
@@ -63,6 +63,8 @@ def _mistake(details: ErrorDetails, root: Node) -> Mistake:
     context = details.get("ctx", {})
     key: Key = (*details["loc"], *(part for part in context.get("at", ()) if part))
     place = find(root, key).place
+    if not context.get("show", True):
+        place = without_value(place)
     what, allowed = _describe(details, context, key)
     name = ".".join(map(str, key))
     text = f"{name}: {what}" if name else what
@@ -84,7 +86,7 @@ def _describe(details: ErrorDetails, context: dict[str, Any], key: Key) -> tuple
     if kind == "missing":
         return "is missing", ""
     if kind == "literal_error":
-        return f"{value} is not one of the choices", f"allowed: {context['expected']}".replace("'", "")
+        return f"{value} is not one of the choices", _choices(details["input"], context["expected"].replace("'", ""))
     if kind in _BOUNDS:
         what, bound, limit = _BOUNDS[kind]
         return f"{value} {what}", f"allowed: {bound} {context[limit]}"
@@ -95,6 +97,11 @@ def _describe(details: ErrorDetails, context: dict[str, Any], key: Key) -> tuple
         return f"{value}: {details['msg']}", ""
     what, allowed = _TYPES[family]
     return f"{value} {what}", f"allowed: {allowed}"
+
+
+def _choices(value: object, expected: str) -> str:
+    meant = nearest(value, expected.replace(" or ", ", ").split(", ")) if isinstance(value, str) else None
+    return (f"did you mean: {meant}\n    " if meant else "") + f"allowed: {expected}"
 
 
 def _known_keys(key: Key) -> str:

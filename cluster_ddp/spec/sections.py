@@ -31,7 +31,8 @@ def keys(model: type[Section] = JobSpec, path: tuple[str, ...] = ()) -> Iterator
 def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
     """Return the job with the numbers that stand where a text is expected as they were written.
 
-    ``account: 0123`` is the account "0123" and ``env: {X: 1e-3}`` the value "1e-3", not 123 and "0.001".
+    ``account: 0123`` is the account "0123" and ``env: {X: 1e-3}`` the value "1e-3", not 123 and "0.001". In a list or
+    mapping of texts the same holds for true and false.
     """
     if not isinstance(node.value, dict):
         return node
@@ -59,9 +60,10 @@ def _takes_texts(annotation: Any) -> bool:
     return annotation is str or (bool(inner) and all(map(_takes_texts, inner)))
 
 
-def _texts(node: Node) -> Node:
+def _texts(node: Node, kinds: tuple[type, ...] = (int, float)) -> Node:
+    inside = (int, float, bool)  # `true` is a word of a command line, or the value of a variable
     if isinstance(node.value, dict):
-        return replace(node, value={key: _texts(below) for key, below in node.value.items()})
+        return replace(node, value={key: _texts(below, inside) for key, below in node.value.items()})
     if isinstance(node.value, list):
-        return replace(node, value=[_texts(below) for below in node.value])
-    return replace(node, value=node.text) if node.text is not None and type(node.value) in (int, float) else node
+        return replace(node, value=[_texts(below, inside) for below in node.value])
+    return replace(node, value=node.text) if node.text is not None and type(node.value) in kinds else node
