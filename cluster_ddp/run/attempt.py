@@ -92,7 +92,8 @@ def begin_attempt(
     last, verdict = history.last, None
     while True:
         if last is not None:
-            if slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count):
+            same = slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count)
+            if same and last.number >= history.first_number:
                 return run.attempt(last.number)
             if not _is_earlier_start(last, slurm_job_id, restart_count):
                 _refuse_alive(run, history, last, job_alive)

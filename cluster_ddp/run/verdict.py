@@ -82,7 +82,7 @@ def record_verdict(attempt: AttemptDirectory, verdict: Verdict, *, writer: str) 
 
 def _within_limits(history: History, number: int, outcome: Outcome, limits: RequeueSpec) -> Verdict:
     requeues = number - history.first_number
-    if limits.max_requeues is not None and requeues >= limits.max_requeues:
+    if requeues >= limits.max_requeues:
         return _stalled(history, number, f"requeued {requeues} times, as often as requeue.max_requeues allows")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_builders import begin, begin_dead, job
+
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.run.errors import RunEnded
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.stopfile import read_stop
+
+Say = Callable[..., None]
+
+
+@pytest.fixture
+def ddp(runs_dir: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command itself, on a machine whose PATH holds no Slurm but that of the test."""
+    (tmp_path / "bin").mkdir()
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "PATH": f"{tmp_path / 'bin'}"}
+        command = [sys.executable, "-m", "cluster_ddp", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    return call
+
+
+def fake_slurm(tmp_path: Path, name: str, body: str) -> Path:
+    """A command of Slurm's that notes how it was called."""
+    calls = tmp_path / f"{name}.calls"
+    path = tmp_path / "bin" / name
+    path.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{body}\n')
+    path.chmod(0o755)
+    return calls
+
+
+Ddp = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_status_of_one_run_is_an_object_of_several_a_list(ddp: Ddp, run: RunDirectory, runs_dir: Path) -> None:
+    other = create_run(job(), runs_dir=runs_dir, via="local", script=None)
+    begin(run)
+    one = json.loads(ddp("status", run.id, "--json").stdout)
+    assert (one["run_id"], one["state"], one["attempts"]) == (run.id, "RUNNING", 1)
+    assert json.loads(ddp("status", str(run.path), "--json").stdout)["run_id"] == run.id
+    for arguments in ([], [run.id, other.id]):
+        assert {entry["run_id"] for entry in json.loads(ddp("status", *arguments, "--json").stdout)} == {
+            run.id,
+            other.id,
+        }
+
+
+def test_status_of_a_sweep_is_a_list_of_its_runs(ddp: Ddp, run: RunDirectory, runs_dir: Path) -> None:
+    (runs_dir / "grid").mkdir()
+    (runs_dir / "grid" / "sweep.json").write_text("{}")
+    run.path.rename(runs_dir / "grid" / run.id)
+    assert [entry["run_id"] for entry in json.loads(ddp("status", "grid", "--json").stdout)] == [run.id]
+    assert json.loads(ddp("status", run.id, "--json").stdout)["run_id"] == run.id
+
+
+def test_status_for_people(ddp: Ddp, run: RunDirectory, runs_dir: Path, say: Say) -> None:
+    begin_dead(run)
+    say("started", 0, at=0, step=0, total_steps=300)
+    say("checkpoint", 0, at=9, step=30, samples=960)
+    run.metrics_file.write_text(json.dumps({"step": 30, "samples": 960, "attempt": 0, "val/accuracy": 0.9712}) + "\n")
+    say("failed", 0, at=10, step=31, rank=3, host="n2", error="ValueError: [/not markup]")
+    for arguments in ([run.id], []):
+        done = ddp("status", *arguments)
+        assert done.returncode == 0 and done.stderr == ""
+        for text in (run.id, "FAILED", "30 of 300 (10%)", "val/accuracy 0.9712", "rank 3 on n2 at step 31 failed",
+                     "[/not markup]"):  # fmt: skip
+            assert text.lower() in done.stdout.lower(), text
+    assert "960" in ddp("status", run.id).stdout and "productive" in ddp("status", run.id).stdout
+    create_run(job(), runs_dir=runs_dir, via="local", script=None)
+    assert len(ddp("status").stdout.splitlines()) == 3
+
+
+def test_watching_ends_when_nothing_is_left_to_happen(ddp: Ddp, run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    say("completed", 0, step=300)
+    done = ddp("status", "--watch")
+    assert done.returncode == 0
+    assert done.stdout.split() == [run.id, "COMPLETED", "step", "300"]
+    assert json.loads(ddp("status", run.id, "--watch", "--json").stdout)["state"] == "COMPLETED"
+
+
+def test_watching_shows_what_changes_and_asks_slurm_only_every_so_often(
+    run: RunDirectory, runs_dir: Path, tmp_path: Path, say: Say
+) -> None:
+    (tmp_path / "bin").mkdir()
+    calls = fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n1|None|cluster_ddp {run.id}'")
+    begin_dead(run, slurm_job_id="7")
+    say("started", 0, at=0, step=0, total_steps=300)
+    environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "PATH": f"{tmp_path / 'bin'}:/bin:/usr/bin"}
+    command = [sys.executable, "-m", "cluster_ddp", "status", "--watch", run.id]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        try:
+            assert "RUNNING  step 0 of 300" in watching.stdout.readline()
+            say("checkpoint", 0, at=9, step=150)
+            assert "RUNNING  step 150 of 300" in watching.stdout.readline()
+            say("completed", 0, step=300)
+            assert "COMPLETED" in watching.stdout.readline()
+            assert watching.wait(timeout=30) == 0
+        finally:
+            watching.kill()
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_one_call_of_squeue_serves_all_runs(ddp: Ddp, run: RunDirectory, runs_dir: Path, tmp_path: Path) -> None:
+    other = create_run(job(), runs_dir=runs_dir, via="sbatch", script=None)
+    add_slurm_job(run, "7")
+    add_slurm_job(other, "8")
+    calls = fake_slurm(tmp_path, "squeue", "echo '7|7|RUNNING|n1|None|x'; echo '8|8|PENDING||Priority|x'")
+    found = {entry["run_id"]: entry for entry in json.loads(ddp("status", "--json").stdout)}
+    assert (found[run.id]["state"], found[run.id]["slurm_job_id"]) == ("RUNNING", "7")
+    assert (found[other.id]["state"], found[other.id]["reason"]) == ("PENDING", "Priority")
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_status_without_slurm_tells_what_the_directory_knows(ddp: Ddp, run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="time-limit")
+    done = ddp("status", run.id, "--json")
+    assert json.loads(done.stdout)["state"] == "STOPPED"
+    assert "from the run directories alone" in done.stderr
+
+
+def test_list(ddp: Ddp, run: RunDirectory) -> None:
+    (row,) = json.loads(ddp("list", "--json").stdout)
+    assert set(row) == {"run_id", "name", "state", "created", "via", "attempts", "last_checkpoint", "slurm_job_id",
+                        "directory"}  # fmt: skip
+    assert (row["run_id"], row["via"], row["state"]) == (run.id, "local", "PENDING")
+    heading, line = ddp("list").stdout.splitlines()
+    assert heading.split()[:2] == ["RUN", "STATE"] and line.split()[:2] == [run.id, "PENDING"]
+
+
+def test_no_runs_is_no_error(ddp: Ddp) -> None:
+    for command in ("list", "status"):
+        assert (ddp(command).returncode, ddp(command).stdout) == (0, "")
+        assert json.loads(ddp(command, "--json").stdout) == []
+
+
+def test_a_run_that_is_not_there_is_answered_with_status_2(ddp: Ddp, run: RunDirectory) -> None:
+    for command in ("status", "stop", "cancel"):
+        done = ddp(command, "unknown")
+        assert done.returncode == 2 and "no run 'unknown'" in done.stderr and run.id in done.stderr
+
+
+def test_stop_asks_the_live_attempt(ddp: Ddp, run: RunDirectory) -> None:
+    begin_dead(run)
+    attempt = begin(run)
+    done = ddp("stop", run.id)
+    assert done.returncode == 0 and f"asked attempt 1 of {run.id}" in done.stderr
+    request = read_stop(attempt)
+    assert request is not None and (request.reason, request.level) == ("person", 1) and "@" in request.by
+    assert read_stop(run.attempt(0)) is None
+    assert [(event["event"], event["attempt"]) for event in read_events(run)][-1] == ("stop-requested", 1)
+
+
+def test_stop_reaches_a_job_of_slurms_on_another_machine(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:
+    attempt = begin(run, slurm_job_id="7")
+    value = json.loads(attempt.record_file.read_text())
+    attempt.record_file.write_text(json.dumps({**value, "host": "n7", "boot_id": "other", "started": "1"}))
+    fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n7|None|cluster_ddp {run.id}'")
+    assert ddp("stop", run.id).returncode == 0
+    assert read_stop(attempt) is not None
+
+
+@pytest.mark.parametrize(
+    ("ending", "advice"),
+    [("stopped", "cluster-ddp resume"), ("completed", "is COMPLETED"), (None, "cluster-ddp cancel")],
+)
+def test_stop_refuses_when_nothing_is_alive(
+    ddp: Ddp, run: RunDirectory, say: Say, ending: str | None, advice: str
+) -> None:
+    if ending:
+        begin_dead(run)
+        say(ending, 0, step=5, reason="time-limit")
+    done = ddp("stop", run.id)
+    assert done.returncode == 2 and "nothing is alive to stop" in done.stderr and advice in done.stderr
+    assert read_stop(run.attempt(0)) is None
+
+
+def test_cancel_of_a_local_run_stops_it_at_once_for_good(ddp: Ddp, run: RunDirectory) -> None:
+    attempt = begin(run)
+    assert ddp("cancel", run.id).returncode == 0
+    request = read_stop(attempt)
+    assert request is not None and (request.reason, request.level) == ("cancel", 2)
+    assert json.loads(ddp("status", run.id, "--json").stdout)["state"] == "CANCELLED"
+    with pytest.raises(RunEnded):
+        begin(run)
+
+
+def test_cancel_records_it_before_it_calls_scancel(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:
+    add_slurm_job(run, "6")
+    begin_dead(run, slurm_job_id="7")
+    fake_slurm(tmp_path, "squeue", "echo '6|6|TIMEOUT||TimeLimit|x'; echo '7|7|RUNNING|n1|None|x'")
+    seen = tmp_path / "seen"
+    calls = fake_slurm(
+        tmp_path, "scancel", f'for file in {run.events}/login-*; do read line <"$file"; echo "$line"; done >{seen}'
+    )
+    done = ddp("cancel", run.id)
+    assert done.returncode == 0 and "its Slurm job 7" in done.stderr
+    assert calls.read_text() == "7\n"
+    assert json.loads(seen.read_text())["event"] == "cancelled"
+
+
+def test_cancel_without_slurm_still_keeps_the_run_from_beginning(ddp: Ddp, run: RunDirectory) -> None:
+    add_slurm_job(run, "7")
+    done = ddp("cancel", run.id)
+    assert done.returncode == 3 and "marked as cancelled" in done.stderr and "7" in done.stderr
+    with pytest.raises(RunEnded):
+        begin(run, slurm_job_id="7")
+    request_resume(run, by="me")
+    begin(run, slurm_job_id="7")
+
+
+def test_cancel_of_a_complete_run_changes_nothing(ddp: Ddp, run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    say("completed", 0, step=300)
+    done = ddp("cancel", run.id)
+    assert done.returncode == 0 and "nothing to cancel" in done.stderr
+    assert [event["event"] for event in read_events(run)] == ["completed"]
+
+
+def test_ctrl_c_ends_watching_without_complaint(run: RunDirectory, runs_dir: Path) -> None:
+    begin(run)
+    environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir)}
+    command = [sys.executable, "-m", "cluster_ddp", "status", "--watch"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watching:
+        try:
+            assert watching.stdout is not None and "RUNNING" in watching.stdout.readline()
+            time.sleep(0.2)
+            watching.send_signal(signal.SIGINT)
+            _, complaint = watching.communicate(timeout=30)
+        finally:
+            watching.kill()
+    assert (watching.returncode, complaint) == (0, "")
