@@ -1,0 +1,114 @@
+"""Whether two runs were one and the same training: weights, optimizer state, losses and samples, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Logged = dict[int, dict[str, Any]]
+# What metrics.jsonl tells about an attempt rather than about the training.
+OF_THE_ATTEMPT = ("attempt", "time")
+MEASURED = ("samples_per_second", "seconds_per_step", "data_wait")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def newest_manifest(run: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((checkpoints(run)[-1] / "manifest.json").read_text())
+    return manifest
+
+
+def newest_tensors(run: Path) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint by name."""
+    folder = checkpoints(run)[-1]
+    manifest = newest_manifest(run)
+    shards = {name: load_file(folder / name) for name in manifest["shards"]}
+    return {name: shards[place["shard"]][name] for name, place in manifest["tensors"].items()}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a torn last line is left out."""
+    found = []
+    for text in path.read_text().splitlines():
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def logged(run: Path) -> Logged:
+    """What was logged for each step; where a step was repeated, the highest attempt counts."""
+    best: Logged = {}
+    for line in lines(run / "metrics.jsonl"):
+        before = best.get(line["step"], {})
+        if line["attempt"] > before.get("attempt", -1):
+            best[line["step"]] = dict(line)
+        elif line["attempt"] == before.get("attempt"):
+            before.update(line)
+    return best
+
+
+def repeated_steps(run: Path) -> list[int]:
+    """The steps that more than one attempt trained and logged a loss for."""
+    attempts = Counter(
+        step for step, _ in {(x["step"], x["attempt"]) for x in lines(run / "metrics.jsonl") if "train/loss" in x}
+    )
+    return sorted(step for step, count in attempts.items() if count > 1)
+
+
+def sample_ids(run: Path) -> dict[int, list[int]]:
+    """The samples that each step trained on, over all ranks; of a repeated step, those of the highest attempt."""
+    found: dict[int, tuple[int, list[int]]] = {}
+    for attempt in sorted((run / "attempts").iterdir()):
+        number = int(attempt.name)
+        for path in sorted(attempt.glob("samples-rank*.jsonl")):
+            for line in lines(path):
+                at, ids = found.get(line["step"], (-1, []))
+                found[line["step"]] = (number, [*(ids if at == number else []), *line["ids"]])
+    return {step: ids for step, (_, ids) in sorted(found.items())}
+
+
+def training_values(run: Path) -> dict[int, dict[str, Any]]:
+    """Of what was logged, all that is a function of the training: losses, learning rate, evaluation."""
+    return {
+        step: {k: v for k, v in line.items() if k not in OF_THE_ATTEMPT + MEASURED}
+        for step, line in sorted(logged(run).items())
+    }
+
+
+def assert_same_training(run: Path, calm: Path) -> None:
+    """Fail with what differs, unless both runs ended with the same bits after the same losses."""
+    ours, theirs = newest_manifest(run), newest_manifest(calm)
+    assert ours["step"] == theirs["step"]
+    assert ours["samples"] == theirs["samples"]
+    assert ours["scalars"] == theirs["scalars"]
+    mine, reference = newest_tensors(run), newest_tensors(calm)
+    assert sorted(mine) == sorted(reference)
+    assert any(name.startswith("model.") for name in mine)
+    assert any(name.startswith("optimizer.") for name in mine)
+    assert [name for name in mine if not torch.equal(mine[name], reference[name])] == []
+    losses = {step: line["train/loss"] for step, line in training_values(run).items() if "train/loss" in line}
+    assert sorted(losses) == list(range(1, ours["step"] + 1)), "a step has no logged loss"
+    values, expected = training_values(run), training_values(calm)
+    assert [step for step in expected if values.get(step) != expected[step]] == []
+    assert sample_ids(run) == sample_ids(calm)
+
+
+def assert_every_sample_once(run: Path, samples: int, steps_per_epoch: int) -> None:
+    """Fail unless each epoch trained on each of the data set's samples exactly once."""
+    by_step = sample_ids(run)
+    assert len(by_step) % steps_per_epoch == 0
+    steps = sorted(by_step)
+    for first in range(0, len(steps), steps_per_epoch):
+        ids = [sample for step in steps[first : first + steps_per_epoch] for sample in by_step[step]]
+        assert sorted(ids) == list(range(samples)), f"epoch of the steps from {steps[first]}"

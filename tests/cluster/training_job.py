@@ -1,0 +1,131 @@
+"""A run of the digits on the test cluster: submitted as a person would, watched, and waited for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from same_training import lines
+from slurm_cluster import SlurmCluster
+
+SAMPLES = 1442
+GLOBAL_BATCH = 48
+STEPS_PER_EPOCH = 31  # the last one is smaller: drop_last is off
+EPOCHS = 4
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+@dataclass
+class TrainingJob:
+    """A submitted run.
+
+    Attributes
+    ----------
+    job:
+        Slurm's job id.
+    run:
+        The run directory.
+    brake:
+        The file that makes training slow as long as it exists.
+    """
+
+    cluster: SlurmCluster
+    job: int
+    run: Path
+    brake: Path
+
+    def rows(self) -> list[dict[str, Any]]:
+        metrics = self.run / "metrics.jsonl"
+        return lines(metrics) if metrics.exists() else []
+
+    def wait_for_step(self, step: int, *, attempt: int = 0, timeout: float = 90) -> None:
+        """Wait until an attempt has trained and logged this step."""
+        self.cluster.wait_for(
+            lambda: any(row["step"] >= step and row["attempt"] >= attempt for row in self.rows()) or self._over(),
+            timeout,
+            f"step {step} of attempt {attempt}\n{self.story()}",
+        )
+        assert not self._over(), f"the job ended before step {step} of attempt {attempt}\n{self.story()}"
+
+    def _over(self) -> bool:
+        return self.cluster.state(self.job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+
+    def wait_for_restart(self, number: int, *, timeout: float = 90) -> None:
+        """Wait until Slurm has requeued the job so many times."""
+        self.cluster.wait_for(
+            lambda: int(self.cluster.job_info(self.job).get("Restarts", -1)) >= number or self._over(),
+            timeout,
+            f"restart {number} of job {self.job}\n{self.story()}",
+        )
+        restarts = int(self.cluster.job_info(self.job)["Restarts"])
+        assert restarts == number, f"{restarts} restarts, not {number}\n{self.story()}"
+
+    def full_speed(self) -> None:
+        """Release the brake."""
+        self.brake.unlink()
+
+    def finish(self, *, timeout: float = 120) -> dict[str, Any]:
+        """Wait for the job to complete; returns what ``status --json`` says then."""
+        self.cluster.wait_for(self._over, timeout, f"job {self.job} is over\n{self.story()}")
+        state = self.cluster.state(self.job)
+        assert state == "COMPLETED", f"job {self.job} is {state}\n{self.story()}"
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.cluster.cli("status", str(self.run), "--json").stdout)
+        return status
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of all writers in the order of time."""
+        found = [event for path in sorted((self.run / "events").glob("*.jsonl")) for event in lines(path)]
+        return sorted(found, key=lambda event: event["time"])
+
+    def story(self) -> str:
+        """What a person would look at when the run did not do as expected."""
+        parts = [f"--- Slurm: {self.cluster.job_info(self.job)}", "--- events"]
+        parts += [json.dumps(event) for event in self.events()[-40:]]
+        for output in sorted([*self.run.glob("*.out"), *self.run.glob("attempts/*/node-*/*.log")]):
+            parts += [f"--- {output.relative_to(self.run)}", *output.read_text(errors="replace").splitlines()[-15:]]
+        for output in sorted(self.run.glob("attempts/*/node-*/**/stderr.log")):
+            if tail := output.read_text(errors="replace").splitlines()[-8:]:
+                parts += [f"--- {output.relative_to(self.run)}", *tail]
+        return "\n".join(parts)
+
+
+def write_job(folder: Path, *, braked: bool, **sections: dict[str, Any]) -> Path:
+    """Write a job file of 2 nodes x 2 ranks; `sections` are merged over its own, such as ``slurm={"time": "2"}``."""
+    brake = folder / "brake"
+    if braked:
+        brake.touch()
+    job: dict[str, Any] = {
+        "name": "digits",
+        "runs_dir": str(folder / "runs"),
+        "task": f"{Path(__file__).with_name('paced_digits.py')}:PacedDigits",
+        "params": {"brake": str(brake), "width": 8},
+        "slurm": {"nodes": 2, "time": "00:20:00"},
+        "launch": {"procs_per_node": 2},
+        "train": {
+            "epochs": EPOCHS, "global_batch": GLOBAL_BATCH, "lr": 3e-3, "schedule": "cosine", "warmup_steps": 10,
+            "drop_last": False, "ema_decay": 0.9, "seed": 7,
+        },
+        "checkpoint": {"every_steps": 10},
+        "log": {"every_steps": 1, "sample_ids": True},
+    }  # fmt: skip
+    for name, settings in sections.items():
+        job[name] = {**job.get(name, {}), **settings}
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def submit(
+    cluster: SlurmCluster, folder: Path, *options: str, braked: bool = True, **sections: dict[str, Any]
+) -> TrainingJob:
+    """Write the job file into `folder` and submit it with ``cluster-ddp submit``."""
+    job_file = write_job(folder, braked=braked, **sections)
+    done = cluster.cli("submit", str(job_file), "--json", *options, cwd=folder)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), folder / "brake")
