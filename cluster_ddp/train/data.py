@@ -1,4 +1,4 @@
-"""The stream of micro-batches that a rank trains on, fetched in this process or by workers."""
+"""Batches for a rank, fetched in this process or by workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from cluster_ddp.train.sampler import Indices
 
 K = TypeVar("K")
 Key = tuple[int, Indices]
+Pairs = Generator[tuple[K, Any], None, None]
 
+_END = object()
 _JOIN_SECONDS = 2.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -49,13 +51,13 @@ class Loader(Generic[K]):
     def __init__(
         self, fetcher: Fetcher, plans: Iterable[K], key: Callable[[K], Key], *, workers: int, device: torch.device
     ) -> None:
+        self.waited = 0.0
         self._fetcher = fetcher
         self._plans = plans
         self._key = key
         self._workers = workers
         self._device = device
-        self._pairs: Generator[tuple[K, Any], None, None] | None = None
-        self.waited = 0.0
+        self._pairs: Pairs[K] | None = None
 
     def __iter__(self) -> Iterator[tuple[K, Any]]:
         """Yield each plan with its batch, on the device."""
@@ -69,7 +71,7 @@ class Loader(Generic[K]):
         if self._pairs is not None:
             self._pairs.close()
 
-    def _here(self) -> Generator[tuple[K, Any], None, None]:
+    def _here(self) -> Pairs[K]:
         pin = self._device.type == "cuda"
         for plan in self._plans:
             begun = time.perf_counter()
@@ -77,7 +79,7 @@ class Loader(Generic[K]):
             self.waited += time.perf_counter() - begun
             yield plan, pinned(batch) if pin else batch
 
-    def _by_workers(self) -> Generator[tuple[K, Any], None, None]:
+    def _by_workers(self) -> Pairs[K]:
         under_way: collections.deque[K] = collections.deque()
 
         def keys() -> Iterator[Key]:
@@ -85,19 +87,7 @@ class Loader(Generic[K]):
                 under_way.append(plan)
                 yield self._key(plan)
 
-        before = set(multiprocessing.active_children())
-        batches = iter(
-            DataLoader(
-                _Keyed(self._fetcher),
-                batch_size=None,
-                sampler=_Keys(keys()),
-                num_workers=self._workers,
-                collate_fn=_as_it_is,
-                pin_memory=self._device.type == "cuda",
-                worker_init_fn=_ignore_signals,
-            )
-        )
-        workers = [child for child in multiprocessing.active_children() if child not in before]
+        batches = from_workers(_Keyed(self._fetcher), _Keys(keys()), workers=self._workers, device=self._device)
         try:
             while True:
                 begun = time.perf_counter()
@@ -107,20 +97,7 @@ class Loader(Generic[K]):
                     break
                 yield under_way.popleft(), batch
         finally:
-            del batches  # asks them to end
-            _end(workers)
-
-
-_END = object()
-
-
-def _end(workers: list[BaseProcess]) -> None:
-    """See workers off. They ignore the signal that DataLoader ends them with, so what stays is killed."""
-    for worker in workers:
-        worker.join(_JOIN_SECONDS)
-        if worker.is_alive():
-            worker.kill()
-            worker.join()
+            batches.close()
 
 
 class _Keyed(Dataset[Any]):
@@ -134,13 +111,44 @@ class _Keyed(Dataset[Any]):
 
 
 class _Keys:
-    """The keys as a sampler; DataLoader takes one that knows its length or not."""
+    """Keys that are made as they are needed, as a sampler."""
 
     def __init__(self, keys: Iterator[Key]) -> None:
         self._keys = keys
 
     def __iter__(self) -> Iterator[Key]:
         return self._keys
+
+
+def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torch.device) -> Generator[Any, None, None]:
+    """Yield what workers fetch, one element of the data set at a time, in order; closing it ends the workers."""
+    before = set(multiprocessing.active_children())
+    batches = iter(
+        DataLoader(
+            data,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=_ignore_signals,
+        )
+    )
+    processes = [child for child in multiprocessing.active_children() if child not in before]
+    try:
+        yield from batches
+    finally:
+        del batches  # asks them to end
+        _see_off(processes)
+
+
+def _see_off(workers: list[BaseProcess]) -> None:
+    """Wait for workers to end. They ignore the signal that DataLoader ends them with, so what stays is killed."""
+    for worker in workers:
+        worker.join(_JOIN_SECONDS)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -14,7 +14,7 @@ class HostCopy:
         if tensor.is_cuda:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor.detach(), non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
         else:
             self._values = tensor.detach()

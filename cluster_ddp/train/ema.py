@@ -15,7 +15,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._source = model
-        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self._averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
 
     @property
     def model(self) -> nn.Module:

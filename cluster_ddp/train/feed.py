@@ -35,6 +35,9 @@ class Feed(Protocol):
     def consumed(self, step: int) -> int:
         """The sample offset when `step` steps are finished."""
 
+    def first(self) -> tuple[Share, Any]:
+        """The first micro-batch of the whole training."""
+
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[Share, Any]]:
         """The micro-batches of this rank from this step on, on its device."""
 

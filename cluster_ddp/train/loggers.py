@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.spec import JobSpec, WandbSpec
@@ -43,14 +43,14 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise TrainError("log.tensorboard: pip install 'cluster_ddp[tensorboard]', or leave it off") from error
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def close(self, *, failed: bool) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class Wandb:
@@ -96,12 +96,12 @@ class Wandb:
         self._run.finish(exit_code=1 if failed else 0)
 
 
-def _mode(settings: WandbSpec) -> str:
-    if settings.mode != "auto":
-        return settings.mode
-    chosen = os.environ.get("WANDB_MODE")
-    if chosen in ("online", "offline"):
-        return chosen
+def _mode(settings: WandbSpec) -> Literal["online", "offline"]:
+    wish = os.environ.get("WANDB_MODE") if settings.mode == "auto" else settings.mode
+    if wish == "online":
+        return "online"
+    if wish == "offline":
+        return "offline"
     return "online" if os.environ.get("WANDB_API_KEY") or _in_netrc() else "offline"
 
 

@@ -36,11 +36,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if isinstance(module, _NORMS)
         for parameter in module.parameters(recurse=False)
     }
-    decaying, others = [], []
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (others if parameter.ndim < 2 or id(parameter) in of_norms else decaying).append(parameter)
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 

@@ -44,9 +44,7 @@ def choose_precision(train: TrainSpec, device: torch.device) -> Precision:
     TrainError
         The device cannot compute in the format that was asked for.
     """
-    name = train.precision
-    if name == "auto":
-        name = _fitting(device)
+    name = _fitting(device) if train.precision == "auto" else train.precision
     if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise TrainError(
             f"train.precision: bf16: {torch.cuda.get_device_name(device)} does not compute in it; fp16 or auto"

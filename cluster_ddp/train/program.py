@@ -94,7 +94,9 @@ def _is_first(world: World) -> bool:
         return True
     with contextlib.suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
-        return store.add(_FIRST_FAILURE, 1) == 1 and store.set(f"{_FIRST_FAILURE}-rank", str(world.rank)) is None
+        if store.add(_FIRST_FAILURE, 1) > 1:
+            return False
+        store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
     return True  # the store went with rank 0, and what it died of may be anything
 
 

@@ -87,7 +87,7 @@ class StepSeeds:
 
 def _device_generator(device: torch.device) -> torch.Generator | None:
     if device.type == "cuda":
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[device.index or 0]
     if device.type == "mps":
         return torch.mps._get_default_mps_generator()

@@ -113,7 +113,7 @@ def synchronise_buffers(model: nn.Module) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def _store() -> dist.Store | None:
+def _store() -> dist.distributed_c10d.Store | None:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from cluster_ddp.train.distributed import cleanup_distributed, setup_distributed
 from cluster_ddp.train.errors import DistributedError
@@ -51,7 +51,7 @@ def launch_distributed_training(
         train_fn(0, 1, **arguments)
         return
     port = _free_port()
-    multiprocessing.spawn(_run_rank, args=(train_fn, count, backend, port, arguments), nprocs=count)  # type: ignore[no-untyped-call]
+    spawn(_run_rank, args=(train_fn, count, backend, port, arguments), nprocs=count)  # type: ignore[no-untyped-call]
 
 
 def _run_rank(

@@ -233,7 +233,8 @@ class Trainer:
         assert self.evaluation is not None
         self.log.flush()
         self.process.beat.enter(Phase.EVALUATING)
-        synchronise_buffers(self.model)
+        model = self.ema.model if self.ema is not None else self.model
+        synchronise_buffers(model)
         agreement, agreed = self._new_agreement(), Agreed()
 
         def go_on(batch: int) -> bool:
@@ -243,7 +244,7 @@ class Trainer:
             agreed = agreement.end(batch)
             return agreed.level == 0
 
-        values = self.evaluation.run(self.ema.model if self.ema else self.model, go_on)
+        values = self.evaluation.run(model, go_on)
         if values is not None:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}

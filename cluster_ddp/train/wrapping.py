@@ -78,7 +78,8 @@ def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
             stacklevel=2,
         )
         return model
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return converted
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
@@ -103,7 +104,7 @@ def checkpoint_blocks(model: nn.Module) -> int:
             "checkpointed; put its blocks into one, or turn it off"
         )
     for block in blocks:
-        block.forward = functools.partial(_recomputed, block, block.forward)  # type: ignore[method-assign]
+        block.forward = functools.partial(_recomputed, block, block.forward)
     return len(blocks)
 
 

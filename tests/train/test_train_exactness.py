@@ -1,0 +1,93 @@
+"""A training that was stopped and resumed is bitwise the one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_ranks import run_ranks
+from train_tasks import Everything, differences, final_state, job, losses, new_run, train
+
+from cluster_ddp.run.lines import read_json_lines
+
+STEPS = 20
+
+
+def settings(accumulation: int, workers: int = 0) -> dict[str, Any]:
+    return {
+        "train": {
+            "steps": STEPS,
+            "global_batch": 24,
+            "accumulation_steps": accumulation,
+            "lr": 0.01,
+            "schedule": "cosine",
+            "warmup_steps": 3,
+            "ema_decay": 0.9,
+            "clip_norm": 1.0,
+            "bucket_mb": 0.02,
+            "workers": workers,
+            "evaluate_every": "7 steps",
+        },
+        "log": {"every_steps": 1, "sample_ids": True},
+    }
+
+
+def uninterrupted_and_resumed(folder: Path, accumulation: int, workers: int) -> dict[str, Any] | None:
+    """Train once in one go, once with stops after about 7 and 11 steps and other numbers of workers."""
+    from cluster_ddp.train import broadcast_object, is_main_process
+
+    def run_of(kind: str, **sections: Any) -> Any:
+        return broadcast_object(new_run(folder / kind, **sections) if is_main_process() else None)
+
+    sections = settings(accumulation)
+    calm = run_of("calm", **sections)
+    whole, _ = train(Everything(), job(**sections), calm)
+    broken = run_of("broken", **sections)
+    stops = []
+    for attempt, (stop_at, some) in enumerate([(6, workers), (10, 0), (None, workers)]):
+        part, outcome = train(Everything(), job(**settings(accumulation, some)), broken, attempt, stop_at=stop_at)
+        stops.append((outcome.completed, outcome.step))
+    if not is_main_process():
+        return None
+    return {
+        "stops": stops,
+        "different": differences(final_state(whole), final_state(part)),
+        "task": (whole.task.seen, part.task.seen, bool((whole.task.mean == part.task.mean).all())),
+        "losses": (losses(calm), losses(broken)),
+        "ids": (_ids(calm), _ids(broken)),
+        "evaluations": (_evaluations(calm), _evaluations(broken)),
+    }
+
+
+def _ids(run: Any) -> list[tuple[int, list[int]]]:
+    steps: dict[int, list[int]] = {}
+    for file in sorted(run.attempts.glob("*/samples-rank*.jsonl")):
+        for row in read_json_lines(file):
+            steps.setdefault(row["step"], []).extend(row["ids"])
+    return sorted(steps.items())
+
+
+def _evaluations(run: Any) -> dict[int, float]:
+    return {row["step"]: row["val/loss"] for row in read_json_lines(run.metrics_file) if "val/loss" in row}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "workers"), [(1, 1, 2), (2, 3, 0), (3, 2, 0), (4, 1, 0), (4, 2, 1)]
+)
+def test_resume_is_bitwise_exact(tmp_path: Path, world_size: int, accumulation: int, workers: int) -> None:
+    result = run_ranks(uninterrupted_and_resumed, world_size, tmp_path, accumulation, workers)[0]
+    assert [completed for completed, _ in result["stops"]] == [False, False, True]
+    first, second, last = (step for _, step in result["stops"])
+    assert 6 <= first < 10 <= second < last == STEPS
+    assert result["different"] == []
+    whole_seen, resumed_seen, same_mean = result["task"]
+    assert whole_seen == resumed_seen and same_mean
+    whole, resumed = result["losses"]
+    assert len(whole) == STEPS and whole == resumed
+    assert result["evaluations"][0] == result["evaluations"][1] and set(result["evaluations"][0]) == {7, 14, 20}
+    whole_ids, resumed_ids = result["ids"]
+    assert whole_ids == resumed_ids
+    for start in range(0, STEPS, 2):  # two steps of 24 make an epoch of the 50 samples, the last two dropped
+        seen = [index for _, ids in whole_ids[start : start + 2] for index in ids]
+        assert len(seen) == 48 == len(set(seen))

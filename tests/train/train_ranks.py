@@ -1,0 +1,80 @@
+"""Running a function as several ranks of a gloo group on this machine, and small tasks to train in it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SECONDS = 120
+# Forked from a process that has imported torch once: starting a rank takes milliseconds instead of seconds.
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["cluster_ddp.train", "cluster_ddp.train.program", "train_tasks"])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Call ``function(*arguments)`` on every rank of a group; what it returns, by rank.
+
+    Raises AssertionError with the traceback of the first rank that failed, or when a rank hangs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        ranks = [
+            _server.Process(target=_be_rank, args=(function, rank, world_size, port, Path(folder), arguments))
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(_SECONDS)
+        hung = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+        for rank in ranks:
+            rank.kill()
+        assert not hung, f"ranks {hung} hang"
+        results = []
+        for number in range(world_size):
+            path = Path(folder) / str(number)
+            assert path.exists(), f"rank {number} died with status {ranks[number].exitcode}"
+            ok, value = pickle.loads(path.read_bytes())  # noqa: S301 (written by _be_rank)
+            assert ok, f"rank {number} failed:\n{value}"
+            results.append(value)
+        return results
+
+
+def _be_rank(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    import torch
+
+    from cluster_ddp.train import cleanup_distributed, setup_distributed
+
+    torch.set_num_threads(1)
+    try:
+        setup_distributed(timeout=60)
+        result = (True, function(*arguments))
+        cleanup_distributed()
+    except BaseException:
+        result = (False, traceback.format_exc())
+    (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
+    (folder / f"{rank}.part").rename(folder / str(rank))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
