@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_ddp.launch.processes import die_with_parent
@@ -24,8 +25,20 @@ from cluster_ddp.launch.relay import Tail
 
 SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-# "failed (exitcode: -9) local_rank: 1 (pid: 4711) of binary", at once, and "exitcode  : 1 (pid: 4711)", in its summary.
-_EXIT_CODES = re.compile(r"exitcode\s*: (-?\d+)\)?(?: local_rank: \d+)? \(pid: (\d+)\)")
+# What torchrun says of ranks that failed: of the first of them in one line, and of all in the summary at its end.
+_FIRST_FAILURE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
+_SUMMARY_RANK = re.compile(r"^\s+rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
+_SUMMARY_CODE = re.compile(r"^\s+exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank ended, in torchrun's words: exit code, negative for a signal; its global rank where it says that."""
+
+    pid: int
+    code: int
+    local_rank: int
+    rank: int | None
 
 
 class Agent:
@@ -63,7 +76,8 @@ class Agent:
                 preexec_fn=prepare,
             )
         self._tail = Tail(log)
-        self.exit_codes: dict[int, int] = {}
+        self._summary: tuple[int, int] | None = None  # rank and local rank that the next exit code belongs to
+        self.exits: dict[int, RankExit] = {}
 
     @property
     def pid(self) -> int:
@@ -75,9 +89,21 @@ class Agent:
         return self._process.poll()
 
     def new_lines(self) -> list[str]:
-        """What it printed since the last call. Exit codes of ranks in it go to `exit_codes`, by process id."""
+        """What it printed since the last call. What that tells of ranks goes to `exits`, by process id."""
         lines = self._tail.lines(rest=self._process.poll() is not None)
         for line in lines:
-            for code, pid in _EXIT_CODES.findall(line):
-                self.exit_codes.setdefault(int(pid), int(code))
+            self._note(line)
         return lines
+
+    def _note(self, line: str) -> None:
+        if found := _FIRST_FAILURE.search(line):
+            self._add(found, int(found["local"]), None)
+        elif found := _SUMMARY_RANK.match(line):
+            self._summary = int(found["rank"]), int(found["local"])
+        elif self._summary is not None and (found := _SUMMARY_CODE.match(line)):
+            rank, local_rank = self._summary
+            self._add(found, local_rank, rank)
+
+    def _add(self, found: re.Match[str], local_rank: int, rank: int | None) -> None:
+        pid = int(found["pid"])
+        self.exits[pid] = RankExit(pid, int(found["code"]), local_rank, rank)

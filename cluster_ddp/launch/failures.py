@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cluster_ddp.launch.agent import Agent
 from cluster_ddp.launch.ranks import LocalRanks, Rank, last_words
 from cluster_ddp.run.board import Phase
+from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 
 # Ranks of one node that die within this time died of one cause; torchrun's exit codes come within it, too.
@@ -29,7 +30,9 @@ class _Death:
 class Failures:
     """Turns the deaths of ranks into events, one for each cause."""
 
-    def __init__(self, ranks: LocalRanks, agent: Agent, events: EventWriter, attempt: int, node_rank: int) -> None:
+    def __init__(
+        self, ranks: LocalRanks, agent: Agent, events: EventWriter, attempt: AttemptDirectory, node_rank: int
+    ) -> None:
         self._ranks = ranks
         self._agent = agent
         self._events = events
@@ -48,26 +51,36 @@ class Failures:
                 self._silent.append(death)
             elif phase is not Phase.DONE:
                 self._deaths.append(death)
-        failed = [death for death in self._silent if self._agent.exit_codes.get(death.rank.pid)]
+        failed = [death for death in self._silent if self._code(death)]
         self._silent = [death for death in self._silent if death not in failed]
-        self._deaths += failed
+        self._deaths += [*failed, *self._missed(now)]
         if self._deaths and (agent_ended or now - self._deaths[0].noticed > _SAME_CAUSE_SECONDS):
             self._record()
+
+    def _missed(self, now: float) -> list[_Death]:
+        """Ranks that ended so soon that only torchrun has seen them."""
+        logs = self._attempt.logs(self._node_rank)
+        unseen = [one for one in self._agent.exits.values() if one.pid not in self._ranks.seen]
+        return [_Death(self._ranks.missed(one.pid, one.local_rank, one.rank, logs), now, None) for one in unseen]
+
+    def _code(self, death: _Death) -> int | None:
+        known = self._agent.exits.get(death.rank.pid)
+        return known.code if known is not None else None
 
     def _record(self) -> None:
         death = min(self._deaths, key=self._order)
         others = sorted(other.rank.rank for other in self._deaths if other is not death)
         self._deaths = []
-        code = self._agent.exit_codes.get(death.rank.pid)
+        code = self._code(death)
         error = (last_words(death.rank).error or _without_words(code))[-_LONGEST_ERROR:]
         host = socket.gethostname()
         self._events.write(
             RANK_FAILED,
-            attempt=self._attempt,
+            attempt=self._attempt.number,
             step=death.step,
             node=self._node_rank,
             host=host,
-            rank=death.rank.rank,
+            rank=death.rank.rank if death.rank.rank >= 0 else None,
             error=error,
             exit_code=code,
             signal=signal.Signals(-code).name if code is not None and code < 0 else None,
@@ -75,19 +88,24 @@ class Failures:
             others=others,
             log=str(death.rank.stderr) if death.rank.stderr else None,
         )
+        who = f"rank {death.rank.rank}" if death.rank.rank >= 0 else "a rank"
         with contextlib.suppress(OSError):
-            print(f"cluster-ddp: rank {death.rank.rank} on {host} failed:\n{error}", file=sys.stderr, flush=True)
+            print(f"cluster-ddp: {who} on {host} failed:\n{error}", file=sys.stderr, flush=True)
 
-    def _order(self, death: _Death) -> tuple[bool, bool, float]:
-        """The cause first: who was killed by a signal, then who said nothing, then who spoke first.
+    def _order(self, death: _Death) -> tuple[int, float]:
+        """The cause first: who was killed by a signal, then who spoke first, then who ended without a word.
 
-        A rank that is killed says nothing; its peers complain about the lost connection. SIGTERM comes from torchrun,
-        which ends the others.
+        A rank that is killed says nothing, and torchrun may not tell of it yet; its peers complain about the lost
+        connection. SIGTERM comes from torchrun, which ends the others by it; they may end without a word, too.
         """
-        code = self._agent.exit_codes.get(death.rank.pid, 0)
-        words = last_words(death.rank)
-        killed = code < 0 and code != -signal.SIGTERM
-        return not killed, words.error is not None, self._moment(death)
+        code = self._code(death)
+        if code is not None and code < 0 and code != -signal.SIGTERM:
+            kind = 0
+        elif last_words(death.rank).error is not None:
+            kind = 2
+        else:
+            kind = 1 if code is None else 3
+        return kind, self._moment(death)
 
     def _moment(self, death: _Death) -> float:
         return last_words(death.rank).time or death.noticed

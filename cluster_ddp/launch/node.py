@@ -107,7 +107,7 @@ class NodeProgram:
         self._began = time.monotonic()
         self._guard = Guard(self._board.path)
         self._agent = Agent(self._command, self._environment.variables, self._log_dir / "agent.log", self._survives)
-        self._failures = Failures(self._ranks, self._agent, self._events, self._attempt.number, self._node_rank)
+        self._failures = Failures(self._ranks, self._agent, self._events, self._attempt, self._node_rank)
         self._events.write(
             events.NODE_STARTED,
             attempt=self._attempt.number,

@@ -24,6 +24,8 @@ class Rank:
 
     Attributes
     ----------
+    rank
+        Global rank; -1 for one that ended before it could be looked at.
     stdout, stderr
         Its log files; None where the system does not tell.
     error_file
@@ -78,6 +80,15 @@ class LocalRanks:
                 if rank.pid not in self.seen:
                     self._living[rank.pid] = self.seen[rank.pid] = rank
         return gone
+
+    def missed(self, pid: int, local_rank: int, rank: int | None, logs: Path) -> Rank:
+        """Take in a rank that ended before it was ever looked at, as the board and torchrun's logs tell of it."""
+        slot = self._board.slots[local_rank]
+        known = slot.rank if slot.pid == pid else -1
+        folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=lambda folder: folder.stat().st_mtime)
+        files = [folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")]
+        self.seen[pid] = Rank(pid, known if rank is None else rank, local_rank, files[0], files[1], files[2])
+        return self.seen[pid]
 
     def slots(self) -> list[Slot]:
         """The slots of the ranks that are alive; a rank that died leaves its last words in its slot."""

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_ddp.launch.address import free_port
+from cluster_ddp.launch.processes import Process, is_alive, kill_all, marked_processes
+from cluster_ddp.launch.torchrun import torchrun_command
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.directory import AttemptDirectory, create_run
+from cluster_ddp.run.events import read_events
+from cluster_ddp.spec import JobSpec
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parent.parent
+PATIENCE = 40.0
+
+
+def wait_until(what: str, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+    """Wait until the condition holds, and return its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+    return value
+
+
+class Node:
+    """A node program that runs, and what its ranks say."""
+
+    def __init__(self, attempt: AttemptDirectory, procs: int, nodes: int, command: list[str]) -> None:
+        self.attempt = attempt
+        self.procs = procs
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CLUSTER_DDP_LOCAL_ADDR": "127.0.0.1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={attempt.run.path}", "--attempt=0", "--", *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def board(self) -> Path | None:
+        """The board's path, from the agent's environment."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    variables = (entry / "environ").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if f"CLUSTER_DDP_RUN={self.attempt.run.path}".encode() in variables:
+                    found = [line for line in variables if line.startswith(b"CLUSTER_DDP_BOARD=")]
+                    return Path(found[0].decode().partition("=")[2]) if found else None
+        return None
+
+    def tree(self) -> list[Process]:
+        """The agent, the ranks, and all that ranks have started."""
+        board = self.board()
+        return marked_processes(board) if board else []
+
+    def agent(self) -> int:
+        return next(process.pid for process in self.tree() if "RANK" not in process.environment)
+
+    def rank(self, rank: int) -> int:
+        wanted = {"RANK": str(rank)}
+        return next(
+            process.pid for process in self.tree() if wanted.items() <= process.environment.items() and process.leads_session
+        )
+
+    def logs(self, name: str = "stdout.log") -> str:
+        return "".join(path.read_text() for path in sorted(self.attempt.path.rglob(name)))
+
+    def wait_for(self, text: str, count: int | None = None) -> None:
+        """Wait until all ranks (or `count` of them) have printed a text."""
+        wait_until(f"{text!r} in the logs", lambda: self.logs().count(text) >= (count or self.procs))
+
+    def finish(self, seconds: float = PATIENCE) -> tuple[int, str, str]:
+        """Wait for the end: exit status, standard output and error."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.attempt.run) if event["event"] == name]
+
+    def ended_as(self) -> str:
+        (event,) = self.events("node-finished")
+        return str(event["outcome"])
+
+    def report(self) -> dict[str, Any]:
+        value = json.loads(self.attempt.report_file(0).read_text())
+        assert isinstance(value, dict)
+        return value
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Start a node program whose ranks run a script of this folder."""
+    started: list[Node] = []
+
+    def start(script: str, *args: str, procs: int = 2, nodes: int = 1, **sections: Any) -> Node:
+        launch = {"procs_per_node": procs, **sections.pop("launch", {})}
+        spec = JobSpec(name="launched", script=str(HERE / script), args=args, launch=launch, **sections)
+        run = create_run(spec, runs_dir=tmp_path / "runs", via="manual", script=None)
+        attempt = begin_attempt(run, host="here", pid=os.getpid(), nodes=nodes, procs=procs)
+        command = torchrun_command(
+            spec,
+            run_directory=str(run.path),
+            nodes=nodes,
+            procs=procs,
+            rdzv_id=run.id,
+            endpoint=f"127.0.0.1:{free_port()}",
+        )
+        started.append(Node(attempt, procs, nodes, command))
+        return started[-1]
+
+    yield start
+    for node in started:
+        board = node.board()
+        if is_alive(node.pid):
+            os.kill(node.pid, signal.SIGKILL)
+        node.process.wait()
+        if board is not None:
+            kill_all(board)
+            board.unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""The node program with a real torchrun below it. The ranks are small scripts without torch, which start at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Node, wait_until
+
+from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.run.stopfile import AT_ONCE, PERSON, request_stop
+
+Start = Callable[..., Node]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc (Linux)")
+FOREVER = "100000"
+
+
+def test_ranks_that_work_to_the_end_are_relayed_reported_and_leave_nothing_behind(start_node: Start) -> None:
+    node = start_node("board_rank.py", "5", "abort")  # the status of a rank that has done its work says nothing
+    wait_until("a board", node.board)
+    board = node.board()
+    status, out, _ = node.finish()
+    assert (status, node.ended_as()) == (0, "done")
+    assert "rank 0 begins" in out
+    assert "rank 1" not in out
+    assert "rank 1 begins" in node.logs()
+    assert node.events("rank-failed") == []
+    report = node.report()
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert report["versions"]["torch"]
+    assert report["variables"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert board is not None
+    assert list(board.parent.glob(f"{board.name}*")) == []
+
+
+def test_signals_to_all_processes_become_one_stop_request_that_agent_and_ranks_survive(start_node: Start) -> None:
+    """As Slurm's proctrack/linuxproc sends them: to every process of the step."""
+    node = start_node("board_rank.py", FOREVER)
+    node.wait_for("begins")
+    agent = node.agent()
+    everyone = [node.pid, *(process.pid for process in node.tree())]
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
+        for pid in everyone:
+            if pid == agent or number is not signal.SIGHUP:
+                os.kill(pid, number)
+    status, _, _ = node.finish()
+    assert (status, node.ended_as()) == (0, "stopped")
+    assert node.logs().count("level 1, reason time-limit") == 2
+    (event,) = node.events("stop-requested")
+    assert (event["reason"], event["level"], event["node"]) == ("time-limit", 1, 0)
+
+
+def test_a_second_signal_means_at_once_and_a_third_ends_what_is_left(start_node: Start) -> None:
+    node = start_node("board_rank.py", FOREVER, "deaf", procs=1)
+    node.wait_for("begins")
+    for level in (1, 2):
+        os.kill(node.pid, signal.SIGINT)
+        wait_until(f"level {level}", lambda level=level: [e for e in node.events("stop-requested") if e["level"] == level])
+    os.kill(node.pid, signal.SIGINT)
+    status, _, _ = node.finish(10)
+    assert (status, node.ended_as()) == (1, "killed")
+    assert node.events("rank-failed") == []
+
+
+def test_the_stop_file_reaches_the_ranks_and_can_be_sharpened(start_node: Start) -> None:
+    node = start_node("board_rank.py", FOREVER, "deaf", procs=1)
+    node.wait_for("begins")
+    request_stop(node.attempt, reason=PERSON, by="test")
+    wait_until("a request", lambda: node.events("stop-requested"))
+    time.sleep(1.5)
+    assert node.process.poll() is None
+    request_stop(node.attempt, reason=PERSON, level=AT_ONCE, grace=1.0, by="test")
+    began = time.monotonic()
+    status, _, _ = node.finish(10)
+    assert time.monotonic() - began < 6
+    assert (status, node.ended_as()) == (1, "killed")
+    assert [event["level"] for event in node.events("stop-requested")] == [1, 2]
+
+
+def test_a_hang_leaves_stacks_and_ends_the_attempt(start_node: Start) -> None:
+    node = start_node("board_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3, "max_restarts": 3})
+    status, _, err = node.finish()
+    assert (status, node.ended_as()) == (1, "hang")
+    (event,) = node.events("hang")
+    assert (event["rank"], event["step"], event["phase"]) == (1, 10, "training")
+    assert "time.sleep(600)" not in err
+    stacks = (node.attempt.path / "stacks-rank1.txt").read_text()
+    assert "board_rank.py" in stacks
+    assert (node.attempt.path / "stacks-rank0.txt").read_text()
+    assert '"hang"' in node.attempt.stop_file.read_text()  # for the other nodes
+
+
+def test_ranks_whose_agent_was_killed_save_and_end(start_node: Start) -> None:
+    node = start_node("board_rank.py", FOREVER)
+    node.wait_for("begins")
+    os.kill(node.agent(), signal.SIGKILL)
+    status, _, _ = node.finish()
+    assert (status, node.ended_as()) == (0, "stopped")
+    assert node.logs().count("level 1, reason agent-lost") == 2
+    assert '"agent-lost"' in node.attempt.stop_file.read_text()
+
+
+def test_a_rank_that_fails_is_named_with_its_error(start_node: Start) -> None:
+    node = start_node("board_rank.py", "300", "crash1")
+    status, _, err = node.finish()
+    assert (status, node.ended_as()) == (1, "failed")
+    (event,) = node.events("rank-failed")
+    assert (event["rank"], event["node"], event["step"], event["exit_code"]) == (1, 0, 10, 1)
+    assert event["host"]
+    assert event["error"].endswith("ValueError: the failure of the test")
+    assert "ValueError: the failure of the test" in err
+
+
+def test_a_rank_that_is_killed_is_restarted_inside_the_allocation(start_node: Start) -> None:
+    node = start_node("board_rank.py", "60", "crash", launch={"max_restarts": 1})
+    node.wait_for("begins")
+    os.kill(node.rank(1), signal.SIGKILL)
+    status, out, _ = node.finish()
+    assert (status, node.ended_as()) == (0, "done")
+    (event,) = node.events("rank-failed")
+    assert (event["rank"], event["signal"], event["exit_code"]) == (1, "SIGKILL", -9)
+    assert "rank 0 begins, restart 0" in out
+    assert "rank 0 begins, restart 1" in out
+
+
+@pytest.mark.parametrize(("script", "args"), [("board_rank.py", (FOREVER, "helper")), ("plain_rank.py", ())])
+def test_nothing_survives_the_node_program(start_node: Start, script: str, args: tuple[str, ...]) -> None:
+    node = start_node(script, *args)
+    node.wait_for("begins")
+    pids = [process.pid for process in node.tree()]
+    assert len(pids) == (5 if args else 3)  # the agent, two ranks, and the helper of each
+    os.kill(node.pid, signal.SIGKILL)
+    wait_until("all gone", lambda: not any(map(is_alive, pids)), 8)
+
+
+def test_a_script_that_handles_sigterm_is_asked_by_it(start_node: Start) -> None:
+    node = start_node("plain_rank.py", "handles")
+    node.wait_for("begins")
+    request_stop(node.attempt, reason=PERSON, by="test")
+    status, out, _ = node.finish()
+    assert (status, node.ended_as()) == (0, "stopped")
+    assert node.logs().count("saved and ends") == 2
+    assert "saved and ends" in out
+
+
+def test_a_script_that_does_not_handle_sigterm_is_not_waited_for(start_node: Start) -> None:
+    node = start_node("plain_rank.py")
+    node.wait_for("begins")
+    request_stop(node.attempt, reason=PERSON, by="test")
+    status, _, _ = node.finish(8)
+    assert (status, node.ended_as()) == (0, "stopped")
+
+
+def test_a_stop_before_the_nodes_have_met_ends_the_waiting(start_node: Start) -> None:
+    node = start_node("board_rank.py", FOREVER, nodes=2)
+    wait_until("the start", lambda: node.events("node-started"))
+    os.kill(node.pid, signal.SIGTERM)
+    status, _, _ = node.finish(12)
+    assert (status, node.ended_as()) == (0, "stopped")
