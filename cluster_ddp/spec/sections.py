@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from cluster_ddp.spec.document import Node
 from cluster_ddp.spec.models import JobSpec, Section
@@ -48,8 +48,9 @@ def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    candidates = (annotation, *get_args(annotation))
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
+    # In Python 3.10 dict[str, str] passes for a type, but issubclass refuses it.
+    classes = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and not get_origin(kind)]
+    return next((kind for kind in classes if issubclass(kind, Section)), None)
 
 
 def _takes_texts(annotation: Any) -> bool:

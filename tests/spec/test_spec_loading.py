@@ -32,8 +32,8 @@ train: {epochs: 3, batch_size: 8, global_batch: 64, accumulation_steps: 1, lr: 1
         precision: fp16, scaler: {initial: 1024, growth_interval: 10, growth_factor: 3, backoff_factor: 0.1},
         tf32: true, clip_norm: 1, sync_batchnorm: true, ema_decay: 0.99, grad_checkpointing: true,
         find_unused_parameters: true, static_graph: true, bucket_mb: 1, gradient_as_bucket_view: false, comm_hook: bf16,
-        compile: true, deterministic: true, seed: 7, workers: 2, drop_last: false, evaluate_every: 50 steps, max_bad_steps: 2,
-        profile: {steps: 10-20}}
+        compile: true, deterministic: true, seed: 7, workers: 2, drop_last: false,
+        evaluate_every: 50 steps, max_bad_steps: 2, profile: {steps: 10-20}}
 checkpoint: {every_steps: 5, every_minutes: 0.5, keep_last: 1, keep_every: 100,
              keep_best: {metric: val/loss, mode: min}, background: false, when_busy: skip, ranks_writing: one}
 log: {every_steps: 1, sample_ids: true, tensorboard: true, wandb: {project: p, mode: offline, init_timeout: 60}}
