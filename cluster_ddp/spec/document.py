@@ -139,7 +139,7 @@ def _read_text(file: Path) -> str:
         allowed = f"{MOST_BYTES >> 20} MiB; is it the right file?"
         raise fault(Place(file), f"{size} is too large for a job file", allowed)
     try:
-        return data.decode("utf-8-sig")
+        return data.decode()
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise fault(Place(file, number), f"not UTF-8 text (byte {data[error.start]:#04x})", "a YAML file") from error

@@ -52,6 +52,11 @@ def test_a_job_is_laid_over_its_template(job: WriteJob) -> None:
     assert spec.checkpoint.keep_best is None
 
 
+def test_a_name_is_not_inherited(job: WriteJob) -> None:
+    job("name: other\ntask: cluster_ddp.tasks.digits:Digits\n", "base.yaml")
+    assert load_job(str(job("extends: base.yaml\n", "mine.yaml"))).spec.name == "mine"
+
+
 def test_a_list_replaces_the_list_below(job: WriteJob) -> None:
     job("task: cluster_ddp.tasks.digits:Digits\nlaunch: {setup: [a, b]}\n", "base.yaml")
     assert load_job(str(job("extends: base.yaml\nlaunch: {setup: [c]}\n"))).spec.launch.setup == ("c",)

@@ -43,6 +43,7 @@ log: {every_steps: 1, sample_ids: true, tensorboard: true, wandb: {project: p, m
 def test_three_lines_are_a_job(job: WriteJob) -> None:
     spec = load_job(str(job("task: cluster_ddp.tasks.digits:Digits\ntrain:\n  epochs: 2\n", "my job.yaml"))).spec
     assert (spec.name, spec.train.epochs, spec.train.batch_size, spec.world_size) == ("my-job", 2, 32, 1)
+    assert load_job(str(job(""))).spec.train.epochs == 1
     assert (spec.requeue.warning, spec.network.timeout, spec.launch.join_timeout) == (120, 1800, 600)
     assert (spec.checkpoint.every_minutes, spec.checkpoint.keep_last, spec.log.wandb) == (10.0, 3, None)
 
