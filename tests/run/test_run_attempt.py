@@ -136,6 +136,7 @@ def test_a_persons_resume_vouches_for_an_attempt_that_cannot_be_seen(run: RunDir
     make_remote(run, 0)
     request_resume(run, by="me")
     assert begin(run).number == 1
+    assert [event["event"] for event in read_events(run)] == ["resume-requested"]  # it is forgiven, not judged
 
 
 @pytest.mark.parametrize(
