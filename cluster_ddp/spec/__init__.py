@@ -1,8 +1,11 @@
-"""The job as the user wrote it: typed models, YAML loading, templates, overrides, errors."""
+"""The job as the user wrote it: typed models, YAML loading, templates, overrides, errors.
+
+The errors are at hand at once. All else is loaded when first asked for: the models bring pydantic with them, which
+costs more time than all that a command such as ``status`` does.
+"""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.spec.errors import BatchError, ClusterDDPError, JobFileError
@@ -54,34 +57,19 @@ __all__ = [
     "template_names",
 ]
 
-# Loaded when first asked for: whatever only needs the errors, such as beginning an attempt in a batch script, starts in
-# a quarter of the time without pydantic and yaml.
-_HOMES = {
-    "BatchPlan": "batch",
-    "CheckpointSpec": "models",
-    "ContainerSpec": "models",
-    "JobSpec": "models",
-    "KeepBestSpec": "models",
-    "LaunchSpec": "models",
-    "LoadedJob": "loading",
-    "LogSpec": "models",
-    "NetworkSpec": "models",
-    "ProfileSpec": "models",
-    "RequeueSpec": "models",
-    "ScalerSpec": "models",
-    "SlurmSpec": "models",
-    "TrainSpec": "models",
-    "WandbSpec": "models",
-    "dump_resolved": "loading",
-    "load_job": "loading",
-    "load_resolved": "loading",
-    "plan_batch": "batch",
-    "template_file": "templates",
-    "template_names": "templates",
+_MODULES = {
+    "batch": ("BatchPlan", "plan_batch"),
+    "loading": ("LoadedJob", "dump_resolved", "load_job", "load_resolved"),
+    "templates": ("template_file", "template_names"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'models')}"), name)
+    globals()[name] = value
+    return value

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster_ddp import spec
 from cluster_ddp.spec import JobFileError, dump_resolved, load_job, load_resolved
 
 WriteJob = Callable[..., Path]
@@ -130,3 +131,19 @@ def test_loading_reads_no_torch_and_leaves_the_environment_alone() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_errors_and_templates_come_without_the_models() -> None:
+    code = (
+        "import sys\nfrom cluster_ddp.spec import ClusterDDPError, template_names\n"
+        "from cluster_ddp.spec.errors import JobFileError\nassert template_names()\n"
+        "heavy = {'pydantic', 'yaml'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in spec.__all__:
+        assert getattr(spec, name).__module__.startswith("cluster_ddp.spec.")
+    with pytest.raises(AttributeError, match="nonsense"):
+        spec.nonsense  # noqa: B018
