@@ -17,6 +17,7 @@ from cluster_ddp.run.events import RANK_FAILED, EventWriter
 
 # Ranks of one node that die within this time died of one cause; torchrun's exit codes come within it, too.
 _SAME_CAUSE_SECONDS = 2.0
+_SUMMARY_SECONDS = 10.0
 _LONGEST_ERROR = 4000
 
 
@@ -54,8 +55,18 @@ class Failures:
         failed = [death for death in self._silent if self._code(death)]
         self._silent = [death for death in self._silent if death not in failed]
         self._deaths += [*failed, *self._missed(now)]
-        if self._deaths and (agent_ended or now - self._deaths[0].noticed > _SAME_CAUSE_SECONDS):
+        if self._deaths and (agent_ended or now - self._deaths[0].noticed > self._patience()):
             self._record()
+
+    def _patience(self) -> float:
+        """Seconds to wait for more. Which rank it was that nobody has seen stands in torchrun's summary, at its end."""
+        return _SAME_CAUSE_SECONDS if all(self._rank(death) is not None for death in self._deaths) else _SUMMARY_SECONDS
+
+    def _rank(self, death: _Death) -> int | None:
+        if death.rank.rank >= 0:
+            return death.rank.rank
+        known = self._agent.exits.get(death.rank.pid)
+        return known.rank if known is not None else None
 
     def _missed(self, now: float) -> list[_Death]:
         """Ranks that ended so soon that only torchrun has seen them."""
@@ -69,7 +80,11 @@ class Failures:
 
     def _record(self) -> None:
         death = min(self._deaths, key=self._order)
-        others = sorted(other.rank.rank for other in self._deaths if other is not death)
+        if last_words(death.rank).follows:
+            self._deaths = []
+            return  # the cause was on another node, which records it
+        number = self._rank(death)
+        others = [self._rank(other) for other in self._deaths if other is not death]
         self._deaths = []
         code = self._code(death)
         error = (last_words(death.rank).error or _without_words(code))[-_LONGEST_ERROR:]
@@ -80,15 +95,15 @@ class Failures:
             step=death.step,
             node=self._node_rank,
             host=host,
-            rank=death.rank.rank if death.rank.rank >= 0 else None,
+            rank=number,
             error=error,
             exit_code=code,
             signal=signal.Signals(-code).name if code is not None and code < 0 else None,
             failed_at=self._moment(death),
-            others=others,
+            others=sorted(other for other in others if other is not None),
             log=str(death.rank.stderr) if death.rank.stderr else None,
         )
-        who = f"rank {death.rank.rank}" if death.rank.rank >= 0 else "a rank"
+        who = "a rank" if number is None else f"rank {number}"
         with contextlib.suppress(OSError):
             print(f"cluster-ddp: {who} on {host} failed:\n{error}", file=sys.stderr, flush=True)
 
@@ -99,10 +114,11 @@ class Failures:
         connection. SIGTERM comes from torchrun, which ends the others by it; they may end without a word, too.
         """
         code = self._code(death)
+        words = last_words(death.rank)
         if code is not None and code < 0 and code != -signal.SIGTERM:
             kind = 0
-        elif last_words(death.rank).error is not None:
-            kind = 2
+        elif words.error is not None:
+            kind = 4 if words.follows else 2
         else:
             kind = 1 if code is None else 3
         return kind, self._moment(death)

@@ -15,6 +15,9 @@ from cluster_ddp.run.board import Board, Phase, Slot
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
+# How an error begins on standard error: Python's, or the trainer's own message, which may be of several lines.
+_BEGINS_ERROR = re.compile(r"Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
+_FOLLOWS = re.compile(r"cluster_ddp: rank \d+ ends because ")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
@@ -42,10 +45,21 @@ class Rank:
 
 @dataclass(frozen=True)
 class LastWords:
-    """What a dead rank left: its error, and the Unix time of it. Both None when it left none."""
+    """What a dead rank left.
+
+    Attributes
+    ----------
+    error
+        What it said last of an error; None when it said nothing.
+    time
+        Unix seconds of that.
+    follows
+        It says itself that it ended because another rank did.
+    """
 
     error: str | None
     time: float | None
+    follows: bool = False
 
 
 class LocalRanks:
@@ -84,7 +98,9 @@ class LocalRanks:
     def missed(self, pid: int, local_rank: int, rank: int | None, logs: Path) -> Rank:
         """Take in a rank that ended before it was ever looked at, as the board and torchrun's logs tell of it."""
         slot = self._board.slots[local_rank]
-        known = slot.rank if slot.pid == pid else -1
+        # torchrun numbers the ranks of a node one after the other.
+        known = next((other.rank - other.local_rank + local_rank for other in self.seen.values() if other.rank >= 0), -1)
+        known = slot.rank if slot.pid == pid else known
         folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=lambda folder: folder.stat().st_mtime)
         files = [folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")]
         self.seen[pid] = Rank(pid, known if rank is None else rank, local_rank, files[0], files[1], files[2])
@@ -137,9 +153,12 @@ def last_words(rank: Rank) -> LastWords:
         return found
     if rank.stderr is not None:
         lines = last_lines(rank.stderr)
-        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-        if starts or any("Error" in line for line in lines):
-            return LastWords("\n".join(lines[starts[-1] :] if starts else lines), rank.stderr.stat().st_mtime)
+        first = next((number for number in range(len(lines) - 1, -1, -1) if _BEGINS_ERROR.match(lines[number])), None)
+        if first is None and any("Error" in line for line in lines):
+            first = 0
+        if first is not None:
+            follows = _FOLLOWS.match(lines[first]) is not None
+            return LastWords("\n".join(lines[first:]), rank.stderr.stat().st_mtime, follows)
     return LastWords(None, None)
 
 

@@ -42,8 +42,9 @@ class Node:
         self.procs = procs
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CLUSTER_DDP_LOCAL_ADDR": "127.0.0.1"}
+        node = [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={attempt.run.path}", "--attempt=0", "--"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={attempt.run.path}", "--attempt=0", "--", *command],
+            [*node, *command],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -77,10 +78,8 @@ class Node:
         return next(process.pid for process in self.tree() if "RANK" not in process.environment)
 
     def rank(self, rank: int) -> int:
-        wanted = {"RANK": str(rank)}
-        return next(
-            process.pid for process in self.tree() if wanted.items() <= process.environment.items() and process.leads_session
-        )
+        leaders = [process for process in self.tree() if process.leads_session]
+        return next(process.pid for process in leaders if process.environment.get("RANK") == str(rank))
 
     def logs(self, name: str = "stdout.log") -> str:
         return "".join(path.read_text() for path in sorted(self.attempt.path.rglob(name)))

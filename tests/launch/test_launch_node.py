@@ -59,10 +59,11 @@ def test_a_second_signal_means_at_once_and_a_third_ends_what_is_left(start_node:
     node.wait_for("begins")
     for level in (1, 2):
         os.kill(node.pid, signal.SIGINT)
-        wait_until(f"level {level}", lambda level=level: [e for e in node.events("stop-requested") if e["level"] == level])
+        wait_until(f"level {level}", lambda level=level: len(node.events("stop-requested")) == level)
     os.kill(node.pid, signal.SIGINT)
     status, _, _ = node.finish(10)
     assert (status, node.ended_as()) == (1, "killed")
+    assert [event["level"] for event in node.events("stop-requested")] == [1, 2]
     assert node.events("rank-failed") == []
 
 

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster_ddp.launch import environment, evidence
+from cluster_ddp.launch.relay import Tail
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.spec import JobSpec
+
+JOB = JobSpec(
+    name="a",
+    task="cluster_ddp.tasks.digits:Digits",
+    network={"socket_ifname": "ib0", "env": {"NCCL_ALGO": "Ring"}},
+    requeue={"warning": 90},
+)
+
+
+def made(tmp_path: Path, **base: str) -> environment.NodeEnvironment:
+    attempt = RunDirectory(tmp_path).attempt(3)
+    return environment.node_environment(JOB, attempt, node_rank=1, procs=2, board=Path("/dev/shm/b"), base=base)
+
+
+def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path) -> None:
+    variables = made(tmp_path, HOME="/home/me").variables
+    assert variables["HOME"] == "/home/me"
+    assert variables["CLUSTER_DDP_RUN"] == str(tmp_path)
+    assert variables["CLUSTER_DDP_ATTEMPT"] == "3"
+    assert variables["CLUSTER_DDP_NODE"] == "1"
+    assert variables["CLUSTER_DDP_BOARD"] == "/dev/shm/b"
+    assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert variables["PET_SIGNALS_TO_HANDLE"] == "SIGQUIT"
+    assert variables["PET_SHUTDOWN_TIMEOUT"] == "90"
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "attempts" / "003"))
+    assert int(variables["OMP_NUM_THREADS"]) == max(1, environment.usable_cpus() // 2)
+
+
+def test_what_is_exported_already_wins_and_is_reported(tmp_path: Path) -> None:
+    found = made(tmp_path, OMP_NUM_THREADS="7", NCCL_ALGO="Tree")
+    assert (found.variables["OMP_NUM_THREADS"], found.variables["NCCL_ALGO"]) == ("7", "Tree")
+    report = environment.report(found, node_rank=1, ranks=[], command=["torchrun"])
+    assert report["set_before"] == {"OMP_NUM_THREADS": "7", "NCCL_ALGO": "Tree"}
+    reasons = {setting["name"]: setting["why"] for setting in report["set_by_cluster_ddp"]}
+    assert reasons["NCCL_SOCKET_IFNAME"] == "network.socket_ifname"
+    assert "NCCL_ALGO" not in reasons
+
+
+def test_the_report_holds_no_secret(tmp_path: Path) -> None:
+    secrets = {
+        "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+        "SLURM_JWT": "eyJhbGci",
+        "TORCH_HUB_TOKEN": "short",
+        "NCCL_NET_PLUGIN_ARG": "0123456789abcdef0123456789abcdef01234567",
+    }
+    harmless = {"CUDA_VISIBLE_DEVICES": "GPU-5a3f9c1e-1b2c-4d5e-8f90-a1b2c3d4e5f6", "SLURM_JOB_ID": "77"}
+    text = str(environment.report(made(tmp_path, **secrets, **harmless), node_rank=0, ranks=[], command=[]))
+    for value in secrets.values():
+        assert value not in text
+    for value in (*harmless.values(), str(tmp_path)):
+        assert value in text
+
+
+def test_slurm_says_how_many_cpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    assert environment.usable_cpus() == 1
+
+
+def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
+    """As ProcessGroupNCCL does it: a named pipe per rank, and whatever is written there means: dump."""
+    from cluster_ddp.launch.ranks import Rank
+
+    board = tmp_path / "board"
+    pipe = Path(f"{environment.recorder_pipes(board)}5.pipe")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        rank = Rank(process.pid, 5, 1, None, None, None)
+        began = time.monotonic()
+        assert evidence.collect([rank], board) == ["flight recorder of rank 5"]
+        assert time.monotonic() - began >= 4
+        assert os.read(reader, 10)
+        assert process.poll() is None  # it does not know the stacks' signal, and was not sent it
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+    evidence.remove_pipes(board)
+    assert not pipe.exists()
+
+
+def test_a_log_is_followed_by_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = Tail(log)
+    assert tail.lines() == []
+    with log.open("w") as file:
+        file.write("one\ntw")
+        file.flush()
+        assert tail.lines() == ["one"]
+        file.write("o\nthree")
+        file.flush()
+        assert tail.lines() == ["two"]
+    assert tail.lines() == []
+    assert tail.lines(rest=True) == ["three"]
+    assert tail.lines(rest=True) == []

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster_ddp.launch.stopping import Stopping
+from cluster_ddp.run.board import Board
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.stopfile import read_stop, request_stop
+
+Make = Callable[..., Stopping]
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    run.attempt(0).path.mkdir(parents=True)
+    return run.attempt(0)
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    made = Board.create(tmp_path / "board", slots=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(attempt: AttemptDirectory, board: Board) -> Iterator[Make]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def build(share: bool = False) -> Stopping:
+        events = EventWriter(attempt.run, "node-0")
+        made = Stopping(attempt, board, events, node_rank=0, warning=signal.SIGALRM, share=share)
+        made.listen()
+        return made
+
+    yield build
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(stopping: Stopping, number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    stopping.look()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGTERM, "terminated"),
+        (signal.SIGHUP, "terminated"),
+        (signal.SIGUSR1, "time-limit"),
+        (signal.SIGUSR2, "time-limit"),
+        (signal.SIGALRM, "time-limit"),  # the warning signal of the job file
+        (signal.SIGINT, "person"),
+    ],
+)
+def test_each_signal_has_its_meaning(
+    make: Make, board: Board, attempt: AttemptDirectory, number: signal.Signals, reason: str
+) -> None:
+    stopping = make()
+    send(stopping, number)
+    assert (board.stop_level, board.stop_reason, stopping.deadline) == (1, reason, None)
+    assert [event["reason"] for event in read_events(attempt.run)] == [reason]
+    assert read_stop(attempt) is None  # the batch script tells the other nodes
+
+
+def test_the_same_event_signalled_twice_is_no_second_signal(
+    make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = make()
+    now = time.monotonic()
+    for moment, level in ((now, 1), (now + 1, 1), (now + 10, 2)):
+        monkeypatch.setattr("cluster_ddp.launch.stopping.time.monotonic", lambda moment=moment: moment)
+        send(stopping, signal.SIGTERM)
+        assert board.stop_level == level
+
+
+def test_a_person_need_not_wait_between_two_ctrl_c(make: Make, board: Board) -> None:
+    stopping = make()
+    for level in (1, 2):
+        send(stopping, signal.SIGINT)
+        assert board.stop_level == level
+        assert not stopping.overdue
+    send(stopping, signal.SIGINT)
+    time.sleep(0.01)
+    assert stopping.overdue
+
+
+def test_a_short_grace_chooses_the_fast_path(make: Make, board: Board, attempt: AttemptDirectory) -> None:
+    stopping = make()
+    request_stop(attempt, reason="preemption", grace=10, by="job.sbatch")
+    stopping.look()
+    assert (board.stop_level, board.stop_reason) == (2, "preemption")
+    assert stopping.deadline == pytest.approx(time.monotonic() + 10, abs=2)
+
+
+def test_what_a_signal_could_not_tell_the_stop_file_may(make: Make, board: Board, attempt: AttemptDirectory) -> None:
+    stopping = make()
+    send(stopping, signal.SIGTERM)
+    request_stop(attempt, reason="preemption", grace=60, by="job.sbatch")
+    stopping._next_file_poll = 0
+    stopping.look()
+    assert (board.stop_level, board.stop_reason) == (1, "preemption")
+    request_stop(attempt, reason="cancel", by="a person")
+    stopping._next_file_poll = 0
+    stopping.look()
+    assert board.stop_reason == "cancel"
+    send(stopping, signal.SIGUSR1)
+    assert board.stop_reason == "cancel"
+    assert [event["reason"] for event in read_events(attempt.run)][:3] == ["terminated", "preemption", "cancel"]
+
+
+def test_without_a_batch_script_the_other_nodes_are_told(make: Make, attempt: AttemptDirectory) -> None:
+    send(make(share=True), signal.SIGINT)
+    request = read_stop(attempt)
+    assert request is not None
+    assert (request.reason, request.level) == ("person", 1)
+
+
+def test_full_storage_does_not_keep_this_node_from_stopping(
+    make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cluster_ddp.launch.stopping.request_stop", full)
+    send(make(share=True), signal.SIGTERM)
+    assert board.stop_level == 1

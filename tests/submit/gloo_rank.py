@@ -1,0 +1,43 @@
+"""A rank that trains nothing over gloo: gloo_rank.py STEPS. All ranks stop at one step when a node asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import EventWriter
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+board = Board.open(os.environ["CLUSTER_DDP_BOARD"])
+slot = board.slots[int(os.environ["LOCAL_RANK"])]
+rank = int(os.environ["RANK"])
+slot.claim(rank=rank)
+dist.init_process_group("gloo")
+slot.set_phase(Phase.TRAINING)
+events = EventWriter(RunDirectory(Path(os.environ["CLUSTER_DDP_RUN"])), f"rank-{rank}")
+attempt = int(os.environ["CLUSTER_DDP_ATTEMPT"])
+if rank == 0:
+    events.write("started", attempt=attempt, step=0, world_size=dist.get_world_size(), total_steps=int(sys.argv[1]))
+step, stop = 0, torch.zeros(1)
+while step < int(sys.argv[1]) and not stop:
+    stop[0] = board.stop_level
+    dist.all_reduce(stop, dist.ReduceOp.MAX)
+    time.sleep(0.02)
+    step += 1
+    slot.beat(step)
+    if rank == 0 and step % 10 == 0:
+        print(f"step {step} of attempt {attempt} on devices {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
+if rank == 0 and stop:
+    events.write("stopped", attempt=attempt, step=step, reason=board.stop_reason)
+elif rank == 0:
+    events.write("completed", attempt=attempt, step=step)
+slot.set_phase(Phase.DONE)
+dist.destroy_process_group()

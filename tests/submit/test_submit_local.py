@@ -1,0 +1,224 @@
+"""`cluster-ddp local` and the local half of `resume`, as a person calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.run.directory import RunDirectory, list_runs
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.state import RunState, describe
+from cluster_ddp.spec import JobSpec
+from cluster_ddp.submit import local
+from cluster_ddp.submit.base import SubmitError
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
+PATIENCE = 90.0
+SCRIPT = JobSpec(name="a", script=str(HERE / "gloo_rank.py"), args=("30",))
+
+Call = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Iterator[Call]:
+    """Start `cluster-ddp ...` in an empty folder with a job file in it."""
+    (tmp_path / "job.yaml").write_text(
+        f"name: local\nscript: {HERE / 'gloo_rank.py'}\nargs: ['30']\nlaunch: {{procs_per_node: 2}}\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_"))}
+    environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "1", "SLURM_NODEID": "7"}
+    environment.pop("CLUSTER_DDP_RUNS", None)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        command = [sys.executable, "-m", "cluster_ddp", *arguments]
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def the_run(folder: Path) -> RunDirectory:
+    (run,) = list_runs(folder / "runs")
+    return run
+
+
+def wait_for_steps(folder: Path, attempt: int = 0) -> RunDirectory:
+    """Wait until rank 0 of an attempt has trained ten steps."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        for log in folder.glob(f"runs/*/attempts/{attempt:03d}/node-*/*/attempt_0/*/stdout.log"):
+            if "step 10" in log.read_text():
+                return the_run(folder)
+        assert time.monotonic() < end, "no steps"
+        time.sleep(0.05)
+
+
+def children_of_run(run: RunDirectory) -> list[int]:
+    """All processes that work for a run: they name it in their environment or in their arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                if str(run.path).encode() in text:
+                    found.append(int(entry.name))
+    return found
+
+
+def test_two_nodes_of_two_ranks_meet_train_and_end_with_a_summary(call: Call, tmp_path: Path) -> None:
+    status, out, err = finish(call("local", "job.yaml", "--nodes", "2"))
+    assert status == 0, err
+    assert "step 30 of attempt 0" in out
+    run = the_run(tmp_path)
+    assert "COMPLETED" in err
+    assert str(run.path) in err
+    assert f"cluster-ddp status {run.id}" in err
+    assert "cluster-ddp resume" not in err
+    (started,) = [event for event in read_events(run) if event["event"] == "started"]
+    assert started["world_size"] == 4
+    assert len([event for event in read_events(run) if event["event"] == "node-finished"]) == 2
+
+
+def test_ctrl_c_stops_with_status_5_and_resume_goes_on_with_the_same_size(call: Call, tmp_path: Path) -> None:
+    process = call("local", "job.yaml", "--nodes", "2", "--procs", "1", "--set", "args=['100000']", "--json")
+    run = wait_for_steps(tmp_path)
+    process.send_signal(signal.SIGINT)
+    status, out, err = finish(process)
+    assert status == 5, err
+    (line,) = out.splitlines()
+    expected = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": None, "state": "STOPPED"}
+    assert json.loads(line) == expected
+    assert "saving a checkpoint" in err
+    assert "step 10" in err
+    assert f"cluster-ddp resume {run.id}" in err
+    assert describe(run, None).reason == "stopped by Ctrl-C"
+    run.job_file.write_text(run.job_file.read_text().replace("100000", "20"))
+    status, out, err = finish(call("resume", run.id))
+    assert status == 0, err
+    assert "step 20 of attempt 1" in out
+    assert [event["world_size"] for event in read_events(run) if event["event"] == "started"] == [2, 2]
+
+
+def test_a_rank_that_fails_ends_all_with_status_4_and_is_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import os\nif os.environ['RANK'] == '1': raise KeyError('learning rate')\n")
+    status, _, err = finish(call("local", "job.yaml", "--set", "script=bad.py", "--set", "args=[]"))
+    assert status == 4
+    assert "FAILED" in err
+    assert "rank 1 on" in err
+    assert "KeyError: 'learning rate'" in err
+    assert "Traceback" not in err
+
+
+def test_a_node_program_that_dies_takes_the_others_with_it(call: Call, tmp_path: Path) -> None:
+    process = call("local", "job.yaml", "--nodes", "2", "--procs", "1", "--set", "args=['100000']")
+    run = wait_for_steps(tmp_path)
+    victim = next(event["pid"] for event in read_events(run) if event["event"] == "node-started" and event["node"] == 1)
+    os.kill(victim, signal.SIGKILL)
+    status, _, err = finish(process)
+    assert status in (4, 5), err  # its ranks get a moment to save; whether all agree in time is chance
+    assert children_of_run(run) == []
+
+
+def test_nothing_survives_the_supervisor(call: Call, tmp_path: Path) -> None:
+    process = call("local", "job.yaml", "--nodes", "2", "--procs", "1", "--set", "args=['100000']")
+    run = wait_for_steps(tmp_path)
+    process.kill()
+    end = time.monotonic() + 10
+    while left := children_of_run(run):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    assert not is_alive(process.pid)
+    assert describe(run, None).state in (RunState.LOST, RunState.FAILED, RunState.STOPPED)
+
+
+def test_a_dry_run_prints_the_commands_and_writes_nothing(call: Call, tmp_path: Path) -> None:
+    status, out, err = finish(call("local", "job.yaml", "--nodes", "2", "--gpus", "0,1", "--procs", "1", "--dry-run"))
+    assert status == 0, err
+    first, second = out.splitlines()
+    assert "torch.distributed.run --nnodes=2 --nproc-per-node=1" in first
+    assert "is_host=1" in first
+    assert "is_host=0" in second
+    assert "CUDA_VISIBLE_DEVICES=0" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_on_a_terminal_the_ranks_are_told_which_it_is(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "bar.py").write_text("import os\nopen(os.environ['CLUSTER_DDP_TERMINAL'], 'w').write('a bar')\n")
+    ours, theirs = pty.openpty()
+    arguments = ("local", "job.yaml", "--set", "script=bar.py", "--set", "args=[]", "--procs", "1")
+    status, _, err = finish(call(*arguments, stdout=theirs))
+    assert status == 0, err
+    os.set_blocking(ours, False)
+    assert b"a bar" in os.read(ours, 10000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "procs"),
+    [
+        ({"nodes": 2, "gpus": "0,1,3,5"}, (("0", "1"), ("3", "5")), 2),
+        ({"nodes": 1, "gpus": "3", "procs": 1}, (("3",),), 1),
+        ({"nodes": 2, "gpus": "none", "procs": 3}, ((), ()), 3),
+    ],
+)
+def test_devices_are_divided_among_the_nodes(arguments: dict[str, Any], devices: Any, procs: int) -> None:
+    start = local.plan_local(SCRIPT, **arguments)
+    assert (start.gpus, start.procs) == (devices, procs)
+    for node, share in enumerate(devices):
+        assert start.variables(node)["CUDA_VISIBLE_DEVICES"] == ",".join(share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"nodes": 2, "gpus": "0,1,2"}, "divided among 2 nodes"),
+        ({"gpus": "0,1", "procs": 3}, "--gpus none"),
+        ({"gpus": "0,0"}, "once"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(SubmitError, match=words):
+        local.plan_local(SCRIPT, **arguments)
+
+
+def test_visible_devices_are_used_and_without_any_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    start = local.plan_local(SCRIPT)
+    assert (start.gpus, start.procs) == ((("4", "6"),), 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start = local.plan_local(SCRIPT)
+    assert (start.gpus, start.procs) == (((),), 1)
+    assert "CUDA_VISIBLE_DEVICES" not in start.variables(0)
+
+
+def test_a_closed_terminal_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    local.say("anything")
