@@ -165,8 +165,8 @@ def _progress(status: RunStatus) -> str:
 
 
 def _metrics(status: RunStatus, count: int) -> str:
-    # What validation says comes first: that is what people look for.
-    names = sorted(status.metrics, key=lambda name: (not name.startswith("val/"), name))
+    # What validation says comes first, then training: that is what people look for.
+    names = sorted(status.metrics, key=lambda name: (not name.startswith("val/"), not name.startswith("train/"), name))
     return "  ".join(f"{name} {status.metrics[name]:.4g}" for name in names[:count])
 
 

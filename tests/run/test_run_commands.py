@@ -72,12 +72,13 @@ def test_status_for_people(ddp: Ddp, run: RunDirectory, runs_dir: Path, say: Say
     begin_dead(run)
     say("started", 0, at=0, step=0, total_steps=300)
     say("checkpoint", 0, at=9, step=30, samples=960)
-    run.metrics_file.write_text(json.dumps({"step": 30, "samples": 960, "attempt": 0, "val/accuracy": 0.9712}) + "\n")
+    values = {"data_wait": 0.5, "train/loss": 0.25, "val/accuracy": 0.9712}
+    run.metrics_file.write_text(json.dumps({"step": 30, "samples": 960, "attempt": 0, **values}) + "\n")
     say("failed", 0, at=10, step=31, rank=3, host="n2", error="ValueError: [/not markup]")
     for arguments in ([run.id], []):
         done = ddp("status", *arguments)
         assert done.returncode == 0 and done.stderr == ""
-        for text in (run.id, "FAILED", "30 of 300 (10%)", "val/accuracy 0.9712", "rank 3 on n2 at step 31 failed",
+        for text in (run.id, "FAILED", "30 of 300 (10%)", "val/accuracy 0.9712  train/loss 0.25  data_wait 0.5", "rank 3 on n2 at step 31 failed",
                      "[/not markup]"):  # fmt: skip
             assert text.lower() in done.stdout.lower(), text
     assert "960" in ddp("status", run.id).stdout and "productive" in ddp("status", run.id).stdout
