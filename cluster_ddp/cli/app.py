@@ -20,7 +20,6 @@ from cluster_ddp.spec.errors import ClusterDDPError
 COMMANDS: dict[str, str] = {
     "submit": "Start",
     "local": "Start",
-    "launch": "Start",
     "resume": "Start",
     "stop": "End",
     "cancel": "End",

@@ -140,21 +140,32 @@ def cancel_job(job_id: str) -> None:
             raise
 
 
-def termination_reason(job_id: str) -> str:
-    """Why Slurm sent SIGTERM: ``time-limit``, ``preemption``, ``cancel``, or ``terminated`` where it does not tell.
+def termination_reason(job_id: str, restart_count: int) -> str:
+    """Why Slurm ends a job, asked in the same words as in the batch script.
 
-    The same question, in the same words, as in the batch script's trap.
+    Parameters
+    ----------
+    job_id, restart_count
+        The job, and which of its starts this is (SLURM_RESTART_COUNT).
+
+    Returns
+    -------
+    str
+        ``time-limit``, ``preemption``, ``requeued`` (Slurm has queued it again itself: a node failure, a preemption),
+        ``cancel``, or ``terminated`` where Slurm does not end it or does not answer.
     """
     try:
         require("scontrol")
-        fields = f" {_call(['scontrol', 'show', 'job', '-o', job_id]).strip()} "
+        job = f" {_call(['scontrol', 'show', 'job', '-o', job_id]).strip()} "
     except SlurmError:
         return "terminated"
-    if " Reason=TimeLimit " in fields:
+    if " Reason=TimeLimit " in job:
         return "time-limit"
-    if " PreemptTime=" in fields and " PreemptTime=None " not in fields:
+    if re.search(r" PreemptTime=\d", job):
         return "preemption"
-    return "cancel"
+    if f" Restarts={restart_count} " not in job or " PreemptTime=None " not in job:
+        return "requeued"
+    return "terminated" if " JobState=RUNNING " in job else "cancel"
 
 
 def kill_wait() -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 
 from cluster_ddp.spec.errors import ClusterDDPError
 
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
+# What single quotes cannot hold (', NUL), sbatch reads differently between them (\), or looks like a slip to a reader ($, `).
+_MARKED = re.compile(r"['\0\\$`]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -18,14 +20,29 @@ class UnquotableError(ClusterDDPError):
 def quote(value: str) -> str:
     """`value` as one word of bash; nothing in it is expanded, split or run.
 
+    sbatch, which reads ``#SBATCH`` lines by rules of its own, understands the word alike.
+
     Raises
     ------
     UnquotableError
         It holds a NUL, which no argument and no variable can.
     """
+    if _PLAIN.fullmatch(value):
+        return value
+    return f'"{inside(value)}"' if _MARKED.search(value) else f"'{value}'"
+
+
+def inside(value: str) -> str:
+    """`value` as it stands between double quotes.
+
+    Raises
+    ------
+    UnquotableError
+        As for `quote`.
+    """
     if "\0" in value:
         raise UnquotableError(f"{value!r} holds a NUL character, which no process can be given")
-    return shlex.quote(value)
+    return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
 def quote_around(value: str, variables: Mapping[str, str]) -> str:
@@ -40,7 +57,7 @@ def quote_around(value: str, variables: Mapping[str, str]) -> str:
 
 
 def directive(option: str, value: str | None) -> str:
-    """One ``#SBATCH`` line. sbatch reads quotes as bash does, but a backslash escapes even between single quotes.
+    """One ``#SBATCH`` line.
 
     Raises
     ------
@@ -51,7 +68,7 @@ def directive(option: str, value: str | None) -> str:
         return f"#SBATCH --{option}"
     if _CONTROL.search(value):
         raise UnquotableError(f"the sbatch option --{option} cannot hold the control character in {value!r}")
-    return f"#SBATCH --{option}={quote(value).replace(chr(92), chr(92) * 2)}"
+    return f"#SBATCH --{option}={quote(value)}"
 
 
 def comment(text: str) -> str:

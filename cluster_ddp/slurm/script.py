@@ -6,6 +6,7 @@ The script itself is `template.sbatch`, to be read there from top to bottom. Wha
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
-from cluster_ddp.slurm.quote import comment, directive, quote, quote_around
+from cluster_ddp.slurm.quote import comment, directive, inside, quote, quote_around
 from cluster_ddp.spec import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.spec.units import format_slurm_time
 
@@ -216,15 +217,14 @@ class _Launcher:
             rdzv_id="\0id\0",
             endpoint="\0endpoint\0",
         )
-        words = [quote_around(word, _VARIABLES) for word in command]
-        options = [word for word in words[1:] if word.lstrip("'").startswith("--")]
-        target = words[1 + len(options) :]
+        options = list(itertools.takewhile(lambda word: word.startswith("--"), command[1:]))
+        target = command[1 + len(options) :]  # what is run, and options of its own behind it
         lines = [
             f"srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0{self._srun_options}",
             '    "${python[@]}" -m cluster_ddp.launch.node --run "$run" --attempt "$number" --',
-            f"    {words[0]}",
-            *(f"        {option}" for option in options),
-            f"        {' '.join(target)}",
+            f"    {command[0]}",
+            *(f"        {quote_around(option, _VARIABLES)}" for option in options),
+            f"        {' '.join(quote_around(word, _VARIABLES) for word in target)}",
         ]
         return " \\\n".join(lines)
 
@@ -242,5 +242,5 @@ class _Launcher:
 
 
 def _pyxis_options(container: ContainerSpec) -> str:
-    mounts = "".join("," + quote(mount) for mount in container.mounts)
-    return f' --container-image={quote(container.image)} --container-mounts="$run:$run"{mounts}'
+    mounts = "".join("," + inside(mount) for mount in container.mounts)
+    return f' --container-image={quote(container.image)} --container-mounts="$run:$run{mounts}"'

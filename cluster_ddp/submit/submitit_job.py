@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from cluster_ddp.spec import JobSpec
 
+_REQUEUED = "requeued"
 _POLL_SECONDS = 0.5
 _MARGIN_SECONDS = 4.0
 """Before Slurm's SIGKILL: the time that judging and requeueing take."""
@@ -85,7 +87,9 @@ class _NodeOfRun:
         self._spec: JobSpec = load_resolved(run.job_file)
         self._job_id = os.environ.get("SLURM_JOB_ID")
         self._node = int(os.environ.get("SLURM_NODEID", "0"))
+        self._restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._attempt: AttemptDirectory | None = None
+        self._requeued = False
         self.patience = float(self._spec.requeue.warning)
 
     def run(self) -> str:
@@ -129,8 +133,8 @@ class _NodeOfRun:
             self.ask_to_stop()
 
     def _stop_for_term(self) -> None:
-        from cluster_ddp.run.stopfile import TERMINATED, request_stop
-        from cluster_ddp.slurm.commands import kill_wait, termination_reason
+        from cluster_ddp.run.stopfile import PREEMPTION, TERMINATED, request_stop
+        from cluster_ddp.slurm.commands import kill_wait
 
         assert self._attempt is not None
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it more than once
@@ -138,8 +142,15 @@ class _NodeOfRun:
         if self._job_id is None:
             request_stop(self._attempt, reason=TERMINATED, by=by)
             return
+        reason = self._slurm_says()
+        self._requeued = reason == _REQUEUED
         grace = max(1.0, kill_wait() - _MARGIN_SECONDS)
-        request_stop(self._attempt, reason=termination_reason(self._job_id), grace=grace, by=by)
+        request_stop(self._attempt, reason=PREEMPTION if self._requeued else reason, grace=grace, by=by)
+
+    def _slurm_says(self) -> str:
+        from cluster_ddp.slurm.commands import termination_reason
+
+        return termination_reason(str(self._job_id), self._restart_count)
 
     def _begin(self) -> AttemptDirectory:
         from cluster_ddp.launch.attempt import begin
@@ -158,10 +169,9 @@ class _NodeOfRun:
         from cluster_ddp.run.outcome import refuse_ended
 
         assert self._job_id is not None
-        restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         deadline = time.monotonic() + self._spec.launch.join_timeout
         while time.monotonic() < deadline:
-            attempt = find_attempt(self._run, self._job_id, restart_count)
+            attempt = find_attempt(self._run, self._job_id, self._restart_count)
             if attempt is not None:
                 return attempt
             refuse_ended(read_history(self._run))
@@ -199,16 +209,17 @@ class _NodeOfRun:
         """Act on the verdict as the batch script does."""
         from cluster_ddp.launch.attempt import end
         from cluster_ddp.run.stopfile import PREEMPTION, TIME_LIMIT, read_stop, request_stop
-        from cluster_ddp.slurm.commands import termination_reason
 
         assert self._attempt is not None
         stop = read_stop(self._attempt)
         # A preemption may come by the same signal as the time limit, or without any that reached this process.
         open_question = self._job_id is not None and (stop is None or stop.reason == TIME_LIMIT)
-        if open_question and termination_reason(str(self._job_id)) == PREEMPTION:
+        if open_question and self._slurm_says() == PREEMPTION:
             request_stop(self._attempt, reason=PREEMPTION, by="Slurm")
         verdict = end(self._attempt, writer=f"submitit-{self._job_id or os.getpid()}")
         print(f"cluster-ddp: attempt {self._attempt.number}: {verdict.action}: {verdict.reason}", flush=True)
+        if verdict.action == "requeue" and self._requeued:
+            sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
         if verdict.action == "requeue":
             requeue(_submitit_signal(), None)  # asks `checkpoint` for what to requeue, requeues, and ends this process
         if verdict.action in ("done", "stop"):

@@ -1,0 +1,183 @@
+"""A stage for the batch script: a PATH with stand-ins for srun, scontrol and python that record how they are called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp.slurm.script import render_script
+from cluster_ddp.spec import JobSpec
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Everything that the script takes from the system. Slurm's own commands, which this machine may have, are not among it.
+TOOLS = ("bash", "realpath", "head", "sed", "grep", "date", "mv", "sleep", "timeout", "cat", "mkdir", "env", "touch")
+
+RECORD = r"""#!/bin/bash
+stage=STAGE
+record() { printf '%s\0' "$@" >"$stage/calls/$(date +%s%N)-$$"; }
+"""
+
+SCONTROL = (
+    RECORD
+    + r"""
+record scontrol "$@"
+case "$1 $2" in
+    'show job') cat "$stage/job" ;;
+    'show config') echo 'KillOnBadExit           = 0'; echo "KillWait                = $(cat "$stage/kill_wait") sec" ;;
+    'show partition') echo "PartitionName=p AllowGroups=ALL GraceTime=$(cat "$stage/grace") Hidden=NO" ;;
+    'show hostnames') cat "$stage/hostnames" ;;
+    requeue*) exit "$(cat "$stage/requeue_status")" ;;
+esac
+"""
+)
+
+SRUN = (
+    RECORD
+    + r"""
+record srun "$@"
+env -0 >"$stage/srun_environment"
+touch "$stage/training"
+source "$stage/training.sh"
+"""
+)
+
+PYTHON = (
+    RECORD
+    + r"""
+record python "$@"
+case "$*" in
+    '-m cluster_ddp.launch.attempt begin '*) source "$stage/begin.sh" ;;
+    '-m cluster_ddp.launch.attempt end '*) source "$stage/end.sh" ;;
+    '-m cluster_ddp.slurm.nodelist '*) source "$stage/nodelist.sh" ;;
+esac
+"""
+)
+
+UNTIL_STOPPED = "for ((i = 0; i < 200; i++)); do [[ -e $run/attempts/003/stop ]] && exit 0; sleep 0.05; done"
+FOR_EVER = "sleep 60"
+
+
+class Stage:
+    """A run directory, stand-ins, and what they are to do.
+
+    Parameters
+    ----------
+    folder
+        An empty folder.
+    scontrol
+        Whether there is one.
+    """
+
+    def __init__(self, folder: Path, *, scontrol: bool = True) -> None:
+        self.folder = folder
+        self.run = folder / "run's $(touch pwned) dir"
+        self.bin = folder / "bin"
+        for path in (self.run / "attempts", self.bin, folder / "calls"):
+            path.mkdir(parents=True)
+        (self.run / "job.yaml").write_text("name: x\n")
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        stand_ins = {"srun": SRUN, "python": PYTHON, **({"scontrol": SCONTROL} if scontrol else {})}
+        for name, text in stand_ins.items():
+            program = self.bin / name
+            program.write_text(text.replace("STAGE", str(folder), 1))
+            program.chmod(0o755)
+        self.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None X=y")
+        self.does(kill_wait="30", grace="0", hostnames="node-b\nnode-a\n", requeue_status="0")
+        self.does(**{"training.sh": "exit 0", "end.sh": "echo done"})
+        self.does(**{"begin.sh": f'mkdir -p "{self._quoted_run}/attempts/003"; echo 3'})
+        self.does(**{"nodelist.sh": f'cd "{CHECKOUT}" && exec env PYTHONPATH="{CHECKOUT}" "{sys.executable}" "$@"'})
+
+    @property
+    def _quoted_run(self) -> str:
+        return str(self.run).replace("$", "\\$")
+
+    def does(self, **files: str) -> None:
+        """Say what a stand-in answers or does; a training script finds the run directory in $run."""
+        for name, text in files.items():
+            prefix = f'run="{self._quoted_run}"\n' if name.endswith(".sh") else ""
+            (self.folder / name).write_text(prefix + text + "\n")
+
+    def write(self, **job: Any) -> Path:
+        """Render the script of a job."""
+        spec = JobSpec.model_validate({"name": "digits", "task": "pkg.mod:Task", **job})
+        script = self.folder / "job.sbatch"
+        script.write_text(render_script(spec, python="python").text)
+        return script
+
+    def start(self, script: Path, **variables: str) -> subprocess.Popen[bytes]:
+        """Start the script as slurmd would."""
+        environment = {
+            "PATH": str(self.bin),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node-[b,a]",
+            "SLURM_JOB_PARTITION": "p",
+            "MASTER_ADDR": "left-over-from-the-login-shell",
+            **variables,
+        }
+        with (self.folder / "output").open("wb") as output:
+            return subprocess.Popen(
+                ["bash", str(script), str(self.run)],
+                env=environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def perform(self, script: Path, **variables: str) -> int:
+        """Run the script to its end; its status."""
+        return self.finish(self.start(script, **variables))
+
+    def finish(self, process: subprocess.Popen[bytes], timeout: float = 30) -> int:
+        """Wait for the script and end what it has left behind, as Slurm does."""
+        try:
+            return process.wait(timeout)
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def wait_for_training(self) -> None:
+        """Wait until srun is running."""
+        deadline = time.monotonic() + 20
+        while not (self.folder / "training").exists():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    @property
+    def output(self) -> str:
+        """What the script has printed."""
+        return (self.folder / "output").read_text(errors="replace")
+
+    @property
+    def stop_file(self) -> Path:
+        """Of the attempt that `begin` begins."""
+        return self.run / "attempts" / "003" / "stop"
+
+    def calls(self, program: str) -> list[list[str]]:
+        """The arguments of each call of a stand-in, in order."""
+        calls = []
+        for file in sorted((self.folder / "calls").iterdir()):
+            words = file.read_bytes().decode().split("\0")[:-1]
+            if words[0] == program:
+                calls.append(words[1:])
+        return calls
+
+    def requeues(self) -> list[str]:
+        """The job ids that a requeue was asked for."""
+        return [call[1] for call in self.calls("scontrol") if call[0] == "requeue"]
+
+    def environment_of_ranks(self) -> dict[str, str]:
+        """What srun found in its environment."""
+        pairs = (self.folder / "srun_environment").read_bytes().decode().split("\0")[:-1]
+        return dict(pair.split("=", 1) for pair in pairs)
