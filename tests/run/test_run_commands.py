@@ -78,8 +78,14 @@ def test_status_for_people(ddp: Ddp, run: RunDirectory, runs_dir: Path, say: Say
     for arguments in ([run.id], []):
         done = ddp("status", *arguments)
         assert done.returncode == 0 and done.stderr == ""
-        for text in (run.id, "FAILED", "30 of 300 (10%)", "val/accuracy 0.9712  train/loss 0.25  data_wait 0.5", "rank 3 on n2 at step 31 failed",
-                     "[/not markup]"):  # fmt: skip
+        for text in (
+            run.id,
+            "FAILED",
+            "30 of 300 (10%)",
+            "val/accuracy 0.9712  train/loss 0.25  data_wait 0.5",
+            "rank 3 on n2 at step 31 failed",
+            "[/not markup]",
+        ):
             assert text.lower() in done.stdout.lower(), text
     assert "960" in ddp("status", run.id).stdout and "productive" in ddp("status", run.id).stdout
     create_run(job(), runs_dir=runs_dir, via="local", script=None)
