@@ -5,6 +5,7 @@ Importing this package does not import torch; `Checkpointer` and `Restored` do w
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, Differences
@@ -23,13 +24,10 @@ __all__ = [
 ]
 
 
+_HOMES = {"Checkpointer": "checkpointer", "Restored": "reading"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Checkpointer":
-        from cluster_ddp.train.checkpoint.checkpointer import Checkpointer
-
-        return Checkpointer
-    if name == "Restored":
-        from cluster_ddp.train.checkpoint.reading import Restored
-
-        return Restored
-    raise AttributeError(name)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

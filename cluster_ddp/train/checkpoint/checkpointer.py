@@ -31,7 +31,7 @@ from cluster_ddp.train.checkpoint.writer import Report, Save, Writer
 if TYPE_CHECKING:
     from cluster_ddp.spec import CheckpointSpec
 
-_EXIT_WAIT = 10.0  # seconds that a process which ends waits for a save that needs other ranks
+_EXIT_WAIT = 5.0  # seconds that a process which ends waits for a save that needs other ranks
 _MAX_UNREPORTED = 100
 
 
@@ -88,6 +88,7 @@ class Checkpointer:
         if rank == 0:
             with contextlib.suppress(OSError):  # there already; or a save will tell
                 self._storage.mkdir(directory)
+                self._storage.fsync_dir(directory.parent)
         self._receipts = Receipts(
             store, rank=rank, world_size=world_size, local_rank=local_rank, writing=settings.ranks_writing
         )

@@ -27,6 +27,10 @@ class CheckpointDamaged(CheckpointError):
         self.problems = problems
 
 
+class CheckpointUnreadable(CheckpointError):
+    """A checkpoint cannot be read by this version, which says nothing against it."""
+
+
 @dataclass(frozen=True)
 class Differences:
     """How the tensors of a checkpoint differ from the live ones.

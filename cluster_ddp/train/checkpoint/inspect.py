@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointError
+from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointUnreadable
 from cluster_ddp.train.checkpoint.folders import damaged_in, step_name, steps_in
 from cluster_ddp.train.checkpoint.manifest import Manifest
 from cluster_ddp.train.checkpoint.verify import open_checkpoint, verify
@@ -74,6 +74,6 @@ def _look(directory: Path, step: int, run_id: str, read_all: bool) -> Listed:
         manifest = verify(path, run_id) if read_all else open_checkpoint(path, run_id)
     except CheckpointDamaged as error:
         return Listed(path, "damaged", step, problems=tuple(error.problems))
-    except OSError as error:
-        return Listed(path, "unreadable", step, problems=(error.strerror or str(error),))
+    except (OSError, CheckpointUnreadable) as error:
+        return Listed(path, "unreadable", step, problems=(str(error),))
     return Listed(path, "verified" if read_all else "complete", step, manifest)

@@ -20,6 +20,10 @@ class ManifestDamaged(ValueError):
     """A manifest is not what was written."""
 
 
+class UnknownFormat(ValueError):
+    """A manifest is sound, but of another version of cluster_ddp."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """A file of the checkpoint: its size and the xxh3 (128 bits, hexadecimal) of all its bytes."""
@@ -89,7 +93,12 @@ class Manifest:
             },
             "aliases": self.aliases,
         }
-        return json.dumps({**body, "digest": digest(body)}, indent=1).encode() + b"\n"
+        return encode({**body, "digest": digest(body)})
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """The one way in which a manifest is written, so that not even a changed space goes unnoticed."""
+    return json.dumps(body, indent=1).encode() + b"\n"
 
 
 def digest(body: Mapping[str, Any]) -> str:
@@ -99,17 +108,17 @@ def digest(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(data: bytes) -> Manifest:
-    """The manifest in the bytes of ``manifest.json``; raises `ManifestDamaged` unless it is whole and sound."""
+    """The manifest in the bytes of ``manifest.json``; `ManifestDamaged` unless it is whole and sound."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ManifestDamaged("not readable as JSON") from error
-    if not isinstance(body, dict) or "digest" not in body:
-        raise ManifestDamaged("no digest of itself in it")
-    if body["digest"] != digest(body):
+    if not isinstance(body, dict) or encode(body) != data:
+        raise ManifestDamaged("its bytes are not those that were written")
+    if body.get("digest") != digest(body):
         raise ManifestDamaged("its digest is not that of its content")
     if body.get("format") != FORMAT:
-        raise ManifestDamaged(f"format {body.get('format')!r}; this version reads format {FORMAT}")
+        raise UnknownFormat(f"has format {body.get('format')!r}, this version of cluster_ddp reads {FORMAT}")
     try:
         return _from_body(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from cluster_ddp.run import events
 from cluster_ddp.run.storage import Storage
-from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from cluster_ddp.train.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointUnreadable,
+)
 from cluster_ddp.train.checkpoint.folders import (
     damaged_in,
     put_back_replaced,
@@ -62,8 +67,8 @@ class Restoring:
         main = self.receipts.rank == 0
         if main:
             with contextlib.suppress(OSError):  # storage that cannot be written can still be read
-                put_back_replaced(self.storage, self.directory)
-                remove_left_overs(self.storage, self.directory)
+                put_back_replaced(self.storage, self.directory, own=self.receipts.owner)
+                remove_left_overs(self.storage, self.directory, own=self.receipts.owner)
         while True:
             step, failure = self.receipts.from_rank_0(self._choose() if main else None)
             if failure:
@@ -101,8 +106,8 @@ class Restoring:
             return _Finding(load(self.directory / step_name(step), self.run_id, tensors, fit=self.fit))
         except CheckpointDamaged as error:
             return _Finding(damage=tuple(error.problems))
-        except OSError as error:
-            return _Finding(unreadable=f"cannot be read: {error.strerror or error}")
+        except (OSError, CheckpointUnreadable) as error:
+            return _Finding(unreadable=f"cannot be read: {getattr(error, 'strerror', None) or error}")
         except CheckpointMismatch as error:
             return _Finding(mismatch=error)
 

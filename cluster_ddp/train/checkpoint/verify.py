@@ -10,9 +10,9 @@ from pathlib import Path
 
 import xxhash
 
-from cluster_ddp.train.checkpoint.errors import CheckpointDamaged
+from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from cluster_ddp.train.checkpoint.folders import MANIFEST, step_of
-from cluster_ddp.train.checkpoint.manifest import Manifest, ManifestDamaged, Shard, read_manifest
+from cluster_ddp.train.checkpoint.manifest import Manifest, ManifestDamaged, Shard, UnknownFormat, read_manifest
 from cluster_ddp.train.checkpoint.shards import Entry, ShardDamaged, header_length, read_header
 
 PIECE = 4 << 20  # bytes read and hashed at a time
@@ -36,6 +36,8 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
     ------
     CheckpointDamaged
         Names every file that is missing, too much, or of another size.
+    CheckpointUnreadable
+        Another version of cluster_ddp wrote it.
     OSError
         The storage cannot be read.
     """
@@ -50,6 +52,8 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
         raise CheckpointDamaged(folder.name, [f"{MANIFEST}: missing"]) from None
     except ManifestDamaged as error:
         raise CheckpointDamaged(folder.name, [f"{MANIFEST}: {error}"]) from error
+    except UnknownFormat as error:
+        raise CheckpointUnreadable(f"{MANIFEST}: {error}") from error
     problems = []
     if run_id is not None and manifest.run_id != run_id:
         problems.append(f"{MANIFEST}: belongs to run {manifest.run_id}, not to {run_id}")

@@ -29,7 +29,7 @@ from cluster_ddp.train.checkpoint.folders import (
     steps_in,
     temporary_name,
 )
-from cluster_ddp.train.checkpoint.manifest import Manifest, ManifestDamaged, Shard, Stored, read_manifest
+from cluster_ddp.train.checkpoint.manifest import Manifest, ManifestDamaged, Shard, Stored, UnknownFormat, read_manifest
 from cluster_ddp.train.checkpoint.plan import SavePlan, shard_name
 from cluster_ddp.train.checkpoint.receipts import Receipts
 from cluster_ddp.train.checkpoint.retention import surplus
@@ -232,7 +232,7 @@ class Writer:
             if step not in self._metrics:
                 try:
                     manifest = read_manifest((self._directory / step_name(step) / MANIFEST).read_bytes())
-                except (OSError, ManifestDamaged):
+                except (OSError, ManifestDamaged, UnknownFormat):
                     continue  # not rated: whether it is damaged is for a restore to find
                 self._metrics[step] = manifest.metrics
         return self._metrics

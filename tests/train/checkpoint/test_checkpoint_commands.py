@@ -1,0 +1,135 @@
+"""The commands `checkpoints` and `export`, as a person calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_cases import checkpointer, save
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+RUN = "digits-20260101-000000-abcd"
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints of a model with tied weights, BatchNorm and averages."""
+    folder = tmp_path / RUN
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    target = checkpointer(folder / "checkpoints", run_id=RUN)
+    for step in (10, 20):
+        torch.manual_seed(step)
+        model = Tied()
+        averages = {f"ema.{name}": parameter.detach() + 1 for name, parameter in model.named_parameters()}
+        save(
+            target,
+            step,
+            {**{f"model.{name}": value for name, value in model.state_dict().items()}, **averages},
+            **{"val/accuracy": step / 100},
+        )
+    target.finish()
+    return folder
+
+
+def call(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cluster_ddp", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=run.parent,
+        env={**os.environ, "CLUSTER_DDP_RUNS": str(run.parent), "COLUMNS": "200"},
+    )
+
+
+def damage(run: Path) -> None:
+    os.truncate(run / "checkpoints/step-00000020/shard-0000.safetensors", 100)
+
+
+def test_list(run: Path) -> None:
+    shown = call(run, "checkpoints", "digits")
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert len(lines) == 3 and "step-00000020" in lines[2] and "val/accuracy=0.2" in lines[2]
+    rows = json.loads(call(run, "checkpoints", RUN, "--verify", "--json").stdout)
+    assert [(row["step"], row["state"], row["samples"]) for row in rows] == [
+        (10, "verified", 80),
+        (20, "verified", 160),
+    ]
+    assert rows[0]["metrics"] == {"val/accuracy": 0.1} and rows[0]["problems"] == [] and rows[0]["bytes"] > 0
+
+
+def test_list_tells_damage(run: Path) -> None:
+    shard = run / "checkpoints/step-00000020/shard-0000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert call(run, "checkpoints", RUN).returncode == 0, "without --verify the bytes are not read"
+    shown = call(run, "checkpoints", RUN, "--verify")
+    assert shown.returncode == 4 and "shard-0000.safetensors: its checksum" in shown.stdout
+    assert shard.exists(), "looking changes nothing"
+
+
+def test_export_loads_into_the_bare_model(run: Path) -> None:
+    done = call(run, "export", RUN, "-o", "model.safetensors")
+    assert done.returncode == 0, done.stderr
+    torch.manual_seed(20)
+    wanted, model = Tied(), Tied()
+    assert "20" in done.stdout
+    model.load_state_dict(load_file(run.parent / "model.safetensors"))
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    with safe_open(run.parent / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "run_id": RUN, "step": "20", "weights": "model"}
+    again = call(run, "export", RUN, "-o", "model.safetensors")
+    assert again.returncode == 2 and "--force" in again.stderr
+    assert call(run, "export", RUN, "-o", "model.safetensors", "--force", "--step", "10").returncode == 0
+    torch.manual_seed(10)
+    assert torch.equal(load_file(run.parent / "model.safetensors")["head.weight"], Tied().head.weight)
+
+
+def test_export_of_the_averages(run: Path) -> None:
+    assert call(run, "export", RUN, "--ema", "-o", "ema.safetensors").returncode == 0
+    torch.manual_seed(20)
+    model = Tied()
+    read = load_file(run.parent / "ema.safetensors")
+    assert read.keys() == model.state_dict().keys()
+    assert torch.equal(read["embedding.weight"], model.embedding.weight + 1)
+    assert torch.equal(read["norm.running_var"], model.norm.running_var)
+
+
+def test_export_passes_over_damage(run: Path) -> None:
+    damage(run)
+    done = call(run, "export", RUN, "-o", "model.safetensors")
+    assert done.returncode == 0 and "passed over step-00000020: shard-0000.safetensors" in done.stderr
+    assert "step 10" in done.stdout
+    refused = call(run, "export", RUN, "--step", "20", "-o", "other.safetensors")
+    assert refused.returncode == 4 and "shard-0000.safetensors" in refused.stderr
+    assert not (run.parent / "other.safetensors").exists()
+    assert call(run, "export", RUN, "-o", "nowhere/model.safetensors").returncode == 2
+
+
+@pytest.mark.parametrize("module", ["cluster_ddp.cli.checkpoints", "cluster_ddp.cli.export"])
+def test_login_nodes_need_no_torch(module: str) -> None:
+    program = (
+        f"import sys, {module}, cluster_ddp.train.checkpoint.inspect, cluster_ddp.train.checkpoint.export\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'imports torch or numpy'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

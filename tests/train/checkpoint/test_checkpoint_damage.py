@@ -1,0 +1,203 @@
+"""Proof 2: whatever is done to a file of a checkpoint, it is never loaded silently, and the one before it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_cases import RUN_ID, Recorder, blank, checkpointer, same, save, state
+
+from cluster_ddp.train.checkpoint import CheckpointError, CheckpointMismatch
+from cluster_ddp.train.checkpoint.inspect import list_checkpoints
+from cluster_ddp.train.checkpoint.manifest import digest, encode
+
+OLD, NEW = state(1, size=200), state(2, size=200)
+SHARD = "shard-0000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of this run, and one of another run at the same step with the same tensors."""
+    folder = tmp_path_factory.mktemp("sound")
+    for directory, run_id in ((folder / "checkpoints", RUN_ID), (folder / "other", "other-20260101-000000-0000")):
+        target = checkpointer(directory, run_id=run_id, background=False)
+        save(target, 10, OLD)
+        save(target, 20, NEW)
+    return folder
+
+
+def _check(sound: Path, tmp_path: Path, damage: Callable[[Path], None], file: str) -> None:
+    """After the damage the old checkpoint is loaded, the new one set aside whole, and the file named."""
+    directory = tmp_path / "checkpoints"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(sound / "checkpoints", directory)
+    newest = directory / "step-00000020"
+    damage(newest)
+    left = sorted(path.name for path in newest.iterdir())
+    listed = {one.step: one for one in list_checkpoints(directory, RUN_ID, read_all=True)}
+    assert listed[20].state == "damaged" and any(text.startswith(f"{file}:") for text in listed[20].problems)
+    events, live = Recorder(), blank(OLD)
+    restored = checkpointer(directory, events).restore(live)
+    assert restored is not None and restored.step == 10
+    assert same(live, OLD)
+    (told,) = events.of("checkpoint-damaged")
+    assert told["step"] == 20 and any(text.startswith(f"{file}:") for text in told["problems"])
+    assert told["set_aside"].startswith("damaged-")
+    assert sorted(path.name for path in (directory / told["set_aside"]).iterdir()) == left, "something was deleted"
+
+
+def _lengths(size: int) -> Iterator[int]:
+    yield from (0, 1, 7, 8, 9, size // 2, size - 1)
+    yield from random.Random(0).sample(range(size), 15)
+
+
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+def test_truncated(sound: Path, tmp_path: Path, file: str) -> None:
+    for length in _lengths((sound / "checkpoints/step-00000020" / file).stat().st_size):
+        _check(sound, tmp_path, lambda folder, length=length: os.truncate(folder / file, length), file)
+
+
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+def test_longer(sound: Path, tmp_path: Path, file: str) -> None:
+    def append(folder: Path) -> None:
+        with (folder / file).open("ab") as opened:
+            opened.write(b"x")
+
+    _check(sound, tmp_path, append, file)
+
+
+def _flip(path: Path, at: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_flipped_in_the_shard(sound: Path, tmp_path: Path) -> None:
+    path = sound / "checkpoints/step-00000020" / SHARD
+    head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    places = [*range(0, 8), *range(8, head, 37), head, path.stat().st_size - 1]
+    places += random.Random(1).sample(range(head, path.stat().st_size), 40)
+    for at in places:
+        _check(sound, tmp_path, lambda folder, at=at: _flip(folder / SHARD, at, at % 8), SHARD)
+
+
+def test_flipped_in_the_manifest(sound: Path, tmp_path: Path) -> None:
+    size = (sound / "checkpoints/step-00000020/manifest.json").stat().st_size
+    for at in [0, size - 1, *random.Random(2).sample(range(size), 60)]:
+        _check(sound, tmp_path, lambda folder, at=at: _flip(folder / "manifest.json", at, at % 8), "manifest.json")
+
+
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+def test_deleted(sound: Path, tmp_path: Path, file: str) -> None:
+    _check(sound, tmp_path, lambda folder: (folder / file).unlink(), file)
+
+
+@pytest.mark.parametrize("source", ["checkpoints/step-00000010", "other/step-00000020", "other/step-00000010"])
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+def test_replaced_by_another(sound: Path, tmp_path: Path, file: str, source: str) -> None:
+    if (
+        file == SHARD
+        and (sound / source / file).read_bytes() == (sound / "checkpoints/step-00000020" / file).read_bytes()
+    ):
+        return  # the same state at the same step has the same bytes: nothing to notice
+    _check(sound, tmp_path, lambda folder: shutil.copy(sound / source / file, folder / file), file)
+
+
+@pytest.mark.parametrize("source", ["checkpoints/step-00000010", "other/step-00000020"])
+def test_replaced_whole(sound: Path, tmp_path: Path, source: str) -> None:
+    def replace(folder: Path) -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(sound / source, folder)
+
+    _check(sound, tmp_path, replace, "manifest.json")
+
+
+def test_file_too_much(sound: Path, tmp_path: Path) -> None:
+    _check(
+        sound, tmp_path, lambda folder: (folder / "shard-0001.safetensors").write_bytes(b""), "shard-0001.safetensors"
+    )
+
+
+def test_link_instead_of_a_file(sound: Path, tmp_path: Path) -> None:
+    def link(folder: Path) -> None:
+        (folder / SHARD).rename(tmp_path / "elsewhere")
+        (folder / SHARD).symlink_to(tmp_path / "elsewhere")
+
+    _check(sound, tmp_path, link, SHARD)
+
+
+def test_empty_folder(sound: Path, tmp_path: Path) -> None:
+    def empty(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+    _check(sound, tmp_path, empty, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["shards"].update({"../../job.yaml": {"bytes": 1, "xxh3": "0"}}),
+        lambda body: body["tensors"]["model.layer.weight"].update(shape=[3, 200]),
+        lambda body: body["tensors"]["model.layer.weight"].update(shape=[-1, 3]),
+        lambda body: body["tensors"]["model.layer.weight"].update(shard="shard-0009.safetensors"),
+        lambda body: body["tensors"].pop("model.layer.weight"),
+        lambda body: body.pop("scalars"),
+        lambda body: body.update(step="20"),
+        lambda body: body.update(format=2),
+        lambda body: body.update(aliases={"model.x": "model.y"}),
+    ],
+)
+def test_false_manifest_with_a_true_digest(
+    sound: Path, tmp_path: Path, change: Callable[[dict[str, object]], object]
+) -> None:
+    """What a stranger could write: the digest holds, the content does not."""
+
+    def forge(folder: Path) -> None:
+        body = json.loads((folder / "manifest.json").read_bytes())
+        change(body)
+        body["digest"] = digest(body)
+        (folder / "manifest.json").write_bytes(encode(body))
+
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(sound / "checkpoints", directory)
+    forge(directory / "step-00000020")
+    events, live = Recorder(), blank(OLD)
+    try:
+        restored = checkpointer(directory, events).restore(live)
+    except CheckpointMismatch:
+        assert same(live, blank(OLD))  # refused before anything was touched
+    else:
+        assert restored is not None and restored.step == 10 and same(live, OLD)
+        assert len(events.of("checkpoint-damaged")) == 1
+
+
+def test_none_left_is_a_clear_failure_that_deletes_nothing(sound: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(sound / "checkpoints", directory)
+    for step in ("step-00000010", "step-00000020"):
+        _flip(directory / step / SHARD, 900, 3)
+    before = sorted(path.stat().st_ino for path in directory.rglob("*"))
+    with pytest.raises(
+        CheckpointError, match=r"no sound checkpoint is left(.|\n)*shard-0000.safetensors: its checksum"
+    ):
+        checkpointer(directory).restore(blank(OLD))
+    with pytest.raises(CheckpointError, match="no sound checkpoint is left"):
+        checkpointer(directory).restore(blank(OLD))  # the next attempt does not start from the beginning either
+    assert sorted(path.stat().st_ino for path in directory.rglob("*")) == before
+
+
+def test_damage_in_what_is_not_wanted_counts_too(sound: Path, tmp_path: Path) -> None:
+    """Loading only the model still verifies every byte."""
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(sound / "checkpoints", directory)
+    _flip(directory / "step-00000020" / SHARD, (directory / "step-00000020" / SHARD).stat().st_size - 1, 0)
+    live = blank({"model.layer.weight": OLD["model.layer.weight"]})
+    restored = checkpointer(directory).restore(live, fit=True)
+    assert restored is not None and restored.step == 10
+    assert same(live, {"model.layer.weight": OLD["model.layer.weight"]})
