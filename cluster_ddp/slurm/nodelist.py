@@ -17,7 +17,7 @@ MOST_HOSTS = 1_000_000
 """More than any cluster has: a range beyond it is a slip, and is refused before it fills the memory."""
 
 _PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<text>[A-Za-z0-9._-]+)")
-_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
+_RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
 
 class NodeListError(ClusterDDPError):

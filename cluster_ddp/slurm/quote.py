@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from cluster_ddp.spec.errors import ClusterDDPError
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
-# What single quotes cannot hold (', NUL), sbatch reads differently between them (\), or looks like a slip to a reader ($, `).
+# What single quotes cannot hold (', NUL), what sbatch reads otherwise between them (\), what looks like a slip ($, `).
 _MARKED = re.compile(r"['\0\\$`]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 

@@ -21,8 +21,9 @@ from cluster_ddp.slurm.script import ScriptError, check_syntax, render_script
 from cluster_ddp.spec import JobSpec, load_job, template_names
 
 HOSTILE = [
-    "$(touch pwned)", "`touch pwned`", "a b", "it's", 'say "x"', "x;touch pwned", "x && touch pwned", "a\nb", "-rf", "--help",
-    "*", "?", "[a-z]", "~", "#x", "a #b", "back\\slash", "end\\", "$HOME", "${IFS}", "!!", "tab\there", "ünï©ode 日本", "{a,b}",
+    "$(touch pwned)", "`touch pwned`", "a b", "it's", 'say "x"', "x;touch pwned", "x && touch pwned", "a\nb", "-rf",
+    "--help", "*", "?", "[a-z]", "~", "#x", "a #b", "back\\slash", "end\\", "$HOME", "${IFS}", "!!", "tab\there",
+    "ünï©ode 日本", "{a,b}",
     "<(touch pwned)", "> pwned", "| touch pwned", "& touch pwned", "\r", "%j", "'; touch pwned; '", "\x1b[31m", "",
 ]  # fmt: skip
 TEXT = st.one_of(
@@ -84,7 +85,7 @@ UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 def test_hostile_values_arrive_as_text_and_nothing_is_run(
     value: str, argument: str, script: str, python: str, ifname: str, runs: int
 ) -> None:
-    """The script is really performed: what srun is called with, and what ranks find in their environment, is the value."""
+    """The script is really performed: what srun is called with, and what ranks find around them, is the value."""
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(Path(folder))
         program = stage.folder / "programs" / (re.sub(r"/", "_", python)[:20] + "-python")
@@ -123,7 +124,7 @@ def test_shellcheck_reads_hostile_values_as_text(values: list[str], line: str) -
 
 @needs_sbatch
 def test_sbatch_itself_reads_hostile_directives_as_text(tmp_path: Path) -> None:
-    """With -vv sbatch prints the options that it has understood before it looks for a controller, which there is none."""
+    """With -vv sbatch prints the options that it has understood before it looks for a controller."""
     lines = [text for text in HOSTILE if text.strip() and not re.search(r"[\x00-\x1f]", text)]
     options = ["comment", "account", "constraint", "wckey", "reservation", "qos"]
     (tmp_path / "slurm.conf").write_text(
