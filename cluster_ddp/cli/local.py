@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from cluster_ddp.cli.answer import answer, remark
 
 if TYPE_CHECKING:
     from cluster_ddp.submit import local
@@ -35,8 +36,7 @@ def command(
     from cluster_ddp.submit import local
 
     loaded = load_job(job, overrides or ())
-    for warning in loaded.warnings:
-        local.say(f"cluster-ddp: {warning}")
+    remark(loaded.warnings)
     start = local.plan_local(loaded.spec, nodes=nodes, procs=procs, gpus=gpus)
     if dry_run:
         _print_commands(start)
@@ -44,8 +44,7 @@ def command(
     run, status = local.start_local(start, show=sys.stderr if as_json else sys.stdout)
     local.print_summary(run, status)
     if as_json:
-        line = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": None, "state": status.state.value}
-        print(json.dumps(line))
+        answer(run, None, status.state.value)
     raise typer.Exit(local.exit_status(status))
 
 
@@ -60,5 +59,4 @@ def _print_commands(start: local.LocalStart) -> None:
         print(shlex.join(start.node_torchrun(directory, 0, node)))
         variables = {**network.variables, **start.variables(node)}
         say(f"# node {node}: " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
-    for remark in network.remarks:
-        say(f"# {remark}")
+    remark(network.remarks)

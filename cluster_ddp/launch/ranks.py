@@ -99,8 +99,8 @@ class LocalRanks:
         """Take in a rank that ended before it was ever looked at, as the board and torchrun's logs tell of it."""
         slot = self._board.slots[local_rank]
         # torchrun numbers the ranks of a node one after the other.
-        known = next((other.rank - other.local_rank + local_rank for other in self.seen.values() if other.rank >= 0), -1)
-        known = slot.rank if slot.pid == pid else known
+        others = (other.rank - other.local_rank + local_rank for other in self.seen.values() if other.rank >= 0)
+        known = slot.rank if slot.pid == pid else next(others, -1)
         folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=lambda folder: folder.stat().st_mtime)
         files = [folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")]
         self.seen[pid] = Rank(pid, known if rank is None else rank, local_rank, files[0], files[1], files[2])
