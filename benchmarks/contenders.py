@@ -165,10 +165,18 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
     from torch.utils.data import Dataset, TensorDataset
 
     from cluster_ddp.run.attempt import begin_attempt
+    from cluster_ddp.run.board import Board
     from cluster_ddp.run.directory import create_run
     from cluster_ddp.spec import JobSpec
     from cluster_ddp.train import Task, Trainer
-    from cluster_ddp.train.distributed import barrier, broadcast_object, cleanup_distributed, setup_distributed
+    from cluster_ddp.train.distributed import (
+        barrier,
+        broadcast_object,
+        cleanup_distributed,
+        find_world,
+        setup_distributed,
+    )
+    from cluster_ddp.train.rank import become_rank
 
     class BySample(Dataset[tuple["Tensor", "Tensor"]]):
         def __init__(self) -> None:
@@ -208,7 +216,13 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
             if rank == 0:
                 begin_attempt(directory, host="localhost", pid=os.getpid(), nodes=1, procs=world)
             barrier()
-            Trainer(job, Tiny(tick), directory, 0).run()
+            board = Board.create(slots=world)  # the stop check then costs what it costs under the node program
+            os.environ["CLUSTER_DDP_BOARD"] = str(board.path)
+            process = become_rank(find_world(), directory.attempt(0), job.requeue.signal)
+            try:
+                Trainer(job, Tiny(tick), directory, 0, process=process).run()
+            finally:
+                board.unlink()
             cleanup_distributed()
 
     return run

@@ -13,8 +13,9 @@ Every contender has processes of its own that live through the whole run, so tha
 works at a time. A step's time is taken between two entries into the model's forward, the same for all. In a round of N
 steps a contender's figure is the time per step over the whole round, periodic work included; the table shows the median
 over the rounds of that figure, of its difference to the bare loop in the same round (with the lowest and the highest),
-of its ratio to it, and of the difference between the median steps, which periodic work does not touch. The line
-"bare loop, again" is the bare loop a second time: what it differs from zero is noise.
+of its ratio to it, then of the differences of the median step, which periodic work does not touch, of the processor
+time, which other processes disturb least, and of the peak memory. The line "bare loop, again" is the bare loop a second
+time: what it differs from zero is noise.
 
 To reach: at most +20 us per step in one process, a ratio of at most 1.02 with two ranks, faster than the loop with a
 default DataLoader, and at most 30 MiB of peak memory per rank above the bare loop.
@@ -65,13 +66,14 @@ def show(results: dict[str, list[Round]], world: int, steps: int) -> None:
     rounds = len(results[BARE])
     bare = results[BARE]
     print(f"\n{world} process{'es' if world > 1 else ''}, {rounds} rounds of {steps} steps each, microseconds per step")
-    heading = ("per step", "over bare", "lowest", "highest", "ratio", "median step", "MiB over bare")
-    print(" " * 32 + "".join(f"{word:>14}" for word in heading))
+    heading = ("per step", "over bare", "lowest", "highest", "ratio", "median step", "CPU time", "peak MiB")
+    print(" " * 32 + "".join(f"{word:>12}" for word in heading))
     bare_peak = statistics.median(figures.peak_mib for figures in bare)
     for name, rows in results.items():
         over = [row.mean_us - base.mean_us for row, base in zip(rows, bare, strict=True)]
         ratio = statistics.median(row.mean_us / base.mean_us for row, base in zip(rows, bare, strict=True))
         typical = statistics.median(row.median_us - base.median_us for row, base in zip(rows, bare, strict=True))
+        cpu = statistics.median(row.cpu_us - base.cpu_us for row, base in zip(rows, bare, strict=True))
         columns = (
             f"{statistics.median(row.mean_us for row in rows):.1f}",
             f"{statistics.median(over):+.1f}",
@@ -79,15 +81,14 @@ def show(results: dict[str, list[Round]], world: int, steps: int) -> None:
             f"{max(over):+.1f}",
             f"{ratio:.3f}",
             f"{typical:+.1f}",
+            f"{cpu:+.1f}",
             f"{statistics.median(row.peak_mib for row in rows) - bare_peak:+.1f}",
         )
-        print(f"{name:32}" + "".join(f"{column:>14}" for column in columns))
+        print(f"{name:32}" + "".join(f"{column:>12}" for column in columns))
     if set(ONE_BY_ONE) <= set(results):
         plain, seeded = (results[name] for name in ONE_BY_ONE)
         cost = statistics.median(b.mean_us - a.mean_us for a, b in zip(plain, seeded, strict=True)) / BATCH
-        print(
-            f"samples fetched and seeded one by one, against the default DataLoader, unseeded: {cost:+.2f} us each"
-        )
+        print(f"samples fetched and seeded one by one, against the default DataLoader, unseeded: {cost:+.2f} us each")
 
 
 def show_growth(steps: int) -> None:

@@ -10,13 +10,15 @@ import socket
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 SETTLING_STEPS = 60
 """Steps at the start of a round that are not counted: warm-up passes, first allocations."""
+CPU_EVERY = 50
+"""Steps between two looks at the processor time, which cost more than looks at the clock."""
 TIME_LIMIT = 300.0
 
 
@@ -28,6 +30,8 @@ class Round:
     ----------
     mean_us, median_us : float
         Microseconds per step: over the whole round, and of the typical step.
+    cpu_us : float
+        Microseconds of processor time per step, of all threads of the process; little disturbed by other processes.
     peak_mib : float
         Peak resident memory of the process so far, MiB, largest over the ranks.
     resident_mib : tuple of float
@@ -36,6 +40,7 @@ class Round:
 
     mean_us: float
     median_us: float
+    cpu_us: float
     peak_mib: float
     resident_mib: tuple[float, ...] = ()
 
@@ -45,18 +50,22 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.ticks: list[int] = []
+        self.cpu: list[int] = []
         self.resident: list[float] = []
         self.memory_every = 0
 
     def tick(self) -> None:
         """Take the time, and now and then the memory."""
         self.ticks.append(time.perf_counter_ns())
+        if len(self.ticks) % CPU_EVERY == 0:
+            self.cpu.append(time.process_time_ns())
         if self.memory_every and len(self.ticks) % self.memory_every == 0:
             self.resident.append(resident_mib())
 
     def start(self, memory_every: int) -> None:
         """Forget what was before."""
         self.ticks.clear()
+        self.cpu.clear()
         self.resident.clear()
         self.memory_every = memory_every
 
@@ -66,7 +75,8 @@ class Stopwatch:
         gaps = [later - earlier for earlier, later in pairwise(ticks)]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         mean = (ticks[-1] - ticks[0]) / len(gaps)
-        return Round(mean / 1000, statistics.median(gaps) / 1000, peak, tuple(self.resident))
+        cpu = (self.cpu[-1] - self.cpu[1]) / (CPU_EVERY * (len(self.cpu) - 2))
+        return Round(mean / 1000, statistics.median(gaps) / 1000, cpu / 1000, peak, tuple(self.resident))
 
 
 def resident_mib() -> float:
@@ -103,9 +113,7 @@ class Group:
         for line in self.lines:
             line.send(order)
         rounds = [self._answer(line) for line in self.lines]
-        first = rounds[0]
-        peak = max(figures.peak_mib for figures in rounds)
-        return Round(first.mean_us, first.median_us, peak, first.resident_mib)
+        return replace(rounds[0], peak_mib=max(figures.peak_mib for figures in rounds))
 
     def _answer(self, line: Connection) -> Round:
         if not line.poll(TIME_LIMIT):
