@@ -85,7 +85,7 @@ def _options(
 def main() -> None:
     """Entry point of ``cluster-ddp`` and of ``python -m cluster_ddp``."""
     try:
-        app()
+        app(prog_name="cluster-ddp")
     except ClusterDDPError as error:
         _complain(error, str(error))
         sys.exit(error.exit_status)

@@ -117,7 +117,7 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
         slurm,
         "squeue",
         'here=$(dirname "$0"); [[ -e $here/second ]] && { echo "11|11|RUNNING|n1|None|"; exit; }\n'
-        'echo >"$here/second"; echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1',
+        'echo >"$here/second"; echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
     )
     assert query_jobs(["11"])["11"].state == "RUNNING"
 

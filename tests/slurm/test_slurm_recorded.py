@@ -31,10 +31,8 @@ def test_the_recorded_script_is_what_the_template_renders_to(template: str) -> N
         f"rendered from job_templates/{template}.yaml",
         lineterm="",
     )
-    assert rendered == recorded, (
-        "\n".join(difference)
-        + f"\n\nIf this is what you want, record it anew: {RECORD}=1 python -m pytest tests/slurm/test_slurm_recorded.py"
-    )
+    how = f"{RECORD}=1 python -m pytest tests/slurm/test_slurm_recorded.py"
+    assert rendered == recorded, "\n".join(difference) + f"\n\nIf this is what you want, record it anew: {how}"
 
 
 def test_there_is_no_script_without_a_template() -> None:

@@ -1,0 +1,52 @@
+"""What tests of the command line are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+JOB = """\
+name: small
+task: cluster_ddp.tasks.digits:Digits
+slurm: {nodes: 2, time: "00:10:00"}
+train: {steps: 20}
+"""
+
+
+class Said(NamedTuple):
+    """What a command has said, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Said]
+
+
+class Slurm:
+    """Stand-ins for sbatch, squeue and scancel.
+
+    sbatch gives out the ids 101, 102, ... and keeps its arguments; squeue prints the file `queue`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.queue = folder / "queue"
+        self.queue.write_text("")
+        count = 'n=$(($(cat "$here/count" 2>/dev/null || echo 100) + 1)); echo $n >"$here/count"'
+        self.program("sbatch", f'{count}; printf "%s\\0" "$@" >"$here/sbatch.$n"; env -0 >"$here/environment"; echo $n')
+        self.program("squeue", 'cat "$here/queue"')
+        self.program("scancel", 'echo "$@" >>"$here/cancelled"')
+
+    def program(self, name: str, body: str) -> None:
+        """Put a stand-in into place."""
+        file = self.folder / name
+        file.write_text(f'#!/bin/bash\nhere=$(dirname "$0")\n{body}\n')
+        file.chmod(0o755)
+
+    def submissions(self) -> list[list[str]]:
+        """The arguments of each call of sbatch."""
+        files = sorted(self.folder.glob("sbatch.*"))
+        return [file.read_bytes().decode().split("\0")[:-1] for file in files]

@@ -1,0 +1,129 @@
+"""The frame of the command line: lazy modules, help, errors, exit statuses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_stage import Call
+
+from cluster_ddp import __version__
+from cluster_ddp.cli.app import COMMANDS
+from cluster_ddp.spec import template_names
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "submitit", "wandb", "numpy")
+
+
+def modules_after(*arguments: str, cwd: Path) -> set[str]:
+    """The modules that a call has imported, in a process of its own."""
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('MODULES', *sorted(sys.modules), file=sys.stderr))\n"
+        f"sys.argv = ['cluster-ddp', *{list(arguments)!r}]\n"
+        "from cluster_ddp.cli.app import main\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "CLUSTER_DDP_RUNS": str(cwd / "runs")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("MODULES ")]
+    return set(line.split()[1:])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("submit", "multi-node", "--dry-run"), ("status",), ("list",), ("templates",), ("--help",), ("--version",)],
+    ids=" ".join,
+)
+def test_a_login_node_imports_nothing_heavy(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    assert not modules_after(*arguments, cwd=tmp_path) & set(HEAVY)
+
+
+def test_a_dry_run_imports_only_what_it_needs(tmp_path: Path) -> None:
+    """What makes a command line slow to start, and what the other commands need."""
+    modules = modules_after("submit", "multi-node", "--dry-run", cwd=tmp_path)
+    assert not modules & {"rich", "ClusterShell", "asyncio", "cluster_ddp.cli.status", "cluster_ddp.cli.local"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_module_and_a_help(name: str, call: Call) -> None:
+    module = importlib.import_module(f"cluster_ddp.cli.{name}")
+    assert module.command.__doc__
+    said = call(name, "--help")
+    assert said.status == 0
+    assert "Usage: cluster-ddp" in said.out and name in said.out
+
+
+def test_the_help_names_every_command(call: Call) -> None:
+    said = call("--help")
+    assert said.status == 0
+    for name in COMMANDS:
+        assert f" {name} " in said.out
+
+
+def test_no_arguments_show_the_help(call: Call) -> None:
+    said = call()
+    assert "submit" in said.out + said.err
+
+
+def test_version(call: Call) -> None:
+    assert call("--version").out == f"cluster-ddp {__version__}\n"
+
+
+def test_a_misspelt_command_names_the_nearest(call: Call) -> None:
+    said = call("sumbit", "x")
+    assert said.status == 2
+    assert "Did you mean submit?" in said.err
+
+
+def test_a_misspelt_option_is_status_2(call: Call) -> None:
+    assert call("submit", "multi-node", "--dryrun").status == 2
+
+
+def test_a_mistake_of_ours_is_one_line_unless_asked(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[str]:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("cluster_ddp.cli.templates.template_names", broken)
+    said = call("templates")
+    assert said.status == 1
+    assert "unexpected ZeroDivisionError: oh" in said.err
+    assert "Traceback" not in said.err
+    monkeypatch.setenv("CLUSTER_DDP_DEBUG", "1")
+    assert "Traceback" in call("templates").err
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m cluster_ddp submit multi-node --dry-run | head -n 1; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "#!/bin/bash\n"
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_templates_are_listed_with_what_they_are_for(call: Call) -> None:
+    said = call("templates")
+    lines = said.out.splitlines()
+    assert [line.split()[0] for line in lines] == template_names()
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_a_template_is_printed_as_it_is(call: Call) -> None:
+    said = call("templates", "show", "multi-node")
+    assert said.out == (CHECKOUT / "job_templates" / "multi-node.yaml").read_text()
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("print", "cpu"), ("show", "multi-nod")])
+def test_wrong_calls_of_templates(call: Call, arguments: tuple[str, ...]) -> None:
+    said = call("templates", *arguments)
+    assert said.status == 2
+    assert "Traceback" not in said.err

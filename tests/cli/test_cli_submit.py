@@ -1,0 +1,196 @@
+"""``cluster-ddp submit``: what is checked, what is made, what is sent, what is said."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from cli_stage import Call, Slurm
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.record import read_record
+from cluster_ddp.spec import load_job, load_resolved
+
+
+def only_run(here: Path) -> RunDirectory:
+    (path,) = (here / "runs").iterdir()
+    return RunDirectory(path)
+
+
+def test_a_dry_run_prints_the_script_alone_and_writes_nothing(call: Call, here: Path, no_slurm: None) -> None:
+    before = sorted(here.rglob("*"))
+    said = call("submit", "job.yaml", "--dry-run")
+    assert said.status == 0
+    assert said.out.startswith("#!/bin/bash\n")
+    assert said.out.endswith("esac\n")
+    assert "2 x 1 = 2" in said.err
+    assert "NCCL_DEBUG=WARN" in said.err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_what_is_sent_is_what_the_dry_run_shows(call: Call, here: Path, slurm: Slurm) -> None:
+    shown = call("submit", "job.yaml", "--dry-run").out
+    assert call("submit", "job.yaml").status == 0
+    run = only_run(here)
+    assert run.script.read_text() == shown
+    assert stat.S_IMODE(run.script.stat().st_mode) == 0o700
+    assert load_resolved(run.job_file) == load_job("job.yaml").spec
+
+
+def test_a_submission_is_recorded(call: Call, here: Path, slurm: Slurm) -> None:
+    said = call("submit", "job.yaml", "--json")
+    assert said.status == 0, said.err
+    run = only_run(here)
+    assert json.loads(said.out) == {
+        "run_id": run.id,
+        "directory": str(run.path),
+        "slurm_job_id": "101",
+        "state": "PENDING",
+    }
+    assert said.out.count("\n") == 1
+    assert slurm.submissions() == [
+        [
+            "--parsable",
+            f"--output={run.path}/slurm-%j.out",
+            f"--comment=cluster_ddp {run.id}",
+            str(run.script),
+            str(run.path),
+        ]
+    ]
+    assert read_record(run).slurm_job_ids == ("101",)
+    (event,) = read_events(run)
+    assert (event["event"], event["via"], event["slurm_job_id"]) == ("submitted", "sbatch", "101")
+
+
+def test_without_json_standard_output_stays_empty(call: Call, here: Path, slurm: Slurm) -> None:
+    said = call("submit", "job.yaml")
+    assert said.out == ""
+    assert "cluster-ddp status small-" in said.err
+
+
+def test_a_percent_sign_in_the_path_is_no_pattern(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("submit", "job.yaml", "--set", "runs_dir=100%j").status == 0
+    assert f"--output={here}/100%%j/small-" in slurm.submissions()[0][1]
+
+
+def test_a_comment_of_the_users_own_stays(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("submit", "job.yaml", "--set", "slurm.extra.comment=mine").status == 0
+    assert not [word for word in slurm.submissions()[0] if word.startswith("--comment")]
+    assert "#SBATCH --comment=mine" in only_run(here).script.read_text()
+
+
+def test_settings_are_laid_over_the_job(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("submit", "job.yaml", "--set", "slurm.nodes=3", "--set", "train.lr=0.5").status == 0
+    spec = load_resolved(only_run(here).job_file)
+    assert (spec.slurm.nodes, spec.train.lr) == (3, 0.5)
+
+
+def test_when_sbatch_refuses_nothing_is_left(call: Call, here: Path, slurm: Slurm) -> None:
+    slurm.program("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    said = call("submit", "job.yaml")
+    assert said.status == 3
+    assert "invalid partition specified: x" in said.err
+    assert "Traceback" not in said.err
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_without_slurm_the_status_is_3_and_nothing_is_made(call: Call, here: Path, no_slurm: None) -> None:
+    said = call("submit", "job.yaml", "--json")
+    assert said.status == 3
+    assert "sbatch is not on PATH" in said.err
+    assert said.out == ""
+    assert not (here / "runs").exists()
+
+
+def test_a_wrong_job_file_is_found_before_anything_is_made(call: Call, here: Path, slurm: Slurm) -> None:
+    (here / "job.yaml").write_text("task: cluster_ddp.tasks.digits:Digits\nslurm: {tiem: 1}\n")
+    said = call("submit", "job.yaml")
+    assert said.status == 2
+    assert "job.yaml:2" in said.err and "time" in said.err
+    assert not (here / "runs").exists()
+    assert slurm.submissions() == []
+
+
+def test_a_file_where_the_runs_should_be(call: Call, here: Path, slurm: Slurm) -> None:
+    (here / "runs").write_text("")
+    said = call("submit", "job.yaml")
+    assert said.status == 2
+    assert "CLUSTER_DDP_RUNS" in said.err
+    assert slurm.submissions() == []
+
+
+def test_a_missing_task_is_found_unless_told_otherwise(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("submit", "job.yaml", "--set", "task=no_such.module:Task").status == 2
+    assert slurm.submissions() == []
+    assert call("submit", "job.yaml", "--set", "task=no_such.module:Task", "--no-check").status == 0
+
+
+def test_a_broken_setup_line_is_found_before_the_queue(call: Call, here: Path, slurm: Slurm) -> None:
+    said = call("submit", "job.yaml", "--set", 'launch.setup=["echo \'unclosed"]')
+    assert said.status == 2
+    assert "launch.setup" in said.err
+    assert not (here / "runs").exists()
+
+
+def test_a_chain_waits_for_the_one_before(call: Call, here: Path, slurm: Slurm) -> None:
+    said = call("submit", "job.yaml", "--chain", "3", "--json")
+    assert json.loads(said.out)["slurm_job_id"] == "101"
+    first, second, third = slurm.submissions()
+    assert not [word for word in first if word.startswith("--dependency")]
+    assert "--dependency=afterany:101" in second
+    assert "--dependency=afterany:102" in third
+    assert {words[-1] for words in (first, second, third)} == {str(only_run(here).path)}
+    assert read_record(only_run(here)).slurm_job_ids == ("101", "102", "103")
+
+
+def test_a_chain_that_is_refused_in_the_middle_is_taken_back(call: Call, here: Path, slurm: Slurm) -> None:
+    slurm.program(
+        "sbatch",
+        '[[ -e $here/one ]] && { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }\n'
+        'touch "$here/one"; echo 7',
+    )
+    said = call("submit", "job.yaml", "--chain", "2")
+    assert said.status == 3
+    assert (slurm.folder / "cancelled").read_text() == "7\n"
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_after_waits_for_another_run(call: Call, here: Path, slurm: Slurm) -> None:
+    first = json.loads(call("submit", "job.yaml", "--json").out)["run_id"]
+    assert call("submit", "job.yaml", "--after", first).status == 0
+    assert "--dependency=afterany:101" in slurm.submissions()[1]
+
+
+def test_after_a_run_that_does_not_exist(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("submit", "job.yaml", "--after", "nothing").status == 2
+    assert slurm.submissions() == []
+
+
+def test_inside_a_job_the_parents_variables_stay_behind(
+    call: Call, here: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "5", "SLURM_NNODES": "9", "SLURM_CONF": "/etc/x", "WANDB_API_KEY": "k"}.items():
+        monkeypatch.setenv(name, value)
+    assert call("submit", "job.yaml").status == 0
+    pairs = (slurm.folder / "environment").read_bytes().decode().split("\0")
+    names = {pair.split("=", 1)[0] for pair in pairs}
+    assert "SLURM_CONF" in names and "WANDB_API_KEY" in names
+    assert not {"SLURM_JOB_ID", "SLURM_NNODES"} & names
+
+
+@pytest.mark.parametrize("options", [("--chain", "2"), ("--after", "small")])
+def test_what_submitit_cannot_do(call: Call, here: Path, slurm: Slurm, options: tuple[str, ...]) -> None:
+    call("submit", "job.yaml")
+    said = call("submit", "job.yaml", "--via", "submitit", *options)
+    assert said.status == 2
+    assert "--via sbatch" in said.err
+
+
+def test_remarks_about_the_network_are_passed_on(call: Call, here: Path) -> None:
+    said = call("submit", "job.yaml", "--dry-run", "--set", "network.env.NCCL_TIMEOUT=1800")
+    assert "became the process-group timeout" in " ".join(said.err.split())
+    assert "collectives may take 1800 s" in said.err
+    assert "NCCL_TIMEOUT=" not in said.out
