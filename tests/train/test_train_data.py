@@ -1,0 +1,187 @@
+"""Fetching: seeded by sample, by batch where possible, the same for every number of workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from train_tasks import Noisy, Plain, differences, final_state, job, new_run, samples, train
+
+from cluster_ddp.train import DataError
+from cluster_ddp.train.data import Loader
+from cluster_ddp.train.fetch import Fetcher
+from cluster_ddp.train.sampler import Indices
+
+CPU = torch.device("cpu")
+
+
+def fetch(data: Dataset[Any], *batches: tuple[int, list[int]], workers: int = 0) -> list[Any]:
+    plans = [(epoch, np.array(indices)) for epoch, indices in batches]
+    loader = Loader(Fetcher(data, default_collate, 1), plans, lambda plan: plan, workers=workers, device=CPU)
+    try:
+        return [batch for _, batch in loader]
+    finally:
+        loader.close()
+
+
+def test_a_sample_is_the_same_whoever_fetches_it() -> None:
+    plans = [(0, [3, 4, 5]), (0, [9, 3]), (1, [3])]
+    here = fetch(Noisy(), *plans)
+    by_workers = fetch(Noisy(), *plans, workers=2)
+    for one, other in zip(here, by_workers, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    assert torch.equal(here[0][0][0], here[1][0][1])  # sample 3 in epoch 0, twice
+    assert not torch.equal(here[0][0][0], here[2][0][0])  # and in epoch 1
+
+
+def test_random_samples_behind_a_subset_are_seeded_too() -> None:
+    part = Subset(Subset(Noisy(), [10, 20, 30, 40]), [3, 1])
+    random.seed(1)
+    first = fetch(part, (0, [0, 1]))[0]
+    random.seed(2)
+    assert torch.equal(first[0], fetch(part, (0, [0, 1]))[0][0])
+    assert first[1].tolist() == [int(Noisy().labels[40]), int(Noisy().labels[20])]
+
+
+def test_tensors_are_fetched_by_batch() -> None:
+    inputs, labels = samples()
+    batch = fetch(Subset(TensorDataset(inputs, labels), [5, 6, 7]), (0, [2, 0]))[0]
+    assert torch.equal(batch[0], inputs[[7, 5]]) and torch.equal(batch[1], labels[[7, 5]])
+
+
+class ByBatch(Dataset[Any]):
+    def __init__(self, as_items: bool) -> None:
+        self.as_items = as_items
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        values = torch.tensor(indices)
+        return [{"x": value} for value in values] if self.as_items else {"x": values}
+
+
+@pytest.mark.parametrize("as_items", [True, False])
+def test_sets_that_fetch_by_batch(as_items: bool) -> None:
+    assert fetch(ByBatch(as_items), (0, [4, 2]))[0]["x"].tolist() == [4, 2]
+
+
+class Ragged(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(2 + index % 2)
+
+
+def test_samples_that_do_not_fit_together_are_named() -> None:
+    with pytest.raises(DataError, match=r"samples 4, 5 do not make a batch.*\n.*collate\(\)"):
+        fetch(Ragged(), (0, [4, 5]))
+
+
+class Pids(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(os.getpid())
+
+
+def test_workers_survive_the_signals_of_a_stop() -> None:
+    """A signal to the process group reaches workers too; they go on, and are gone when the loader is closed."""
+    plans = [(0, np.array([number])) for number in range(60)]
+    loader = Loader(Fetcher(Pids(), default_collate, 1), plans, lambda plan: plan, workers=1, device=CPU)
+    batches = iter(loader)
+    worker = int(next(batches)[1][0])
+    assert worker != os.getpid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker, number)
+    assert {int(batch[0]) for _, batch in (next(batches) for _ in range(30))} == {worker}
+    loader.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+class Stream(IterableDataset[Any]):
+    """Items in an order of the epoch, with noise; 50 in an epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.inputs, self.labels = samples()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in np.random.RandomState(self.epoch).permutation(50):
+            yield self.inputs[index] + torch.randn(12) * 0.1, self.labels[index]
+
+
+class Skipping(Stream):
+    """The same, able to begin later."""
+
+    begin = 0
+
+    def skip(self, items: int) -> None:
+        self.begin = items
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.begin = self.begin, 0
+        for index in np.random.RandomState(self.epoch).permutation(50)[begin:]:
+            yield self.inputs[index] + torch.randn(12) * 0.1, self.labels[index]
+
+
+class Streaming(Plain):
+    def __init__(self, data: type[IterableDataset[Any]]) -> None:
+        self.data = data
+
+    def train_data(self) -> Dataset[Any]:
+        return self.data()
+
+
+def test_an_iterable_set_is_resumed_in_the_middle_of_a_pass(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"train": {"steps": 16, "global_batch": 12}, "log": {"sample_ids": True}}
+    calm = new_run(tmp_path / "calm", **sections)
+    whole, _ = train(Streaming(Stream), job(**sections), calm)
+    assert _offsets(calm.attempt(0).samples_file(0).read_text()) == [number % 50 for number in range(16 * 12)]
+    for name, data, workers in (("read", Stream, 1), ("skip", Skipping, 0)):
+        broken = new_run(tmp_path / name, **sections)
+        _, outcome = train(Streaming(data), job(**sections), broken, stop_at=6)
+        assert not outcome.completed
+        again = job(**{**sections, "train": {**sections["train"], "workers": workers}})
+        part, _ = train(Streaming(data), again, broken, attempt=1)
+        assert differences(final_state(whole), final_state(part)) == []
+
+
+def _offsets(lines: str) -> list[int]:
+    import json
+
+    return [index for line in lines.splitlines() for index in json.loads(line)["ids"]]
+
+
+def test_an_iterable_set_without_length_needs_steps() -> None:
+    with pytest.raises(DataError, match=r"set train\.steps"):
+        train(Streaming(Stream), job(train={"epochs": 1, "global_batch": 12}))
+
+
+def test_an_empty_stream_is_no_endless_loop() -> None:
+    class Nothing(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    with pytest.raises(DataError, match="gave no item in epoch 0"):
+        train(Streaming(Nothing), job(train={"steps": 2, "global_batch": 4}))
+
+
+def test_indices_are_of_one_type() -> None:
+    """What a plan hands to a set with __getitems__ are Python's ints, which any index takes."""
+    seen: list[Any] = []
+
+    class Seeing(Dataset[Any]):
+        def __getitems__(self, indices: list[int]) -> Any:
+            seen.extend(indices)
+            return torch.zeros(len(indices))
+
+    chosen: Indices = np.array([3, 1])
+    Fetcher(Seeing(), default_collate, 1)(0, chosen)
+    assert seen == [3, 1] and all(type(index) is int for index in seen)
