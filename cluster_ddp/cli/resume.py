@@ -39,9 +39,9 @@ def command(
             answer(found, status.slurm_job_id, status.state.value)
         return
     remark(remarks)
-    if changed:
-        resume.write_job(found, spec)
     if local:
+        if changed:
+            resume.write_job(found, spec)
         _here(found, nodes, procs, as_json=as_json)
         return
     job_id = resume.send_again(found, spec, changed=changed)

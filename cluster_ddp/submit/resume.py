@@ -126,6 +126,7 @@ def send_again(run: RunDirectory, spec: JobSpec, *, changed: bool) -> str | None
         )
     submission.check()
     if changed:
+        write_job(run, spec)
         replace_file(Storage(), run.script, submission.text.encode(), mode=0o700)
     _record_wish(run)
     job_id = submission.send(run)

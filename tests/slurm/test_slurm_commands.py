@@ -183,8 +183,8 @@ def test_kill_wait(slurm: Path) -> None:
 
 def test_a_job_inside_a_job_keeps_how_to_reach_slurm_and_nothing_of_the_parent() -> None:
     inside = {
-        "SLURM_JOB_ID": "1", "SLURM_NNODES": "4", "SLURM_CONF": "/etc/x", "SLURM_MEM_PER_NODE": "1", "SRUN_CPUS_PER_TASK": "2",
-        "PMI_RANK": "0", "SBATCH_ACCOUNT": "mine", "HOME": "/h",
+        "SLURM_JOB_ID": "1", "SLURM_NNODES": "4", "SLURM_CONF": "/etc/x", "SLURM_MEM_PER_NODE": "1",
+        "SRUN_CPUS_PER_TASK": "2", "PMI_RANK": "0", "SBATCH_ACCOUNT": "mine", "HOME": "/h",
     }  # fmt: skip
     assert child_environment(inside) == {"SLURM_CONF": "/etc/x", "SBATCH_ACCOUNT": "mine", "HOME": "/h"}
 

@@ -1,0 +1,191 @@
+"""``cluster-ddp resume``: what it refuses, what it keeps, what it changes, and where it sends the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_stage import Call, Slurm
+
+from cluster_ddp.run.attempt import begin_attempt, end_attempt
+from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.record import read_record, update_record
+from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.spec import load_job, load_resolved
+from cluster_ddp.submit import local
+from cluster_ddp.train.checkpoint import inspect
+from cluster_ddp.train.checkpoint.errors import CheckpointError
+
+
+@pytest.fixture
+def run(call: Call, here: Path, slurm: Slurm) -> RunDirectory:
+    """A run that was submitted as Slurm job 101, which Slurm no longer knows, with one attempt that is over."""
+    submitted = RunDirectory(Path(json.loads(call("submit", "job.yaml", "--json").out)["directory"]))
+    attempt = begin_attempt(submitted, slurm_job_id="101", host="n1", pid=0, nodes=2, procs=1)
+    request_stop(attempt, reason="person", by="test")
+    EventWriter(submitted, "rank-0").write("stopped", attempt=0, step=7, reason="person")
+    end_attempt(attempt)
+    return submitted
+
+
+def in_queue(slurm: Slurm, run: RunDirectory, state: str) -> None:
+    slurm.queue.write_text(f"101|101|{state}|n[1-2]|None|cluster_ddp {run.id}\n")
+
+
+def complete(run: RunDirectory) -> None:
+    EventWriter(run, "rank-0").write("completed", attempt=0, step=20)
+
+
+def test_a_stopped_run_goes_back_into_the_queue_in_its_own_directory(
+    call: Call, run: RunDirectory, slurm: Slurm
+) -> None:
+    run.script.write_text(run.script.read_text() + "# edited by hand\n")
+    said = call("resume", run.id, "--json")
+    assert said.status == 0, said.err
+    expected = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": "102", "state": "PENDING"}
+    assert json.loads(said.out) == expected
+    assert slurm.submissions()[1][-2:] == [str(run.script), str(run.path)]
+    assert run.script.read_text().endswith("# edited by hand\n")
+    assert read_record(run).slurm_job_ids == ("101", "102")
+    assert "resume-requested" in [event["event"] for event in read_events(run)]
+    begin_attempt(run, slurm_job_id="102", host="n1", pid=0, nodes=2, procs=1)  # is not refused as stopped by a person
+
+
+@pytest.mark.parametrize(("state", "advice"), [("RUNNING", "stop"), ("COMPLETING", "stop"), ("PENDING", "cancel")])
+def test_what_is_alive_is_not_resumed(call: Call, run: RunDirectory, slurm: Slurm, state: str, advice: str) -> None:
+    in_queue(slurm, run, state)
+    said = call("resume", run.id)
+    assert said.status == 2
+    assert f"cluster-ddp {advice} {run.id}" in said.err
+    assert len(slurm.submissions()) == 1
+
+
+def test_a_strangers_job_with_an_id_of_ours_is_no_sign_of_life(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    slurm.queue.write_text("101|101|RUNNING|n9|None|cluster_ddp other-20260101-000000-abcd\n")
+    assert call("resume", run.id).status == 0
+
+
+def test_settings_change_the_job_and_the_script_and_keep_the_old_job(
+    call: Call, run: RunDirectory, slurm: Slurm
+) -> None:
+    old = run.job_file.read_bytes()
+    assert call("resume", run.id, "--set", "slurm.partition=long", "--nodes", "4", "--procs", "2").status == 0
+    spec = load_resolved(run.job_file)
+    assert (spec.slurm.partition, spec.slurm.nodes, spec.launch.procs_per_node) == ("long", 4, 2)
+    assert (run.path / "job.yaml.1").read_bytes() == old
+    assert "#SBATCH --nodes=4" in run.script.read_text()
+    assert run.script.stat().st_mode & 0o777 == 0o700
+    assert call("resume", run.id, "--set", "slurm.partition=short").status == 0
+    assert load_resolved(run.path / "job.yaml.2").slurm.partition == "long"
+
+
+def test_without_settings_the_job_file_stays(call: Call, run: RunDirectory) -> None:
+    call("resume", run.id)
+    assert not (run.path / "job.yaml.1").exists()
+
+
+def test_a_wrong_setting_changes_nothing(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    old = run.job_file.read_bytes()
+    assert call("resume", run.id, "--set", "slurm.tiem=1").status == 2
+    assert run.job_file.read_bytes() == old
+    assert len(slurm.submissions()) == 1
+
+
+def test_where_there_is_no_slurm_nothing_changes(call: Call, run: RunDirectory, no_slurm: None) -> None:
+    old = run.job_file.read_bytes()
+    assert call("resume", run.id, "--set", "slurm.partition=long").status == 3
+    assert run.job_file.read_bytes() == old
+
+
+def test_the_global_batch_is_the_runs_for_life(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    update_record(run, global_batch=64)
+    said = call("resume", run.id, "--set", "train.global_batch=128")
+    assert said.status == 2
+    assert "64 samples a step" in said.err
+    assert len(slurm.submissions()) == 1
+    assert call("resume", run.id, "--set", "train.global_batch=64").status == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "said_so"), [("train.lr=0.5", True), ("train.seed=3", True), ("train.workers=2", False)]
+)
+def test_a_change_that_ends_exactness_is_said(call: Call, run: RunDirectory, setting: str, said_so: bool) -> None:
+    said = call("resume", run.id, "--set", setting)
+    assert said.status == 0
+    assert (f"{setting.split('=')[0]} changes from" in said.err) is said_so
+
+
+def test_a_complete_run_is_left_alone(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    complete(run)
+    said = call("resume", run.id, "--json")
+    assert said.status == 0
+    assert json.loads(said.out)["state"] == "COMPLETED"
+    assert len(slurm.submissions()) == 1
+    assert call("resume", run.id, "--set", "train.steps=20", "--set", "train.lr=0.5").status == 0
+    assert len(slurm.submissions()) == 1
+    assert not (run.path / "job.yaml.1").exists()
+
+
+def test_a_complete_run_with_more_to_do_goes_on(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    complete(run)
+    assert call("resume", run.id, "--set", "train.steps=40").status == 0
+    assert len(slurm.submissions()) == 2
+    assert load_resolved(run.job_file).train.steps == 40
+
+
+@pytest.mark.parametrize("damage", ["newest", "all", "none"])
+def test_a_complete_run_whose_last_checkpoint_is_damaged_goes_on(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    complete(run)
+    (run.checkpoints / "step-00000020").mkdir()
+
+    def newest_sound(*_: Any) -> tuple[None, None, list[str]]:
+        if damage == "all":
+            raise CheckpointError("none is sound")
+        return None, None, ["step-00000020"] if damage == "newest" else []
+
+    monkeypatch.setattr(inspect, "newest_sound", newest_sound)
+    assert call("resume", run.id).status == 0
+    assert len(slurm.submissions()) == (1 if damage == "none" else 2)
+
+
+def test_when_sbatch_refuses_the_run_stays_as_it_was(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    slurm.program("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    said = call("resume", run.id)
+    assert said.status == 3
+    assert run.exists()
+    assert read_record(run).slurm_job_ids == ("101",)
+
+
+def test_a_run_that_does_not_exist(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("resume", "nothing").status == 2
+
+
+def test_a_run_that_was_started_by_hand(call: Call, here: Path, slurm: Slurm) -> None:
+    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="manual", script=None)
+    said = call("resume", made.id)
+    assert said.status == 2
+    assert "by hand" in said.err
+
+
+@pytest.mark.parametrize("status", [0, 4, 5])
+def test_a_local_run_stays_in_the_foreground(
+    call: Call, here: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
+    resumed: list[tuple[Any, ...]] = []
+
+    def resume_local(run: RunDirectory, nodes: int | None, procs: int | None, **_: Any) -> int:
+        resumed.append((run, nodes, procs))
+        return status
+
+    monkeypatch.setattr(local, "resume_local", resume_local)
+    said = call("resume", made.id, "--procs", "3", "--json")
+    assert said.status == status
+    assert resumed == [(made, None, 3)]
+    assert json.loads(said.out)["run_id"] == made.id
+    assert not (made.path / "job.yaml.1").exists()

@@ -1,0 +1,262 @@
+"""Runs through submitit: its local executor for real, its Slurm executor's task with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from cluster_ddp.run.attempt import list_attempts, read_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.record import read_record
+from cluster_ddp.spec import JobSpec
+from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.submitit import SubmititSubmission
+
+T = TypeVar("T")
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
+PATIENCE = 120.0
+JOB_ID = "55"
+STEPS = 120
+PREEMPTED = "JobId=55 JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
+TAKEN_BACK = "JobId=55 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
+CANCELLED = "JobId=55 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
+QUIET = "JobId=55 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None X=y"
+
+
+class Place:
+    """A folder with a job file, and an environment with or without Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for tool in ("bash", "env", "cat", "cp", "dirname", "git"):
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        self.job = folder / "job.yaml"
+        self.job.write_text(
+            f"name: small\nscript: {HERE / 'gloo_rank.py'}\nargs: ['{STEPS}']\n"
+            'launch: {procs_per_node: 2}\nslurm: {time: "00:10:00"}\nrequeue: {warning: 20s}\n'
+        )
+        strange = ("SLURM", "SBATCH", "CLUSTER_DDP", "SUBMITIT")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+        self.environment |= {
+            "PATH": str(self.bin), "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1",
+            "CLUSTER_DDP_RUNS": str(folder / "runs"),
+        }  # fmt: skip
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def add_slurm(self) -> None:
+        """Put Slurm's commands into place."""
+        self.says(QUIET)
+        self.program("sbatch", f'cp "$1" "$here/script"; echo "Submitted batch job {JOB_ID}"')
+        self.program("srun", "exit 1")
+        self.program("squeue", "")
+        requeue = 'requeue) echo "$2" >>"$here/requeued" ;;'
+        self.program("scontrol", f'case "$1" in {requeue} *) [[ $2 == job ]] && cat "$here/job" ;; esac')
+
+    def says(self, job: str) -> None:
+        """What ``scontrol show job`` answers."""
+        (self.bin / "job").write_text(job + "\n")
+
+    def program(self, name: str, body: str) -> None:
+        """Put a stand-in into place."""
+        (self.bin / name).write_text(f'#!/bin/bash\nhere=$(dirname "$0")\n{body}\n')
+        (self.bin / name).chmod(0o755)
+
+    def submit(self) -> RunDirectory:
+        """Call ``cluster-ddp submit --via submitit``; the run."""
+        command = [sys.executable, "-m", "cluster_ddp", "submit", str(self.job), "--via", "submitit", "--json"]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert done.returncode == 0, done.stderr
+        return RunDirectory(Path(json.loads(done.stdout)["directory"]))
+
+    def start_task(self, run: RunDirectory, restarts: int = 0) -> subprocess.Popen[bytes]:
+        """Start what submitit's batch script starts on the one node of the job."""
+        variables = {
+            "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": JOB_ID, "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0",
+            "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_RESTART_COUNT": str(restarts),
+        }  # fmt: skip
+        with (self.folder / f"task-{restarts}.log").open("wb") as log:
+            self.started.append(
+                subprocess.Popen(
+                    [sys.executable, "-u", "-m", "submitit.core._submit", str(run.path / "submitit")],
+                    env=self.environment | variables, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                )
+            )  # fmt: skip
+        return self.started[-1]
+
+    def log(self) -> str:
+        """What the tasks have printed."""
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("task-*.log")))
+
+    def requeues(self) -> list[str]:
+        """What ``scontrol requeue`` was called for."""
+        file = self.bin / "requeued"
+        return file.read_text().split() if file.exists() else []
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    for process in made.started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def wait_for(ready: Callable[[], T | None], what: str) -> T:
+    end = time.monotonic() + PATIENCE
+    while True:
+        if value := ready():
+            return value
+        assert time.monotonic() < end, f"not in time: {what}"
+        time.sleep(0.05)
+
+
+def wait_for_steps(run: RunDirectory, attempt: int = 0) -> None:
+    def stepping() -> bool:
+        logs = run.attempt(attempt).path.glob("node-0/*/attempt_0/*/stdout.log")
+        return any("step 10" in log.read_text() for log in logs)
+
+    wait_for(stepping, f"steps in attempt {attempt}")
+
+
+def names(run: RunDirectory, attempt: int) -> list[str]:
+    return [event["event"] for event in read_events(run) if event.get("attempt") == attempt]
+
+
+def test_the_local_executor_stops_requeues_and_completes(place: Place) -> None:
+    run = place.submit()
+    wait_for_steps(run)
+    first = read_attempt(list_attempts(run)[0])
+    assert first.process is not None
+    os.kill(first.process.pid, signal.SIGUSR2)  # what submitit sends before the time limit
+    wait_for(lambda: "completed" in names(run, 1), "the second attempt completes")
+    assert "stopped" in names(run, 0)
+    assert "requeued" in names(run, 0)
+    (result,) = wait_for(lambda: list((run.path / "submitit").glob("*_result.pkl")), "submitit's result")
+    assert b"done" in result.read_bytes()
+    assert read_record(run).via == "submitit"
+
+
+def test_only_the_run_directorys_name_is_pickled_in_a_folder_of_ones_own(place: Place) -> None:
+    place.add_slurm()
+    run = place.submit()
+    folder = run.path / "submitit"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    from submitit.core.utils import DelayedSubmission
+
+    payload = DelayedSubmission.load(folder / f"{JOB_ID}_submitted.pkl")
+    assert vars(payload.function) == {"run_directory": str(run.path)}
+    assert (payload.args, payload.kwargs) == ((), {})
+    assert read_record(run).slurm_job_ids == (JOB_ID,)
+    assert payload.function.checkpoint().function.run_directory == str(run.path)
+
+
+def test_what_submitit_asks_slurm_for(place: Place) -> None:
+    place.add_slurm()
+    more = "slurm: {nodes: 3, gpus_per_node: 'a100:2', cpus_per_task: 4, mem: 8G, "
+    place.job.write_text(place.job.read_text().replace("slurm: {", more))
+    run = place.submit()
+    lines = (place.bin / "script").read_text().splitlines()
+    expected = (
+        "nodes=3 ntasks-per-node=1 gpus-per-node=a100:2 cpus-per-task=4 mem=8G time=00:10:00 signal=USR2@20 "
+        "open-mode=append requeue job-name=small"
+    )
+    for option in [*expected.split(), f"comment='cluster_ddp {run.id}'"]:
+        assert f"#SBATCH --{option}" in lines
+    (step,) = [line for line in lines if line.startswith("srun")]
+    assert "--kill-on-bad-exit=1" in step
+    assert "--cpus-per-task=4" in step
+
+
+def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
+    """submitit itself passes SIGTERM by, and clusters that send nothing else would lose the run."""
+    place.add_slurm()
+    run = place.submit()
+    task = place.start_task(run)
+    wait_for_steps(run)
+    place.says(PREEMPTED)
+    task.send_signal(signal.SIGTERM)
+    task.wait(PATIENCE)
+    assert place.requeues() == [JOB_ID], place.log()
+    assert {"stopped", "requeued"} <= set(names(run, 0))
+    place.says(QUIET.replace("Restarts=0", "Restarts=1"))
+    again = place.start_task(run, restarts=1)
+    assert again.wait(PATIENCE) == 0, place.log()
+    assert "completed" in names(run, 1)
+    assert [read_attempt(attempt).slurm_job_id for attempt in list_attempts(run)] == [JOB_ID, JOB_ID]
+
+
+def test_the_warning_signal_requeues(place: Place) -> None:
+    place.add_slurm()
+    run = place.submit()
+    task = place.start_task(run)
+    wait_for_steps(run)
+    task.send_signal(signal.SIGUSR2)
+    task.wait(PATIENCE)
+    assert place.requeues() == [JOB_ID], place.log()
+    assert next(event for event in read_events(run) if event["event"] == "stop-requested")["reason"] == "time-limit"
+
+
+@pytest.mark.parametrize(("says", "reason"), [(CANCELLED, "cancel"), (TAKEN_BACK, "preemption")])
+def test_what_is_not_ours_to_requeue(place: Place, says: str, reason: str) -> None:
+    place.add_slurm()
+    run = place.submit()
+    task = place.start_task(run)
+    wait_for_steps(run)
+    place.says(says)
+    task.send_signal(signal.SIGTERM)
+    task.wait(PATIENCE)
+    assert place.requeues() == [], place.log()
+    assert next(event for event in read_events(run) if event["event"] == "stop-requested")["reason"] == reason
+
+
+def test_a_complete_run_is_not_trained_again(place: Place) -> None:
+    place.add_slurm()
+    place.job.write_text(place.job.read_text().replace(f"'{STEPS}'", "'10'"))
+    run = place.submit()
+    assert place.start_task(run).wait(PATIENCE) == 0, place.log()
+    assert place.start_task(run, restarts=1).wait(PATIENCE) == 0, place.log()
+    assert len(list_attempts(run)) == 1
+
+
+def test_a_dry_run_shows_submitits_script(place: Place) -> None:
+    command = [sys.executable, "-m", "cluster_ddp", "submit", str(place.job), "--via", "submitit", "--dry-run"]
+    done = subprocess.run(
+        command, cwd=place.folder, env=place.environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#!/bin/bash")
+    assert re.search(r"^srun .*submitit\.core\._submit RUN_DIRECTORY/submitit$", done.stdout, re.MULTILINE)
+
+
+def test_what_submitit_cannot_do_is_said_before_the_queue(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"name": "x", "task": "pkg.mod:Task"}
+    monkeypatch.setenv("PATH", str(place.bin))
+    with pytest.raises(SubmitError, match="--via sbatch"):
+        SubmititSubmission(JobSpec.model_validate({**base, "launch": {"container": {"image": "x.sif"}}})).check()
+    with pytest.raises(SubmitError, match="cluster-ddp local"):
+        SubmititSubmission(JobSpec.model_validate({**base, "slurm": {"nodes": 2}})).check()
+    place.add_slurm()
+    with pytest.raises(SubmitError, match=r"slurm\.time"):
+        SubmititSubmission(JobSpec.model_validate({**base, "slurm": {"nodes": 2}})).check()
