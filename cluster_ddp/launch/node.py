@@ -40,6 +40,7 @@ from cluster_ddp.spec import ClusterDDPError, load_resolved
 TICK_SECONDS = 0.2
 _WATCHDOG_SECONDS = 1.0
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
+_OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
 _STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
 _SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
 _LOST_AGENT_SECONDS = 60
@@ -94,12 +95,13 @@ class NodeProgram:
         if take_signals:
             self._stopping.listen()
         self._ranks = LocalRanks(self._board, self._procs)
-        self._watchdog = Watchdog(self._spec.launch.hang_timeout)
+        self._watchdog = Watchdog(self._spec.launch.hang_timeout, self._spec.launch.join_timeout)
         self._next_watch = 0.0
         self._shown: Tail | None = None
         self._outcome: str | None = None
         self._passed_on = False
         self._lost = False
+        self._alone_since: float | None = None
         self._reporter: threading.Thread | None = None
 
     def start(self) -> None:
@@ -177,15 +179,23 @@ class NodeProgram:
         elif stopping.overdue:
             self._end(KILLED)
         elif not self._ranks.living:
-            if stopping.waited() > _NO_RANKS_SECONDS and self._agent.poll() is None and not self._ranks.seen:
-                self._end(STOPPED)
-        elif self._trains_a_task:
-            if stopping.waited() > _STARTING_SECONDS and not any(map(self._can_save, self._ranks.living)):
-                self._end(STOPPED)
-            elif time.monotonic() >= self._next_watch:
-                self._watch_for_hang()
-        else:
+            self._stop_agent()
+        elif not self._trains_a_task:
             self._stop_script()
+        elif stopping.waited() > _STARTING_SECONDS and not any(map(self._can_save, self._ranks.living)):
+            self._end(STOPPED)
+        if self._outcome is None and time.monotonic() >= self._next_watch:
+            self._watch_for_hang()
+
+    def _stop_agent(self) -> None:
+        """An agent without ranks waits for the agents of other nodes, perhaps in vain, to begin or to end together."""
+        if self._ranks.seen and self._alone_since is None:
+            self._alone_since = time.monotonic()
+        if self._alone_since is not None:
+            if self._ranks.all_done() and time.monotonic() - self._alone_since > _OTHERS_SECONDS:
+                self._end(STOPPED)
+        elif self._stopping.waited() > _NO_RANKS_SECONDS:
+            self._end(STOPPED)
 
     def _can_save(self, rank: Rank) -> bool:
         return self._ranks.phase(rank) not in (None, Phase.STARTING)
@@ -205,17 +215,17 @@ class NodeProgram:
 
     def _watch_for_hang(self) -> None:
         self._next_watch = time.monotonic() + _WATCHDOG_SECONDS
-        hang = self._watchdog.look(self._ranks.slots(), time.monotonic_ns())
+        stopping_for = None if self._stopping.reason is None else self._stopping.waited()
+        hang = self._watchdog.look(self._ranks.slots(), time.monotonic_ns(), stopping_for=stopping_for)
+        if hang is None and self._trains_a_task:
+            hang = self._watchdog.look_at_strangers(self._ranks.strangers())
         if hang is not None and self._outcome is None:
             self._record_hang(hang)
             self._stopping.ask(HANG, step=hang.step)
             self._end_hung()
 
     def _record_hang(self, hang: Hang) -> None:
-        reason = (
-            f"rank {hang.rank} on {socket.gethostname()} hangs: no sign of life for {hang.silent:.0f} s "
-            f"(timeout {hang.timeout:.0f} s) after step {hang.step}, while {hang.phase.name.lower()}"
-        )
+        reason = hang.describe(socket.gethostname())
         _say(f"cluster-ddp: {reason}", sys.stderr)
         self._events.write(
             events.HANG,

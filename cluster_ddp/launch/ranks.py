@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Rank:
         Its log files; None where the system does not tell.
     error_file
         Where a rank leaves its exception for torchrun, if it does.
+    since
+        `time.monotonic()` when it was first seen.
     """
 
     pid: int
@@ -41,6 +44,7 @@ class Rank:
     stdout: Path | None
     stderr: Path | None
     error_file: Path | None
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,10 @@ class LocalRanks:
     def slots(self) -> list[Slot]:
         """The slots of the ranks that are alive; a rank that died leaves its last words in its slot."""
         return [slot for slot in self._board.slots if slot.pid in self._living]
+
+    def strangers(self) -> list[Rank]:
+        """The ranks that are alive but not on the board: not yet, or never, for a script of the user's own."""
+        return [rank for rank in self.living if self.phase(rank) is None]
 
     def phase(self, rank: Rank) -> Phase | None:
         """What a rank says it is doing; None when it is not on the board."""

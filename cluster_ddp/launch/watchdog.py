@@ -2,27 +2,34 @@
 
 A distributed job that hangs looks busy: every rank waits in a collective for one that does not come. What tells is that
 ranks on the board give no sign of life. How long to wait is set (``launch.hang_timeout``) or learned from what the
-steps took until now.
+steps took until now. A start-up is watched too, with more patience; after a stop request there is less of it.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from cluster_ddp.launch.ranks import Rank
 from cluster_ddp.run.board import Phase, Slot
 
 SHORTEST_LEARNED = 60.0  # seconds; a learned timeout is never shorter
 UNLEARNED = 1800.0  # seconds: until enough steps were seen, and where no steps are made (evaluating, saving)
+START_MARGIN = 600.0  # seconds: what a start-up may take beyond the time that nodes wait for each other
+# Once all are to stop, nobody waits for a rank longer than this, seconds, unless its steps are known to take longer.
+STOPPING_WORK = 60.0
+STOPPING_SAVE = 600.0  # the last checkpoint may be large and the storage slow
 _STEPS_TO_LEARN_FROM = 20
 _TIMES_MEDIAN = 30.0
 _TIMES_LONGEST = 5.0
 _REMEMBERED = 1000
 
-_WATCHED = (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.STOPPING)
+_STARTING = (Phase.STARTING, Phase.READY)
+_SAVING = (Phase.SAVING, Phase.STOPPING)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,14 @@ class Hang:
     phase: Phase
     silent: float
     timeout: float
+
+    def describe(self, host: str) -> str:
+        """The hang in one line for people."""
+        when = f"after step {self.step}" if self.step >= 0 else "before the first step"
+        return (
+            f"rank {self.rank} on {host} hangs: no sign of life for {self.silent:.0f} s (timeout {self.timeout:.0f} s) "
+            f"{when}, while {self.phase.name.lower()}"
+        )
 
 
 class _Seen(NamedTuple):
@@ -50,14 +65,18 @@ class Watchdog:
     hang_timeout
         Seconds, or ``auto``: 30 times the median, but at least 5 times the longest, of the pauses between steps, and
         never less than a minute.
+    join_timeout
+        Seconds that nodes wait for each other when they start. A start-up may download and read data, so its timeout is
+        never short, whatever is set for steps.
     """
 
-    def __init__(self, hang_timeout: float | Literal["auto"]) -> None:
+    def __init__(self, hang_timeout: float | Literal["auto"], join_timeout: float) -> None:
         self._set = None if hang_timeout == "auto" else float(hang_timeout)
+        self._start = max(self._set or 0.0, join_timeout + START_MARGIN)
         self._pauses: deque[float] = deque(maxlen=_REMEMBERED)
         self._last: dict[int, _Seen] = {}
 
-    def look(self, slots: Iterable[Slot], now_ns: int) -> Hang | None:
+    def look(self, slots: Iterable[Slot], now_ns: int, *, stopping_for: float | None = None) -> Hang | None:
         """Learn from the signs of life since the last look, and say which rank hangs, the longest silent if several.
 
         Parameters
@@ -66,12 +85,22 @@ class Watchdog:
             Of the ranks that are alive.
         now_ns
             `time.monotonic_ns()`.
+        stopping_for
+            Seconds since all were asked to stop; None when they were not. A rank that does not come to it is given up
+            sooner then.
         """
-        hangs = [hang for slot in slots if (hang := self._look_at(slot, now_ns))]
+        hangs = [hang for slot in slots if (hang := self._look_at(slot, now_ns, stopping_for))]
         return max(hangs, key=lambda hang: hang.silent, default=None)
+
+    def look_at_strangers(self, ranks: Iterable[Rank]) -> Hang | None:
+        """Say which rank hangs before it has come to the board, as when it imports modules from a dead storage."""
+        hangs = [Hang(rank.rank, -1, Phase.STARTING, time.monotonic() - rank.since, self._start) for rank in ranks]
+        return next((hang for hang in hangs if hang.silent > hang.timeout), None)
 
     def timeout(self, phase: Phase) -> float:
         """Seconds without a sign of life that count as a hang."""
+        if phase in _STARTING:
+            return self._start
         if self._set is not None:
             return self._set
         if phase is not Phase.TRAINING or len(self._pauses) < _STEPS_TO_LEARN_FROM:
@@ -79,17 +108,25 @@ class Watchdog:
         learned = max(_TIMES_MEDIAN * statistics.median(self._pauses), _TIMES_LONGEST * max(self._pauses))
         return max(SHORTEST_LEARNED, learned)
 
-    def _look_at(self, slot: Slot, now_ns: int) -> Hang | None:
+    def patience(self, phase: Phase) -> float:
+        """Seconds without a sign of life after which a rank that was asked to stop is given up."""
+        if phase in _SAVING:
+            return min(self.timeout(phase), STOPPING_SAVE)
+        return min(self.timeout(phase), max(STOPPING_WORK, _TIMES_LONGEST * max(self._pauses, default=0.0)))
+
+    def _look_at(self, slot: Slot, now_ns: int, stopping_for: float | None) -> Hang | None:
         pid, phase, step, beat = slot.pid, slot.phase, slot.step, slot.beat_ns
         silent = (now_ns - beat) / 1e9
         if phase is Phase.TRAINING:
             self._learn(pid, _Seen(step, beat, silent))
         else:
             self._last.pop(pid, None)
-        if phase not in _WATCHED:
+        if phase is Phase.DONE:
             return None
-        timeout = self.timeout(phase)
-        return Hang(slot.rank, step, phase, silent, timeout) if silent > timeout else None
+        timeout, waited = self.timeout(phase), silent
+        if stopping_for is not None and silent <= timeout:
+            timeout, waited = self.patience(phase), min(silent, stopping_for)
+        return Hang(slot.rank, step, phase, silent, timeout) if waited > timeout else None
 
     def _learn(self, pid: int, now: _Seen) -> None:
         """Of several steps since the last look, their mean is known, and how long the first had taken by then."""

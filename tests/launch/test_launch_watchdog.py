@@ -1,14 +1,24 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.watchdog import SHORTEST_LEARNED, UNLEARNED, Watchdog
+from cluster_ddp.launch.ranks import Rank
+from cluster_ddp.launch.watchdog import (
+    SHORTEST_LEARNED,
+    START_MARGIN,
+    STOPPING_SAVE,
+    STOPPING_WORK,
+    UNLEARNED,
+    Watchdog,
+)
 from cluster_ddp.run.board import Board, Phase
 
 SECOND = 1_000_000_000
+JOIN = 300.0
 
 
 class Clock:
@@ -46,7 +56,7 @@ def train(board: Board, watchdog: Watchdog, clock: Clock, steps: int, seconds: f
 
 
 def test_a_set_timeout_is_taken_as_set(board: Board, clock: Clock) -> None:
-    watchdog = Watchdog(5)
+    watchdog = Watchdog(5, JOIN)
     train(board, watchdog, clock, 3, 1.0)
     clock.sleep(2)
     board.slots[0].beat(3)
@@ -57,7 +67,7 @@ def test_a_set_timeout_is_taken_as_set(board: Board, clock: Clock) -> None:
 
 
 def test_a_learned_timeout_is_never_under_a_minute(board: Board, clock: Clock) -> None:
-    watchdog = Watchdog("auto")
+    watchdog = Watchdog("auto", JOIN)
     train(board, watchdog, clock, 50, 0.01)
     assert watchdog.timeout(Phase.TRAINING) == SHORTEST_LEARNED == 60
     clock.sleep(59)
@@ -67,7 +77,7 @@ def test_a_learned_timeout_is_never_under_a_minute(board: Board, clock: Clock) -
 
 
 def test_slow_steps_and_rare_pauses_make_it_longer(board: Board, clock: Clock) -> None:
-    watchdog = Watchdog("auto")
+    watchdog = Watchdog("auto", JOIN)
     train(board, watchdog, clock, 30, 10.0)
     assert watchdog.timeout(Phase.TRAINING) == pytest.approx(300)
     clock.sleep(100)  # such as workers that start anew with each epoch
@@ -77,7 +87,7 @@ def test_slow_steps_and_rare_pauses_make_it_longer(board: Board, clock: Clock) -
 
 
 def test_before_it_has_learned_and_outside_training_it_is_patient(board: Board, clock: Clock) -> None:
-    watchdog = Watchdog("auto")
+    watchdog = Watchdog("auto", JOIN)
     train(board, watchdog, clock, 3, 0.01)
     assert watchdog.timeout(Phase.TRAINING) == UNLEARNED
     train(board, watchdog, clock, 50, 0.01, start=3)
@@ -90,9 +100,65 @@ def test_before_it_has_learned_and_outside_training_it_is_patient(board: Board, 
         assert watchdog.look(board.slots, clock.now) is not None
 
 
-def test_ranks_that_start_or_are_done_do_not_hang(board: Board, clock: Clock) -> None:
-    watchdog = Watchdog(5)
-    board.slots[0].set_phase(Phase.STARTING)
-    board.slots[1].set_phase(Phase.DONE)
+def test_a_start_up_that_takes_long_is_no_hang_but_one_that_never_ends_is(board: Board, clock: Clock) -> None:
+    watchdog = Watchdog(5, JOIN)  # the timeout of steps does not count yet
+    for phase in (Phase.STARTING, Phase.READY):
+        board.slots[0].set_phase(phase)
+        board.slots[1].set_phase(Phase.DONE)
+        clock.sleep(JOIN + START_MARGIN - 1)
+        assert watchdog.look(board.slots, clock.now) is None
+        clock.sleep(2)
+        hang = watchdog.look(board.slots, clock.now)
+        assert hang is not None
+        assert (hang.rank, hang.step, hang.phase) == (4, -1, phase)
+
+
+def test_a_rank_that_never_comes_to_the_board_hangs() -> None:
+    watchdog = Watchdog("auto", JOIN)
+    came, stuck = (
+        Rank(100, rank, 0, None, None, None, since=time.monotonic() - JOIN - START_MARGIN + left)
+        for rank, left in ((4, 5), (5, -5))
+    )
+    assert watchdog.look_at_strangers([came]) is None
+    hang = watchdog.look_at_strangers([came, stuck])
+    assert hang is not None
+    assert (hang.rank, hang.phase) == (5, Phase.STARTING)
+
+
+def test_ranks_that_are_done_do_not_hang(board: Board, clock: Clock) -> None:
+    watchdog = Watchdog(5, JOIN)
+    for slot in board.slots:
+        slot.set_phase(Phase.DONE)
     clock.sleep(100_000)
+    assert watchdog.look(board.slots, clock.now, stopping_for=100_000) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.READY, Phase.TRAINING, Phase.EVALUATING])
+def test_after_a_stop_request_a_stuck_rank_is_given_up_after_a_minute(
+    board: Board, clock: Clock, phase: Phase
+) -> None:
+    watchdog = Watchdog("auto", JOIN)
+    for slot in board.slots:
+        slot.set_phase(phase)
+    clock.sleep(300)
     assert watchdog.look(board.slots, clock.now) is None
+    assert watchdog.look(board.slots, clock.now, stopping_for=STOPPING_WORK - 1) is None
+    assert watchdog.look(board.slots, clock.now, stopping_for=STOPPING_WORK + 1) is not None
+    board.slots[0].beat(1)
+    board.slots[1].beat(1)
+    assert watchdog.look(board.slots, clock.now, stopping_for=STOPPING_WORK + 1) is None
+
+
+def test_after_a_stop_request_slow_steps_and_slow_saves_may_still_end(board: Board, clock: Clock) -> None:
+    watchdog = Watchdog("auto", JOIN)
+    train(board, watchdog, clock, 5, 100.0)
+    clock.sleep(400)
+    assert watchdog.look(board.slots, clock.now, stopping_for=400) is None
+    clock.sleep(101)
+    assert watchdog.look(board.slots, clock.now, stopping_for=501) is not None
+    for slot in board.slots:
+        slot.set_phase(Phase.STOPPING)
+    clock.sleep(STOPPING_SAVE - 1)
+    assert watchdog.look(board.slots, clock.now, stopping_for=3000) is None
+    clock.sleep(2)
+    assert watchdog.look(board.slots, clock.now, stopping_for=3000) is not None
