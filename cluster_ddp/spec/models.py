@@ -80,7 +80,6 @@ class LaunchSpec(Section):
     join_timeout: fields.Seconds = 600
     max_restarts: fields.CountOrNone = 0
     hang_timeout: fields.SecondsOrAuto = "auto"
-    snapshot: bool = False
     container: ContainerSpec | None = None
 
 

@@ -23,7 +23,7 @@ slurm: {partition: gpu, account: 0123, qos: high, nodes: 2, gpus_per_node: "a100
         cpus_per_task: 32, mem: 200G, time: "1-12:00:00", constraint: "a|b", exclude: "n[1-3]", nodelist: n4,
         reservation: r, extra: {exclusive: , mail-type: END, nice: 5, contiguous: true}}
 launch: {procs_per_node: 4, setup: ["module load cuda", "it's"], python: python3.11, port: 20000, join_timeout: 10m,
-         max_restarts: 2, hang_timeout: 5m, snapshot: true,
+         max_restarts: 2, hang_timeout: 5m,
          container: {image: "docker://a/b:c", runtime: pyxis, mounts: ["/data:/data:ro"]}}
 network: {profile: custom, backend: nccl, ib_disable: false, socket_ifname: "^lo", timeout: 1h, debug: off,
           env: {NCCL_IB_TC: 0106, A: true, B: "", C: "a b\\nc"}}
