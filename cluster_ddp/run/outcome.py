@@ -22,11 +22,12 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import Event, History, as_step
 from cluster_ddp.run.metrics import read_latest
-from cluster_ddp.run.stopfile import CANCEL, PERSON, PREEMPTION, TERMINATED, TIME_LIMIT, read_stop
+from cluster_ddp.run.stopfile import AGENT_LOST, CANCEL, PERSON, PREEMPTION, TERMINATED, TIME_LIMIT, read_stop
 
 # What stands behind a stop, the most telling first. A SIGTERM reaches every process at once, so the ranks may have
-# stopped for "terminated" before the batch script found out what it meant and said so in the stop file.
-_STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT)
+# stopped for "terminated" before the batch script found out what it meant and said so in the stop file. Ranks whose
+# agent was killed get one from the kernel, too.
+_STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, AGENT_LOST)
 
 # Errors that a program gets from its surroundings: a peer that died, the network, the machine. Starting again helps,
 # unlike after an error of the program itself.

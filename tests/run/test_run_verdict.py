@@ -53,7 +53,8 @@ def test_a_stop_that_may_be_a_persons_wish_is_not(
 
 
 @pytest.mark.parametrize(
-    ("explained", "action"), [("preemption", "requeue"), ("time-limit", "requeue"), ("cancel", "stop")]
+    ("explained", "action"),
+    [("preemption", "requeue"), ("time-limit", "requeue"), ("agent-lost", "requeue"), ("cancel", "stop")],
 )
 def test_the_stop_file_explains_a_sigterm_that_the_ranks_could_not(
     run: RunDirectory, attempt: AttemptDirectory, say: Say, explained: str, action: str
