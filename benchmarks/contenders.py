@@ -55,7 +55,8 @@ def model(tick: Tick) -> nn.Module:
     class Ticking(torch.nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             tick()
-            return super().forward(x)
+            result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+            return result
 
     torch.manual_seed(0)
     layers = torch.nn
@@ -85,7 +86,7 @@ def batches(steps: int, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor]
     while True:
         random.manual_seed(epoch)
         order = torch.randperm(SAMPLES, generator=random)[rank::world]
-        for rows in order.split(BATCH):
+        for rows in order.split(BATCH):  # type: ignore[no-untyped-call]
             if steps == 0:
                 return
             steps -= 1
@@ -119,7 +120,7 @@ def bare_loop(rank: int, world: int) -> Run:
             optimizer = adamw(module)
             for features, classes in batches(steps, rank, world):
                 optimizer.zero_grad()
-                F.cross_entropy(module(features), classes).backward()
+                F.cross_entropy(module(features), classes).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
     return run
@@ -148,7 +149,7 @@ def default_loader(rank: int, world: int) -> Run:
                     if done == steps:
                         break
                     optimizer.zero_grad()
-                    F.cross_entropy(module(features), classes).backward()
+                    F.cross_entropy(module(features), classes).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     done += 1
                 epoch += 1
@@ -252,7 +253,7 @@ def lightning_trainer(rank: int, world: int, logging: bool = False) -> Run:
     import lightning
     from torch.nn import functional as F
 
-    class Module(lightning.LightningModule):
+    class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self, tick: Tick) -> None:
             super().__init__()
             self.net = model(tick)
