@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,15 +160,23 @@ class Checkpointer:
         )
         writes = self._rank in save.plan.layouts
         if writes:
-            pinned = any(tensor.is_cuda for tensor in tensors.values())
-            self._staging.prepare(save.plan.layouts[self._rank], pinned=pinned)
+            self._staging.prepare(save.plan.layouts[self._rank], _on_cuda(tensors))
             self._staging.copy(tensors, save.plan.alike)
         self._durable = False
         if self._settings.background:
-            self._thread = threading.Thread(target=self._run, args=(save, writes), name="checkpoint", daemon=True)
-            self._thread.start()
+            self._start(self._run, save, writes)
         else:
             self._run(save, writes)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get the memory for saving these tensors, in the background: else the first save waits for it.
+
+        Call it once the optimizer has its state, after the first step.
+        """
+        self._join()
+        layout = self._plan_for(tensors).layouts.get(self._rank)
+        if layout is not None:
+            self._start(self._staging.prepare, layout, _on_cuda(tensors))
 
     def wait_copied(self) -> None:
         """Call right before parameters, optimizer or EMA change: on CUDA their copy may still be under way."""
@@ -235,6 +243,10 @@ class Checkpointer:
         except Exception as error:
             _warn(f"the save of step {save.step} was given up: {error or type(error).__name__}")
 
+    def _start(self, task: Callable[..., None], *arguments: object) -> None:
+        self._thread = threading.Thread(target=task, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
     def _join(self, timeout: float | None = None) -> None:
         if self._thread is not None:
             self._thread.join(timeout)
@@ -270,6 +282,10 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _end_all() -> None:
     for checkpointer in list(_live):
         checkpointer._end()
+
+
+def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors.values())
 
 
 def _warn(text: str) -> None:

@@ -7,19 +7,19 @@ its own: a wait on the process group's client would stop the process group.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
 
 from cluster_ddp.train.checkpoint.folders import this_process
 
-_WAIT = datetime.timedelta(seconds=1)  # between looks at whether to give up
+# Seconds between two looks at the store; more with many ranks, which all ask the one server.
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.001, 0.05, 0.0005
 _TALKS_KEPT = 16  # ranks are in step at each, so none is ever this far behind
 _instances = itertools.count()  # all ranks make their checkpointers in the same order
 
@@ -75,7 +75,9 @@ class Receipts:
 
     def collect(self, save: int, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         """Rank 0: wait for the receipts of these ranks."""
-        return {rank: self._get(self._background, f"save/{save}/receipt/{rank}") for rank in ranks}
+        keys = {rank: f"save/{save}/receipt/{rank}" for rank in ranks}
+        self._wait(self._background, list(keys.values()))
+        return {rank: self._get(self._background, key) for rank, key in keys.items()}
 
     def announce(self, save: int, durable: bool) -> None:
         """Rank 0: tell all ranks what became of a save, and forget the messages of the one before."""
@@ -124,14 +126,18 @@ class Receipts:
         client.set(f"{self._prefix}/{key}", json.dumps(value))
 
     def _get(self, client: Store, key: str) -> Any:
-        path = f"{self._prefix}/{key}"
-        while True:
+        self._wait(client, [key])
+        return json.loads(client.get(f"{self._prefix}/{key}"))
+
+    def _wait(self, client: Store, keys: list[str]) -> None:
+        """Until all keys are there. Asks again and again: a wait with a timeout logs a warning at each."""
+        paths = [f"{self._prefix}/{key}" for key in keys]
+        pause = _SHORTEST_PAUSE
+        while paths and not client.check(paths):
             self.check_given_up()
-            try:
-                client.wait([path], _WAIT)
-            except DistStoreError:
-                continue  # not yet there
-            return json.loads(client.get(path))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE + _PAUSE_PER_RANK * self.world_size)
+        self.check_given_up()
 
 
 def _own_client(store: Store) -> Store:

@@ -30,8 +30,8 @@ class Staging:
         self._side: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def prepare(self, layout: Layout, *, pinned: bool) -> None:
-        """Make room for a shard; does nothing when the layout is the one of the save before."""
+    def prepare(self, layout: Layout, pinned: bool) -> None:
+        """Make room for a shard; does nothing when it is the layout of the time before."""
         if layout is self._layout:
             return
         if layout.size > len(self._flat) or pinned != self._pinned:
@@ -96,6 +96,7 @@ class Staging:
             if hasattr(mmap, advice):
                 _advise(memory, getattr(mmap, advice))
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._flat.zero_()  # here the system finds the memory, rather than during the first copy
         self._pinned = pinned
         if pinned:
             # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of two.

@@ -1,4 +1,4 @@
-"""What one rank of test_checkpoint_ranks does: `rank_program.py SCENARIO FOLDER`, with the environment of torchrun.
+"""What one rank of test_checkpoint_ranks does: `rank_program.py FOLDER SCENARIO...`, in the environment of torchrun.
 
 Prints what it saw as one JSON object, on the last line.
 """
@@ -99,32 +99,32 @@ def failing(folder: Path) -> dict[str, Any]:
     return {"durable": [first, second, target.finish()], "kept": kept, "last": target.last_saved, "events": EVENTS}
 
 
-class Slow(Storage):
-    """Takes long to flush on one rank."""
-
-    def fsync(self, fd: int) -> None:
-        if RANK == 1:
-            time.sleep(1.5)
-        super().fsync(fd)
-
-
 def busy(folder: Path) -> dict[str, Any]:
     """While a save waits for a slow rank the process group and its store are free, and all skip the same save."""
-    target = make(folder, Slow(), when_busy="skip")
+
+    class Slow(Storage):
+        def fsync(self, fd: int) -> None:
+            end = time.monotonic() + 30
+            while RANK == 1 and not go.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            super().fsync(fd)
+
+    go = folder / "go"
+    target = make(folder / "checkpoints", Slow(), when_busy="skip")
     store = dist.distributed_c10d._get_default_store()
-    began = time.monotonic()
     save(target, 1, own_state(1))
     for turn in range(20):
         dist.all_reduce(torch.ones(3))
         store.set(f"here/{RANK}/{turn}", "yes")
         store.get(f"here/{(RANK + 1) % WORLD}/{turn}")
     save(target, 2, own_state(2))
-    free = time.monotonic() - began
+    in_flight = not target.finish(timeout=0.0)
+    dist.barrier()
+    go.touch()
     finished = target.finish()
-    slow = time.monotonic() - began
     save(target, 3, own_state(3))
     target.finish()
-    return {"free": free, "slow": slow, "finished": finished, "last": target.last_saved, "events": EVENTS}
+    return {"in_flight": in_flight, "finished": finished, "last": target.last_saved, "events": EVENTS}
 
 
 def damage(folder: Path) -> dict[str, Any]:
@@ -197,6 +197,7 @@ def dying(folder: Path) -> dict[str, Any]:
 
 def continued(folder: Path) -> dict[str, Any]:
     """A new attempt after `dying`."""
+    folder = folder.with_name("dying")
     target = make(folder)
     loaded = loads(target, 1)
     dist.barrier()
@@ -232,8 +233,14 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    found = SCENARIOS[sys.argv[1]](Path(sys.argv[2]))
+    found = {}
+    for name in sys.argv[2:]:
+        EVENTS = Recorder()
+        own = Path(sys.argv[1]) / name
+        own.mkdir(exist_ok=True)
+        found[name] = SCENARIOS[name](own)
+        if name != "dying":
+            dist.barrier()
     print(json.dumps(found), flush=True)
-    if sys.argv[1] != "dying":
-        dist.barrier()
+    if "dying" not in found:
         dist.destroy_process_group()

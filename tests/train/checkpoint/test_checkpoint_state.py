@@ -217,6 +217,18 @@ def test_another_state_than_before_gets_a_buffer_of_its_own_size(tmp_path: Path)
         assert same(live, state(step, size))
 
 
+def test_prepared_beforehand(tmp_path: Path) -> None:
+    target = checkpointer(tmp_path)
+    target.prepare(state(0))
+    assert target.finish()
+    memory = target._staging._flat.data_ptr()
+    for step in (1, 2):
+        save(target, step, state(step))
+        assert target.finish() and target._staging._flat.data_ptr() == memory
+    _, live = restore(tmp_path, state(0))
+    assert same(live, state(2))
+
+
 def test_a_state_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
     target = checkpointer(tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.z has dtype torch\.complex128"):
