@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from cluster_ddp.run.record import read_record
 from cluster_ddp.spec import JobSpec
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.feed import Feed
+from cluster_ddp.train.lines import LineFile
 from cluster_ddp.train.loggers import open_loggers
 from cluster_ddp.train.metrics import MetricsFile, Speed, StepLoss
 from cluster_ddp.train.progress import open_display
@@ -51,7 +52,7 @@ class Log:
         self._speed = Speed()
         self._pending: _Pending | None = None
         self._ids: list[int] | None = None
-        self._id_file: IO[str] | None = None
+        self._id_file: LineFile | None = None
 
     @property
     def latest(self) -> Mapping[str, float]:
@@ -63,7 +64,7 @@ class Log:
         if self._run is not None and self._job.log.sample_ids:
             path = self._run.attempt(self._attempt).samples_file(self._world.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._id_file, self._ids = path.open("a", buffering=1), []
+            self._id_file, self._ids = LineFile(path), []
         if self._world.is_main and self._run is not None:
             self._report = Report(
                 MetricsFile(self._run.metrics_file, self._attempt),
@@ -87,7 +88,7 @@ class Log:
         """Call when `step` steps are finished."""
         self.flush()
         if self._ids is not None and self._id_file is not None:
-            self._id_file.write(json.dumps({"step": step, "ids": self._ids}) + "\n")
+            self._id_file.write(json.dumps({"step": step, "ids": self._ids}))
             self._ids = []
         if self.step_loss is not None:
             self.step_loss.start()
@@ -119,7 +120,6 @@ class Log:
             self._id_file.close()
             self._id_file = None
         self._report.close(failed=failed, wait=wait)
-        self._report = Report()
 
     def _measured(self, step: int, update: Update, lr: float) -> dict[str, float]:
         values = {"lr": lr, **self._speed.read(step, self._feed.consumed(step), self._feed.waited)}

@@ -13,26 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster_ddp.train.delayed import HostCopy
+from cluster_ddp.train.lines import LineFile
 
 
 class MetricsFile:
-    """Appends one JSON object per line, flushed at once. One process writes it.
+    """Appends one JSON object per line, flushed at once. One process writes it. A full disk delays lines.
 
     Usable alone: ``MetricsFile(path, attempt=0).write(step=10, samples=320, epoch=0, values={"train/loss": 0.5})``.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
-        self._file = path.open("a+b", buffering=0)
-        self._end_torn_line()
-
-    def _end_torn_line(self) -> None:
-        """An attempt that was killed may have left half a line, which must not spoil the next one."""
-        size = self._file.seek(0, 2)
-        if size:
-            self._file.seek(size - 1)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
+        self._file = LineFile(path)
 
     def write(self, *, step: int, samples: int, epoch: int, values: Mapping[str, float]) -> None:
         """Append a line; a value that is not finite becomes null, which JSON can hold."""
@@ -44,7 +36,7 @@ class MetricsFile:
             "time": time.time(),
         }
         row.update((name, value if math.isfinite(value) else None) for name, value in values.items())
-        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.write(json.dumps(row))
 
     def close(self) -> None:
         """Close the file."""

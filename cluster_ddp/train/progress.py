@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -84,7 +85,8 @@ class Lines:
         self.say(f"step {step}/{self._total}  epoch {epoch}  {describe(values, seconds_left=left)}")
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # a full disk behind the output must not end the training
+            print(text, flush=True)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster_ddp.train.lines import LineFile
+from cluster_ddp.train.progress import Lines
+
+
+class SmallDisk:
+    """Takes so many bytes more, then is full."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._write = os.write
+
+    def write(self, fd: int, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._write(fd, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_a_full_disk_costs_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file, disk = LineFile(path), SmallDisk(10)
+    monkeypatch.setattr("cluster_ddp.train.lines.os.write", disk.write)
+    for line in ("first", "second", "third"):  # the second is taken in part
+        file.write(line)
+    assert path.read_text() == "first\nseco"
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    disk.room = 1000
+    file.write("fourth")
+    file.close()
+    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_that_were_never_taken_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = LineFile(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr("cluster_ddp.train.lines.os.write", SmallDisk(0).write)
+    file.write("first")
+    file.write("second")
+    file.close()
+    assert "2 lines are lost" in capsys.readouterr().err
+
+
+def test_a_torn_line_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    for line in ('{"step": 2}', '{"step": 3}'):
+        file = LineFile(path)
+        file.write(line)
+        file.close()
+    assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_full_disk_behind_the_output_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        monkeypatch.setattr("sys.stdout", full)
+        Lines(10).say("step 1")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
