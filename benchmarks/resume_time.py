@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster_ddp.run.attempt import last_attempt, request_resume
+from cluster_ddp.run.attempt import last_attempt, read_attempt, request_resume
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import CHECKPOINT, NODE_STARTED, RESUMED, read_events
 
@@ -190,8 +190,9 @@ class OnSlurm:
     def wait_end(self, run: RunDirectory) -> None:
         """Wait until the job has left the queue."""
         last = last_attempt(run)
-        assert last is not None and last.slurm_job_id is not None
-        job = last.slurm_job_id
+        record = read_attempt(last) if last is not None else None
+        assert record is not None and record.slurm_job_id is not None
+        job = record.slurm_job_id
 
         def gone() -> bool:
             command = ["squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING", f"--jobs={job}"]
@@ -220,7 +221,10 @@ class OnSlurm:
         return first_step - self._begun()
 
     def _begun(self) -> float:
-        return float(wait_for(lambda: self.start.is_file() and self.start.read_text().strip(), "start of the script"))
+        def written() -> str:
+            return self.start.read_text().strip() if self.start.is_file() else ""
+
+        return float(wait_for(written, "start of the script"))
 
 
 @contextlib.contextmanager
