@@ -17,6 +17,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 demo: .venv/.package
 	$(BIN)/cluster-ddp local quickstart --nodes 2
+	@echo "cluster-ddp is installed in .venv: source .venv/bin/activate"
 
 test: .venv/.everything
 	$(BIN)/python -m pytest -m "not chaos" $(PYTEST_ARGS)

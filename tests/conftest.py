@@ -14,31 +14,44 @@ sys.path.insert(0, str(Path(__file__).with_name("cluster")))
 from slurm_cluster import SlurmCluster, why_unavailable
 
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM", "") not in ("", "0")
+RUNNING: list[SlurmCluster] = []
+
+
+def bring_up(proctrack: str) -> Iterator[SlurmCluster]:
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    with SlurmCluster(proctrack) as running:
+        RUNNING.append(running)
+        yield running
+        RUNNING.remove(running)
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
-    """A real Slurm of three nodes; "pgid" as an indirect parameter gives one with proctrack/pgid."""
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with SlurmCluster(proctrack=getattr(request, "param", "linuxproc")) as running:
-        yield running
+def cluster() -> Iterator[SlurmCluster]:
+    """A real Slurm of three nodes, under which every process of a step gets the step's signals."""
+    yield from bring_up("linuxproc")
+
+
+@pytest.fixture(scope="session")
+def pgid_cluster() -> Iterator[SlurmCluster]:
+    """Another one, under which only the process group that srun started gets them."""
+    yield from bring_up("pgid")
 
 
 @pytest.fixture(autouse=True)
-def clean_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test leaves the cluster idle, with all nodes up, whatever happened in it."""
+def clean_clusters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test leaves the clusters idle, with all nodes up, whatever happened in it."""
     yield
-    running = request.node.funcargs.get("cluster")
-    if isinstance(running, SlurmCluster):
-        running.reset()
+    if request.node.get_closest_marker("cluster") is not None:
+        for running in RUNNING:
+            running.reset()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever uses the cluster is marked so, and runs last: the quick tests speak first."""
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        if {"cluster", "pgid_cluster"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
     items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
 
@@ -53,7 +66,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome = "failed"
         report.longrepr = f"{why}\nREQUIRE_SLURM is set: a cluster test that does not run is a failure."
-    running = getattr(item, "funcargs", {}).get("cluster")
-    if report.failed and isinstance(running, SlurmCluster):
-        report.sections.append(("Slurm's logs", running.logs()))
+    if report.failed:
+        for running in RUNNING:
+            report.sections.append((f"Slurm's logs (proctrack/{running.proctrack})", running.logs()))
     return report

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -121,7 +122,7 @@ class SlurmCluster:
         env["PATH"] = ":".join(dict.fromkeys(p for p in tools if p))
         env["SLURM_CONF"] = str(self.conf)
         env["OMP_NUM_THREADS"] = "1"
-        if not _installed():
+        if not _installed_from_here():
             env["PYTHONPATH"] = ":".join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH", "")]))
         return env
 
@@ -203,9 +204,15 @@ class SlurmCluster:
 
     def job_info(self, job: int) -> dict[str, str]:
         """What ``scontrol show job`` tells; empty when Slurm has forgotten the job."""
-        text = self.run("scontrol", "show", "job", "-o", str(job), check=False).strip()
-        pairs = re.split(r"\s(?=[A-Z][\w/:]*=)", text.splitlines()[0]) if text else []
-        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        for _ in range(5):
+            done = self.call("scontrol", "show", "job", "-o", str(job))
+            if done.returncode == 0:
+                pairs = re.split(r"\s(?=[A-Z][\w/:]*=)", done.stdout.splitlines()[0])
+                return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            if "Invalid job id" in done.stderr:
+                return {}
+            time.sleep(1)  # a busy controller may not answer in time
+        raise RuntimeError(f"scontrol show job {job} gave {done.returncode}: {done.stderr}\n{self.logs()}")
 
     def state(self, job: int) -> str:
         """RUNNING, PENDING, COMPLETED, ..., or "" when Slurm has forgotten the job."""
@@ -350,12 +357,13 @@ class SlurmCluster:
         self.wait_for(self._all_idle, 60, "all nodes are idle")
 
 
-def _installed() -> bool:
+def _installed_from_here() -> bool:
+    """Whether the running Python imports this checkout wherever it is started: ``pip install -e`` has been here."""
     try:
-        importlib.metadata.distribution("cluster_ddp")
+        origin = importlib.metadata.distribution("cluster_ddp").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
+    return origin is not None and json.loads(origin)["url"] == CHECKOUT.as_uri()
 
 
 def _program(name: str) -> str:

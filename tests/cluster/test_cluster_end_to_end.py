@@ -5,7 +5,9 @@ One calm run is the reference. Each other run is braked until its fault has happ
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,11 @@ def test_submitted_run_completes(calm: TrainingJob) -> None:
     assert len(hosts) == 2
 
 
-def test_preempted_run_comes_back_where_it_was(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cluster", "pgid_cluster"])
+def test_preempted_run_comes_back_where_it_was(
+    kind: str, calm: TrainingJob, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cluster: SlurmCluster = request.getfixturevalue(kind)
     training = submit(cluster, tmp_path)
     training.wait_for_step(12)
     cluster.preempt(training.job)
@@ -92,6 +98,11 @@ def test_cancelled_run_stays_cancelled_until_a_person_resumes_it(
     assert cluster.queue() == []
     assert training.status()["state"] == "CANCELLED"
     assert checkpoints(training.run), "a cancelled run has time to save, too"
+    training.full_speed()
+    answer = json.loads(cluster.cli("resume", str(training.run), "--json").stdout.splitlines()[-1])
+    again = replace(training, job=int(answer["slurm_job_id"]))
+    again.finish()
+    assert_completed_as(again, calm, attempts=2)
 
 
 def test_killed_rank_costs_no_more_than_since_the_last_checkpoint(

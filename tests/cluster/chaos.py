@@ -1,0 +1,145 @@
+"""A run under a schedule of faults, and what each of them cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chaos_faults import FAULTS, TIME_LIMIT, Scene, Strike
+from slurm_cluster import SlurmCluster
+from training_job import EPOCHS, STEPS_PER_EPOCH, TrainingJob, submit
+
+EVERY_STEPS = 5
+RECOVERY_SECONDS = 240
+_STEPS_PER_FAULT = 20  # the most that a schedule waits for, the steps of a full disk or a slow stop, and some more
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a fault cost.
+
+    Attributes
+    ----------
+    step:
+        The last step that was logged when it struck.
+    attempts:
+        How many attempts it took to go on.
+    repeated:
+        Steps that had to be trained again.
+    seconds:
+        From the strike to the first step that had not been made before.
+    """
+
+    strike: Strike
+    step: int
+    attempts: int
+    repeated: int
+    seconds: float
+
+
+def submit_chaos(cluster: SlurmCluster, folder: Path, *, faults: int, braked: bool) -> TrainingJob:
+    """Submit digits on 3 nodes, one rank each, long enough for so many faults; None are for a calm run."""
+    folder.mkdir()
+    epochs = max(EPOCHS, -(-faults * _STEPS_PER_FAULT // STEPS_PER_EPOCH))
+    return submit(
+        cluster,
+        folder,
+        braked=braked,
+        params={"brake": str(folder / "brake"), "width": 8, "seconds": 0.25},
+        slurm={"nodes": 3, "time": TIME_LIMIT},
+        launch={"procs_per_node": 1},
+        train={"epochs": epochs},
+        checkpoint={"every_steps": EVERY_STEPS},
+        network={"timeout": "2m"},
+    )
+
+
+def endure(scene: Scene, strikes: Sequence[Strike]) -> list[Cost]:
+    """Strike the run with one fault after the other, each when training is under way again."""
+    costs: list[Cost] = []
+    for strike in strikes:
+        reached = _newest(scene)
+        _wait(scene, lambda goal=reached + strike.after: _newest(scene) >= goal, f"{strike.after} steps more")
+        costs.append(_suffer(scene, strike))
+    return costs
+
+
+def _suffer(scene: Scene, strike: Strike) -> Cost:
+    rows = _rows(scene)
+    step, attempt, began = _newest(scene), max(row["attempt"] for row in rows), time.time()
+    fault = FAULTS[strike.kind]
+    fault.strike(scene, strike)
+    undone = time.time()
+
+    def new_step() -> dict[str, Any] | None:
+        rows = _rows(scene)
+        if not fault.restarts:
+            return next((row for row in rows if row["step"] > step and row["time"] > undone), None)
+        known = max(row["step"] for row in rows if row["attempt"] <= attempt)
+        return next((row for row in rows if row["attempt"] > attempt and row["step"] > known), None)
+
+    row = _wait(scene, new_step, f"training goes on after: {strike}")
+    rows = _rows(scene)
+    known = max(row["step"] for row in rows if row["attempt"] <= attempt)
+    repeated = {(row["attempt"], row["step"]) for row in rows if row["attempt"] > attempt and row["step"] <= known}
+    return Cost(strike, step, row["attempt"] - attempt, len(repeated), row["time"] - began)
+
+
+def _rows(scene: Scene) -> list[dict[str, Any]]:
+    """The logged steps; an evaluation is not one."""
+    return [row for row in scene.training.rows() if "train/loss" in row]
+
+
+def _newest(scene: Scene) -> int:
+    return max((int(row["step"]) for row in _rows(scene)), default=0)
+
+
+def _wait(scene: Scene, ready: Any, what: str) -> Any:
+    """Wait for something the run has to do by itself; at its early end, or too late, fail with all that is known."""
+    training = scene.training
+
+    def over() -> bool:
+        return scene.cluster.state(training.job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    try:
+        found = scene.cluster.wait_for(lambda: ready() or (over() and "over"), RECOVERY_SECONDS, what, every=0.3)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}\n{training.story()}") from None
+    found = ready() if found == "over" else found
+    assert found, f"the job ended before: {what}\n{training.story()}"
+    return found
+
+
+def table(costs: Sequence[Cost], title: str) -> str:
+    """What each fault cost, for people."""
+    lines = [
+        title,
+        "",
+        f"{'':>3} {'fault':<26} {'where':<7} {'at step':>7} {'attempts':>8} {'steps again':>11} {'seconds':>8}",
+    ]
+    for number, cost in enumerate(costs, start=1):
+        where = cost.strike.node if FAULTS[cost.strike.kind].local else "job"
+        lines.append(
+            f"{number:>3} {cost.strike.kind:<26} {where:<7} {cost.step:>7} {cost.attempts:>8} {cost.repeated:>11} "
+            f"{cost.seconds:>8.1f}"
+        )
+    total = f"{sum(cost.attempts for cost in costs):>8} {sum(cost.repeated for cost in costs):>11}"
+    seconds = sum(cost.seconds for cost in costs)
+    lines += [f"{'':>3} {'all':<26} {'':<7} {'':>7} {total} {seconds:>8.1f}", ""]
+    lines += [f"The mean over the {len(costs)} faults: {seconds / max(1, len(costs)):.1f} s."]
+    return "\n".join(lines) + "\n"
+
+
+def most_repeated(strike: Strike) -> int:
+    """The most steps that a fault may cost: none when there was time to save, else those since the last checkpoint.
+
+    The last checkpoint may still have been on its way to the disk; a damaged one takes the run back to the one before.
+    """
+    if FAULTS[strike.kind].graceful:
+        return 0
+    return (3 if strike.kind == "damaged checkpoint" else 2) * EVERY_STEPS
+
+

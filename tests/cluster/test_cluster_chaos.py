@@ -1,0 +1,87 @@
+"""Chaos on a real Slurm: whatever happens to a run, it completes by itself with the bits of a calm one.
+
+``make chaos`` runs the long form: CHAOS_FAULTS faults (24) in an order drawn from CHAOS_SEED (1), under each way that
+Slurm may track processes. What each fault cost is printed, and written to the folder CHAOS_TABLES.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos import Cost, endure, most_repeated, submit_chaos, table
+from chaos_faults import FAULTS, Scene, Strike, schedule, small_disk
+from same_training import assert_every_sample_once, assert_same_training
+from slurm_cluster import SlurmCluster, why_unavailable
+from training_job import SAMPLES, STEPS_PER_EPOCH
+
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
+COUNT = int(os.environ.get("CHAOS_FAULTS", "24"))
+SHORT = ["preemption", "kill -9 of an agent", "damaged checkpoint", "full disk", "kill -9 of slurmd"]
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
+
+
+def test_schedule_is_repeatable_and_holds_every_kind() -> None:
+    nodes = ("node1", "node2", "node3")
+    strikes = schedule(5, 24, list(FAULTS), nodes)
+    assert strikes == schedule(5, 24, list(FAULTS), nodes)
+    assert strikes != schedule(6, 24, list(FAULTS), nodes)
+    assert len(strikes) == 24
+    assert {strike.kind for strike in strikes} == set(FAULTS)
+
+
+@pytest.mark.timeout(900)
+def test_short_chaos(disk: Path) -> None:
+    suffer("linuxproc", disk, schedule(SEED, len(SHORT), SHORT, ("node1", "node2", "node3")))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("proctrack", ["linuxproc", "pgid"])
+def test_long_chaos(proctrack: str, disk: Path) -> None:
+    suffer(proctrack, disk, schedule(SEED, COUNT, list(FAULTS), ("node1", "node2", "node3")))
+
+
+def suffer(proctrack: str, disk: Path, strikes: list[Strike]) -> None:
+    """Let a run and a calm twin of it train, the one under the faults, and compare."""
+    with SlurmCluster(proctrack) as cluster:
+        calm = submit_chaos(cluster, disk / "calm", faults=len(strikes), braked=False)
+        calm.finish(timeout=600)
+        began = time.monotonic()
+        training = submit_chaos(cluster, disk / "chaos", faults=len(strikes), braked=True)
+        costs = endure(Scene(cluster, training, disk), strikes)
+        training.full_speed()
+        status = training.finish(timeout=600)
+        seconds = time.monotonic() - began
+        report(costs, f"proctrack/{proctrack}, seed {SEED}: {len(costs)} faults in {seconds:.0f} s")
+        assert status["state"] == "COMPLETED", training.story()
+        assert_same_training(training.run, calm.run)
+        assert_every_sample_once(training.run, SAMPLES, STEPS_PER_EPOCH)
+        happened = Counter(event["event"] for event in training.events())
+        kinds = Counter(strike.kind for strike in strikes)
+        assert happened["checkpoint-damaged"] == kinds["damaged checkpoint"], training.story()
+        assert happened["resumed"] == status["attempts"] - 1 >= sum(FAULTS[strike.kind].restarts for strike in strikes)
+    assert [cost for cost in costs if cost.repeated > most_repeated(cost.strike)] == []
+
+
+def report(costs: list[Cost], title: str) -> None:
+    """Print what the faults cost, and keep it where the one who called `make chaos` finds it."""
+    text = table(costs, title)
+    print(f"\n{text}")
+    if folder := os.environ.get("CHAOS_TABLES"):
+        path = Path(folder) / f"{title.split(':')[0].replace('/', '-').replace(', ', '-').replace(' ', '-')}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
