@@ -92,7 +92,8 @@ class Objective:
         if len(loss) != 2:
             raise TaskError(f"loss() gave a tuple of {len(loss)}; give a scalar, or the pair (sum, weight)")
         total, counts = _scalar(loss[0]), bool(share.samples)
-        weight = torch.as_tensor(loss[1], dtype=torch.float32, device=total.device).detach() * counts
+        exact = torch.float32 if total.device.type == "mps" else torch.float64
+        weight = torch.as_tensor(loss[1], dtype=exact, device=total.device).detach() * counts
         if log is not None:
             log.add(total.detach() * counts, weight)
         self._weight = weight if self._weight is None else self._weight + weight

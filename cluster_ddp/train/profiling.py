@@ -32,7 +32,10 @@ class Profiler:
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities)
             self._profile.start()
-        elif step > last:
+
+    def end(self, step: int) -> None:
+        """Call after each step."""
+        if self._range is not None and step == self._range[1]:
             self.close()
 
     def close(self) -> None:

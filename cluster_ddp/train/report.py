@@ -47,6 +47,7 @@ class Report:
             self._display.close()
         if self._file is not None:
             self._file.close()
+        loggers, self._loggers, self._file, self._display = self._loggers, (), None, None
         if wait:
-            for logger in self._loggers:
+            for logger in loggers:
                 logger.close(failed=failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import CheckpointSpec, JobSpec
 from cluster_ddp.train.checkpoint import Checkpointer, Restored
 from cluster_ddp.train.distributed import World
+from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state import State
 
 
@@ -75,6 +77,19 @@ class Saving:
         """Whether ``checkpoint.every_minutes`` asks for one now; rank 0 asks, the others follow."""
         minutes = self._settings.every_minutes
         return minutes is not None and time.monotonic() - self._since >= 60.0 * minutes
+
+    def check_metric(self, evaluated: Mapping[str, float]) -> None:
+        """See that what ``checkpoint.keep_best`` goes by is among what an evaluation gave.
+
+        Raises
+        ------
+        TaskError
+            It is not.
+        """
+        best = self._settings.keep_best
+        if best is not None and best.metric not in (*evaluated, "train/loss"):
+            known = ", ".join(evaluated) or "nothing"
+            raise TaskError(f"checkpoint.keep_best.metric: there is no {best.metric}; evaluate() of the task gives {known}")
 
     def save(self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float]) -> None:
         """Begin to save the state after `step` steps; nothing when that has been done."""

@@ -128,6 +128,8 @@ class Trainer:
         self.seeds = StepSeeds(train.seed, world.rank, device)
         self.state = State(self.model, self.update, self.ema, self.task)
         self.saving = Saving(self.job, self.directory, self.events, self.attempt, world)
+        if self.evaluation is None:
+            self.saving.check_metric({})
         self.agreement = self._new_agreement()
         self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
         self.log = Log(self.job, self.directory, self.attempt, world, self.feed, device)
@@ -204,6 +206,7 @@ class Trainer:
         self.update.apply()
         if self.ema is not None:
             self.ema.update()
+        self.profiler.end(share.step)
         self.step = share.step + 1
         self.process.beat.step(self.step)
         self.log.end(self.step, share.epoch, self.update, self.schedule.lr(share.step - skipped))
@@ -248,6 +251,7 @@ class Trainer:
         if values is not None:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
+            self.saving.check_metric(named)
             self.log.evaluated(self.step, self.feed.epoch(self.step - 1), named)
         self.process.beat.enter(Phase.TRAINING)
         return agreed

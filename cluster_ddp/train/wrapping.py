@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.spec import TrainSpec
 from cluster_ddp.train.distributed import World
-from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.errors import TaskError, TrainError
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
@@ -44,7 +44,13 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
 
 
 def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device) -> nn.Module:
-    """Wrap the model in DDP as the job file says; a single process needs no wrapper."""
+    """Wrap the model in DDP as the job file says; a single process needs no wrapper.
+
+    Raises
+    ------
+    TrainError
+        The gradients cannot be compressed in this way on this device.
+    """
     if world.world_size == 1:
         return model
     wrapped = DistributedDataParallel(
@@ -55,6 +61,8 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
         gradient_as_bucket_view=train.gradient_as_bucket_view,
         bucket_cap_mb=train.bucket_mb,
     )
+    if train.comm_hook == "bf16" and device.type != "cuda":
+        raise TrainError("train.comm_hook: bf16 needs CUDA with NCCL; fp16 works with Gloo too")
     if train.comm_hook != "none":
         wrapped.register_comm_hook(None, _HOOKS[train.comm_hook])
     return wrapped
@@ -131,11 +139,11 @@ def _contexts(block: nn.Module) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    tracking = [norm.track_running_stats for norm in norms]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, tracked in zip(norms, tracking, strict=True):
-            norm.track_running_stats = tracked
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches

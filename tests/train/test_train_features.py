@@ -1,0 +1,319 @@
+"""What the job file can switch on: formats, scaler, EMA, guard, checkpointing, hooks, profiler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from train_ranks import run_ranks
+from train_tasks import CLASSES, FEATURES, Everything, Plain, differences, final_state, job, new_run, train
+
+from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.train import NonFiniteError, TaskError, TrainError
+from cluster_ddp.train.wrapping import checkpoint_blocks, prepare_model
+
+CPU = torch.device("cpu")
+
+
+class Exploding(Plain):
+    """Its loss is infinite in the steps named."""
+
+    def __init__(self, *steps: int, rank: int = 0) -> None:
+        self.calls, self.steps, self.rank = 0, steps, rank
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        import os
+
+        self.calls += 1
+        loss = super().loss(model, batch)
+        bad = self.calls - 1 in self.steps and int(os.environ.get("RANK", 0)) == self.rank
+        return loss * float("inf") if bad else loss
+
+
+def test_fp16_skips_what_overflows_and_the_schedule_waits(tmp_path: Path) -> None:
+    """The first two updates are left out: the learning rates go on as if they had not been there."""
+    sections: dict[str, Any] = {
+        "train": {
+            "steps": 8,
+            "global_batch": 24,
+            "precision": "fp16",
+            "warmup_steps": 5,
+            "lr": 0.01,
+            "scaler": {"initial": 512.0, "growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25},
+        },
+        "log": {"every_steps": 1},
+    }
+    run = new_run(tmp_path, **sections)
+    trainer, _ = train(Exploding(0, 1), job(**sections), run)
+    rows = [row for row in read_json_lines(run.metrics_file) if "train/loss" in row]
+    assert [row["lr"] for row in rows] == pytest.approx([0.002] * 3 + [0.004, 0.006, 0.008, 0.01, 0.01])
+    assert [row["skipped_updates"] for row in rows] == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert [row["scale"] for row in rows] == [128, 32, 32, 32, 128, 128, 128, 512]
+    assert trainer.state.scalars()["scaler"]["scale"] == 512
+    assert rows[0]["train/loss"] is None and rows[-1]["train/loss"] > 0
+
+
+def test_fp16_is_resumed_exactly(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 12, "global_batch": 24, "precision": "fp16", "scaler": {"growth_interval": 2}}
+    }
+    whole, _ = train(Plain(), job(**sections))
+    run = new_run(tmp_path, **sections)
+    assert not train(Plain(), job(**sections), run, stop_at=5)[1].completed
+    part, _ = train(Plain(), job(**sections), run, attempt=1)
+    assert differences(final_state(whole), final_state(part)) == []
+    assert whole.state.scalars() == part.state.scalars()
+
+
+def test_bf16_computes_in_bf16() -> None:
+    seen: list[torch.dtype] = []
+
+    class Seeing(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            seen.append(model(batch[0]).dtype)
+            return super().loss(model, batch)
+
+    trainer, _ = train(Seeing(), job(train={"steps": 1, "global_batch": 8, "precision": "bf16"}))
+    assert seen == [torch.bfloat16]
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+def test_ema_is_the_average_by_hand() -> None:
+    """And evaluation sees the average, not the weights."""
+    weights: list[Tensor] = []
+    evaluated: list[Tensor] = []
+
+    class Watched(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            weights.append(model[0].weight.detach().clone())
+            return super().loss(model, batch)
+
+        def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            evaluated.append(model[0].weight.detach().clone())
+            return super().evaluate(model, batch)
+
+    train_section = {"steps": 6, "global_batch": 24, "ema_decay": 0.8, "lr": 0.1, "evaluate_every": "end"}
+    trainer, _ = train(Watched(), job(train=train_section))
+    after_updates = [*weights[1:], trainer.model[0].weight.detach()]
+    average = after_updates[0]
+    for update in after_updates[1:]:
+        average = 0.8 * average + 0.2 * update
+    state = final_state(trainer)
+    torch.testing.assert_close(state["ema.0.weight"], average)
+    assert torch.equal(evaluated[-1], state["ema.0.weight"])
+    assert not torch.equal(state["ema.0.weight"], state["model.0.weight"])
+
+
+def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
+    task = Exploding(*steps, rank=1)
+    # Two throw-away passes come before the first step; each step is one call.
+    task.steps = tuple(step + 2 for step in steps)
+    spec = job(train={"steps": 9, "global_batch": 24, "max_bad_steps": most})
+    try:
+        trainer, _ = train(task, spec)
+    except NonFiniteError as error:
+        return str(error), -1, True
+    finite = all(bool(torch.isfinite(parameter).all()) for parameter in trainer.model.parameters())
+    return "", trainer.update.skipped, finite
+
+
+def test_an_update_that_is_no_number_is_left_out_on_all_ranks() -> None:
+    assert run_ranks(bad_steps, 3, (2, 5), 2) == [("", 2, True)] * 3
+
+
+def test_too_many_bad_updates_name_the_step_and_the_rank() -> None:
+    messages = {message for message, *_ in run_ranks(bad_steps, 3, (2, 3, 4, 5, 6, 7, 8), 3)}
+    assert len(messages) == 1
+    (message,) = messages
+    assert message.startswith("step 5: 3 updates in a row") and "rank 1 (loss inf)" in message
+    assert "rank 0" not in message and "train.max_bad_steps" in message
+
+
+def test_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 9, "global_batch": 24, "max_bad_steps": 2},
+        "checkpoint": {"every_steps": 2},
+    }
+    run = new_run(tmp_path, **sections)
+    with pytest.raises(NonFiniteError):
+        train(Exploding(*range(5, 9)), job(**sections), run)
+    trainer, outcome = train(Plain(), job(**sections), run, attempt=1)
+    assert outcome.completed and all(bool(torch.isfinite(value).all()) for value in final_state(trainer).values())
+
+
+class Blocks(Plain):
+    """Blocks with dropout and BatchNorm, to be computed twice."""
+
+    def model(self) -> nn.Module:
+        block = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.4)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(FEATURES, 16), *block, nn.Linear(16, CLASSES))
+
+
+def test_activation_checkpointing_changes_nothing_but_the_memory() -> None:
+    plain, _ = train(Blocks(), job(train={"steps": 8, "global_batch": 24}))
+    recomputed, _ = train(Blocks(), job(train={"steps": 8, "global_batch": 24, "grad_checkpointing": True}))
+    assert differences(final_state(plain), final_state(recomputed)) == []
+
+
+def test_activation_checkpointing_forgets() -> None:
+    """Fewer bytes are kept for the backward pass."""
+    kept = []
+    for checkpointed in (False, True):
+        model = Blocks().model().train()
+        if checkpointed:
+            assert checkpoint_blocks(model) == 5
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: (s.append(t.nbytes), t)[1], lambda t: t):
+            model(torch.randn(64, FEATURES, requires_grad=True)).sum()
+        kept.append(sum(saved))
+    assert kept[1] < 0.5 * kept[0]
+
+
+def test_activation_checkpointing_needs_blocks() -> None:
+    with pytest.raises(TaskError, match=r"nn\.ModuleList"):
+        prepare_model(nn.Linear(2, 2), job(train={"grad_checkpointing": True}).train, CPU)
+
+
+def test_sync_batchnorm_stays_batchnorm_on_the_cpu() -> None:
+    with pytest.warns(UserWarning, match="BatchNorm stays"):
+        model = prepare_model(Blocks().model(), job(train={"sync_batchnorm": True}).train, CPU)
+    assert isinstance(model[1][1], nn.BatchNorm1d)
+
+
+def test_a_model_without_anything_to_train() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(TaskError, match="no trainable parameter"):
+        prepare_model(model, job().train, CPU)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: Tensor, both: bool) -> Tensor:
+        scores: Tensor = self.body(inputs)
+        return scores + self.branch(inputs) if both else scores
+
+
+class Branching(Plain):
+    """Leaves a branch out in every other step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        return Branches()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        inputs, labels = batch
+        return F.cross_entropy(model(inputs, self.calls % 2 == 0), labels)
+
+    def eval_data(self) -> None:
+        return None
+
+
+def ddp_options() -> dict[str, Any]:
+    """Train with each of DDP's options; what is different from a plain training, and what was really set."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    base = {"steps": 5, "global_batch": 24, "lr": 0.01}
+    plain = final_state(train(Everything(), job(train=base))[0])
+    found: dict[str, Any] = {}
+    for name, options in {
+        "static_graph": {"static_graph": True},
+        "no_view": {"gradient_as_bucket_view": False},
+        "fp16": {"comm_hook": "fp16"},
+    }.items():
+        trainer, _ = train(Everything(), job(train={**base, **options}))
+        assert isinstance(trainer.wrapped, DistributedDataParallel)
+        state = final_state(trainer)
+        names = [name for name in state if state[name].is_floating_point()]
+        apart = max(float((state[name] - plain[name]).abs().max()) for name in names)
+        found[name] = (apart, trainer.wrapped.static_graph, trainer.wrapped.gradient_as_bucket_view)
+
+    trainer, outcome = train(Branching(), job(train={**base, "find_unused_parameters": True}))
+    found["unused"] = outcome.completed
+    try:
+        train(Plain(), job(train={**base, "comm_hook": "bf16"}))
+    except TrainError as error:
+        found["bf16"] = str(error)
+    try:
+        train(Branching(), job(train=base))
+    except RuntimeError as error:
+        from cluster_ddp.train.explain import explain
+
+        found["refused"] = explain(error)
+    return found
+
+
+def test_options_of_ddp() -> None:
+    found = run_ranks(ddp_options, 2)[0]
+    assert found["static_graph"][0] == 0.0 and found["static_graph"][1]
+    assert found["no_view"][0] == 0.0 and not found["no_view"][2]
+    assert 0.0 < found["fp16"][0] < 0.1  # gradients lose digits on the way
+    assert "needs CUDA" in found["bf16"]
+    assert found["unused"]
+    assert "train.find_unused_parameters: true" in found["refused"]
+
+
+def test_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"train": {"steps": 6, "global_batch": 24, "profile": {"steps": "2-3"}}}
+    run = new_run(tmp_path, **sections)
+    train(Plain(), job(**sections), run)
+    trace = json.loads((run.attempt(0).path / "trace-steps-2-3.json").read_text())
+    assert sum(event.get("name") == "aten::cross_entropy_loss" for event in trace["traceEvents"]) == 2
+
+
+def test_the_metric_of_the_best_checkpoint_must_exist(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 4, "global_batch": 24},
+        "checkpoint": {"keep_best": {"metric": "val/acuracy"}},
+    }
+    with pytest.raises(TaskError, match=r"val/acuracy.*val/accuracy, val/loss"):
+        train(Plain(), job(**sections), new_run(tmp_path, **sections))
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 10, "global_batch": 24, "evaluate_every": "2 steps", "lr": 0.3},
+        "checkpoint": {"keep_best": {"metric": "val/loss", "mode": "min"}, "keep_last": 1},
+    }
+    run = new_run(tmp_path, **sections)
+    train(Plain(), job(**sections), run)
+    values = {row["step"]: row["val/loss"] for row in read_json_lines(run.metrics_file) if "val/loss" in row}
+    best = min(values, key=lambda step: values[step])
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted({f"step-{best:08d}", "step-00000010"})
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, batch: model(batch[0]), r"tensor of shape \(24, 3\); give a scalar"),
+        (lambda model, batch: 3.0, "gave a float"),
+        (lambda model, batch: torch.zeros(()), "no parameter leads to"),
+        (lambda model, batch: (model(batch[0]).sum(),), r"the pair \(sum, weight\)"),
+    ],
+)
+def test_losses_that_are_none(loss: Any, message: str) -> None:
+    class Wrong(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return loss(model, batch)
+
+    with pytest.raises(TaskError, match=message):
+        train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
+
+
+def test_metrics_have_one_value_per_sample() -> None:
+    class Wrong(Plain):
+        def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {"accuracy": torch.tensor(0.5)}
+
+    with pytest.raises(TaskError, match=r"'accuracy' with shape \(\).*one value per sample"):
+        train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
