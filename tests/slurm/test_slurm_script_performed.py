@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -102,6 +103,22 @@ def test_the_requeue_does_not_wait_for_a_save_that_takes_too_long(stage: Stage) 
     assert stage.finish(process) == 0, stage.output
     # Slurm kills after 5 s: 2 s for training, at most 2 for a verdict.
     assert 1.9 < time.monotonic() - began < 5.0
+    assert stage.requeues() == ["77"]
+
+
+def test_slurm_may_send_term_more_than_once_and_to_everything(stage: Stage) -> None:
+    training = f"trap '' TERM; {FOR_EVER}"
+    stage.does(kill_wait="5", **{"training.sh": training, "end.sh": "echo requeue"})
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    stage.does(job=TIME_LIMIT)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert stage.finish(process) == 0, stage.output
+    assert time.monotonic() - began < 4.0
+    assert stage.output.count("Slurm ends the job") == 1
     assert stage.requeues() == ["77"]
 
 
