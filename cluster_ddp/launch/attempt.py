@@ -2,7 +2,8 @@
 
     begin RUN_DIR                        prints the number of the attempt that this allocation now is
     stop RUN_DIR N --reason ...          asks all nodes of the attempt to save and end
-    end RUN_DIR N                        judges the attempt and prints one word: done, requeue, stop, fail or stall
+    end RUN_DIR N                        judges the attempt and prints one word: done, requeue, stop, fail or stall,
+                                         and behind requeue the hosts that have failed more than once, if any
 
 `begin` prints nothing, and ends with status 0, when the run is complete; 75 when another attempt is alive; 76 when only
 a person may start the run again.
@@ -19,12 +20,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster_ddp.launch.lost import record_lost_nodes
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
-from cluster_ddp.run.events import COMPLETED, NODE_FINISHED, NODE_STARTED, STOPPED, EventWriter, read_events
+from cluster_ddp.run.events import (
+    COMPLETED,
+    NODE_FINISHED,
+    NODE_STARTED,
+    STOPPED,
+    EventWriter,
+    login_writer,
+    read_events,
+)
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.stopfile import REASONS, SAVE_AND_END, TERMINATED, request_stop
+from cluster_ddp.run.suspects import suspects
 from cluster_ddp.spec.errors import ClusterDDPError
 
 if TYPE_CHECKING:
@@ -48,7 +60,7 @@ def begin(run: RunDirectory) -> AttemptDirectory:
     environment = os.environ
     pid = environment.get("SLURM_TASK_PID", "")
     nodes = environment.get("SLURM_JOB_NUM_NODES", "")
-    return begin_attempt(
+    attempt = begin_attempt(
         run,
         slurm_job_id=environment.get("SLURM_JOB_ID"),
         restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
@@ -59,6 +71,9 @@ def begin(run: RunDirectory) -> AttemptDirectory:
         procs=read_record(run).procs,
         job_alive=_job_alive,
     )
+    if attempt.number and "SLURM_JOB_ID" in environment:
+        record_lost_nodes(read_history(run), run.attempt(attempt.number - 1), EventWriter(run, login_writer()))
+    return attempt
 
 
 def end(attempt: AttemptDirectory, *, writer: str) -> Verdict:
@@ -71,8 +86,13 @@ def end(attempt: AttemptDirectory, *, writer: str) -> Verdict:
     """
     from cluster_ddp.run.verdict import conclude
 
-    speak_for_script(attempt, EventWriter(attempt.run, writer))
-    return conclude(attempt, writer=writer)
+    events = EventWriter(attempt.run, writer)
+    speak_for_script(attempt, events)
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if job_id is None:
+        return conclude(attempt, writer=writer)
+    record_lost_nodes(read_history(attempt.run), attempt, events)
+    return conclude(attempt, writer=writer, job_runs=lambda: _job_states(job_id) == {"RUNNING"})
 
 
 def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
@@ -96,14 +116,20 @@ def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
 
 def _job_alive(job_id: str) -> bool | None:
     """Ask Slurm about one job; None when it cannot be asked."""
+    states = _job_states(job_id)
+    return None if states is None else not _ACTIVE.isdisjoint(states)
+
+
+def _job_states(job_id: str) -> set[str] | None:
+    """Slurm's states of a job, none when it does not know it; None when it cannot be asked."""
     command = ["squeue", "--noheader", "--format=%T", "--states=all", f"--jobs={job_id}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     if done.returncode != 0:
-        return False if "Invalid job id" in done.stderr else None
-    return not _ACTIVE.isdisjoint(done.stdout.split())
+        return set() if "Invalid job id" in done.stderr else None
+    return set(done.stdout.split())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,7 +162,8 @@ def main(arguments: Sequence[str]) -> int:
         else:
             verdict = end(run.attempt(parsed.number), writer=f"batch-{os.environ.get('SLURM_JOB_ID', os.getpid())}")
             print(f"cluster-ddp: attempt {parsed.number}: {verdict.action}: {verdict.reason}", file=sys.stderr)
-            print(verdict.action)
+            bad = suspects(read_history(run), parsed.number) if verdict.action == "requeue" else []
+            print(" ".join([verdict.action, *bad]))
     except RunAlive as error:
         return _refuse(error, ALIVE_STATUS)
     except RunEnded as error:

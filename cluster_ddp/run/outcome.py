@@ -13,6 +13,7 @@ from cluster_ddp.run.events import (
     COMPLETED,
     FAILED,
     HANG,
+    NODE_LOST,
     PREEMPTED,
     RANK_FAILED,
     RESUMED,
@@ -89,7 +90,8 @@ def outcome_of(history: History, number: int) -> Outcome:
         at_start = own_fault and not _has_progressed(history, number)
         ending = Ending.FAILED_AT_START if at_start else Ending.FAILED
         return Outcome(ending, describe_failure(root_failure(failures)))
-    return Outcome(Ending.UNKNOWN, "it ended without a word (killed, or its node failed)")
+    lost = [str(event.get("reason")) for event in events if event["event"] == NODE_LOST]
+    return Outcome(Ending.UNKNOWN, "; ".join(lost) or "it ended without a word (killed, or its node failed)")
 
 
 def refuse_ended(history: History) -> None:

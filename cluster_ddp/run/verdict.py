@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -34,7 +35,13 @@ class Verdict:
     reason: str
 
 
-def judge(run: RunDirectory, attempt: AttemptDirectory, *, requeue: RequeueSpec | None = None) -> Verdict:
+def judge(
+    run: RunDirectory,
+    attempt: AttemptDirectory,
+    *,
+    requeue: RequeueSpec | None = None,
+    job_runs: Callable[[], bool] | None = None,
+) -> Verdict:
     """Judge an attempt that has ended, from the run's events and its stop file.
 
     Parameters
@@ -43,6 +50,9 @@ def judge(run: RunDirectory, attempt: AttemptDirectory, *, requeue: RequeueSpec 
         The run, and its attempt that has ended.
     requeue
         The limits; by default those of the run's job file.
+    job_runs
+        Asks Slurm whether it lets the attempt's job run on. Called only when a SIGTERM ended the attempt and nobody
+        knows why: `scancel --signal=TERM` is no scancel.
     """
     history = read_history(run)
     outcome = outcome_of(history, attempt.number)
@@ -50,7 +60,7 @@ def judge(run: RunDirectory, attempt: AttemptDirectory, *, requeue: RequeueSpec 
         return Verdict("done", outcome.reason)
     if outcome.ending in (Ending.CANCELLED, Ending.STOPPED_BY_PERSON):
         return Verdict("stop", outcome.reason)
-    if outcome.stop_reason == TERMINATED:
+    if outcome.stop_reason == TERMINATED and not (job_runs and job_runs()):
         # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
         return Verdict("stop", "stopped by a SIGTERM that nobody gave a reason for")
     if outcome.ending is Ending.FAILED_AT_START:
@@ -58,9 +68,9 @@ def judge(run: RunDirectory, attempt: AttemptDirectory, *, requeue: RequeueSpec 
     return _within_limits(history, attempt.number, outcome, requeue or _limits(run))
 
 
-def conclude(attempt: AttemptDirectory, *, writer: str) -> Verdict:
+def conclude(attempt: AttemptDirectory, *, writer: str, job_runs: Callable[[], bool] | None = None) -> Verdict:
     """Judge an attempt that has ended, and record the verdict under the name `writer`."""
-    verdict = judge(attempt.run, attempt)
+    verdict = judge(attempt.run, attempt, job_runs=job_runs)
     record_verdict(attempt, verdict, writer=writer)
     return verdict
 

@@ -90,6 +90,38 @@ def test_end_prints_one_word_and_records_the_verdict(run: RunDirectory) -> None:
     assert read_attempt(run.attempt(0)).ended
 
 
+def stand_in(folder: Path, **programs: str) -> str:
+    """A PATH on which Slurm's commands answer what they are told to."""
+    for name, text in programs.items():
+        program = folder / name
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(("state", "word"), [("RUNNING", "requeue"), ("CANCELLED", "stop"), ("COMPLETING", "stop")])
+def test_a_sigterm_that_is_no_scancel_does_not_end_the_run(
+    run: RunDirectory, tmp_path: Path, state: str, word: str
+) -> None:
+    call("begin", run.path)
+    happened(run, "checkpoint", step=5)
+    happened(run, "stopped", step=5, reason="terminated")
+    path = stand_in(tmp_path, squeue=f"echo {state}")
+    assert call("end", run.path, 0, PATH=path).stdout == f"{word}\n"
+
+
+def test_a_node_that_fails_again_is_named_behind_the_verdict(run: RunDirectory, tmp_path: Path) -> None:
+    path = stand_in(tmp_path, sinfo="echo n2; echo n7")
+    for number in (0, 1):
+        call("begin", run.path, restart=number, PATH=path)
+        for node in (1, 2):
+            EventWriter(run, f"node-{node}").write("node-started", attempt=number, node=node, host=f"n{node}")
+        EventWriter(run, "node-1").write("node-finished", attempt=number, node=1, outcome="failed")
+    assert call("end", run.path, 1, PATH=path).stdout == "requeue n2\n"
+    lost = [(event["attempt"], event["host"]) for event in read_events(run) if event["event"] == "node-lost"]
+    assert lost == [(0, "n2"), (1, "n2")]
+
+
 @pytest.mark.parametrize(
     ("outcomes", "word"), [(("done", "done"), "done"), (("done", "failed"), "requeue"), (("done", None), "requeue")]
 )

@@ -52,6 +52,17 @@ def test_a_stop_that_may_be_a_persons_wish_is_not(
     assert judge(run, attempt).action == "stop"
 
 
+@pytest.mark.parametrize(("reason", "runs", "action"), [
+    ("terminated", True, "requeue"), ("terminated", False, "stop"), ("cancel", True, "stop"), ("person", True, "stop"),
+])  # fmt: skip
+def test_a_sigterm_while_slurm_lets_the_job_run_on_is_no_scancel(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, reason: str, runs: bool, action: str
+) -> None:
+    say("checkpoint", 0, at=8, step=40)
+    say("stopped", 0, at=9, step=40, reason=reason)
+    assert judge(run, attempt, job_runs=lambda: runs).action == action
+
+
 @pytest.mark.parametrize(
     ("explained", "action"),
     [("preemption", "requeue"), ("time-limit", "requeue"), ("agent-lost", "requeue"), ("cancel", "stop")],
