@@ -27,6 +27,7 @@ SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 # What torchrun says of ranks that failed: of the first of them in one line, and of all in the summary at its end.
 _FIRST_FAILURE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
+_CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
 _SUMMARY_RANK = re.compile(r"^\s+rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
 _SUMMARY_CODE = re.compile(r"^\s+exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
 
@@ -78,6 +79,7 @@ class Agent:
         self._tail = Tail(log)
         self._summary: tuple[int, int] | None = None  # rank and local rank that the next exit code belongs to
         self.exits: dict[int, RankExit] = {}
+        self.ended: set[int] = set()  # ranks that it has told to end, because others failed
 
     @property
     def pid(self) -> int:
@@ -98,6 +100,8 @@ class Agent:
     def _note(self, line: str) -> None:
         if found := _FIRST_FAILURE.search(line):
             self._add(found, int(found["local"]), None)
+        elif found := _CLOSING.search(line):
+            self.ended.add(int(found["pid"]))
         elif found := _SUMMARY_RANK.match(line):
             self._summary = int(found["rank"]), int(found["local"])
         elif self._summary is not None and (found := _SUMMARY_CODE.match(line)):

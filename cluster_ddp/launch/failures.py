@@ -15,9 +15,10 @@ from cluster_ddp.run.board import Phase
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 
-# Ranks of one node that die within this time died of one cause; torchrun's exit codes come within it, too.
+# Ranks of one node that die within this time died of one cause.
 _SAME_CAUSE_SECONDS = 2.0
-_SUMMARY_SECONDS = 10.0
+# How a rank ended that says nothing itself, torchrun tells when it has ended the others, which may take a while.
+_TORCHRUN_SECONDS = 15.0
 _LONGEST_ERROR = 4000
 
 
@@ -55,12 +56,20 @@ class Failures:
         failed = [death for death in self._silent if self._code(death)]
         self._silent = [death for death in self._silent if death not in failed]
         self._deaths += [*failed, *self._missed(now)]
-        if self._deaths and (agent_ended or now - self._deaths[0].noticed > self._patience()):
+        patience = _SAME_CAUSE_SECONDS if all(map(self._is_explained, self._deaths)) else _TORCHRUN_SECONDS
+        if self._deaths and (agent_ended or now - self._deaths[0].noticed > patience):
             self._record()
 
-    def _patience(self) -> float:
-        """Seconds to wait for more. Which rank it was that nobody has seen stands in torchrun's summary, at its end."""
-        return _SAME_CAUSE_SECONDS if all(self._rank(death) is not None for death in self._deaths) else _SUMMARY_SECONDS
+    def _is_explained(self, death: _Death) -> bool:
+        """Whether all is known that will be; the rank that nobody has seen stands in torchrun's summary, at its end."""
+        if self._rank(death) is None:
+            return False
+        return self._code(death) is not None or self._follows(death) or last_words(death.rank).error is not None
+
+    def _follows(self, death: _Death) -> bool:
+        """Whether it ended only because another rank had failed: by its own words, or told to by torchrun."""
+        words = last_words(death.rank)
+        return words.follows or (words.error is None and death.rank.pid in self._agent.ended)
 
     def _rank(self, death: _Death) -> int | None:
         if death.rank.rank >= 0:
@@ -80,7 +89,7 @@ class Failures:
 
     def _record(self) -> None:
         death = min(self._deaths, key=self._order)
-        if last_words(death.rank).follows:
+        if self._follows(death):
             self._deaths = []
             return  # the cause was on another node, which records it
         number = self._rank(death)
@@ -98,7 +107,7 @@ class Failures:
             rank=number,
             error=error,
             exit_code=code,
-            signal=signal.Signals(-code).name if code is not None and code < 0 else None,
+            signal=signal.Signals(-code).name if _is_kill(code) and code is not None else None,
             failed_at=self._moment(death),
             others=sorted(other for other in others if other is not None),
             log=str(death.rank.stderr) if death.rank.stderr else None,
@@ -108,23 +117,29 @@ class Failures:
             print(f"cluster-ddp: {who} on {host} failed:\n{error}", file=sys.stderr, flush=True)
 
     def _order(self, death: _Death) -> tuple[int, float]:
-        """The cause first: who was killed by a signal, then who spoke first, then who ended without a word.
+        """The cause first: who was killed, then who spoke first, then who ended without a word.
 
         A rank that is killed says nothing, and torchrun may not tell of it yet; its peers complain about the lost
-        connection. SIGTERM comes from torchrun, which ends the others by it; they may end without a word, too.
+        connection.
         """
         code = self._code(death)
-        words = last_words(death.rank)
-        if code is not None and code < 0 and code != -signal.SIGTERM:
+        if _is_kill(code):
             kind = 0
-        elif words.error is not None:
-            kind = 4 if words.follows else 2
+        elif self._follows(death):
+            kind = 4
+        elif last_words(death.rank).error is not None:
+            kind = 2
         else:
             kind = 1 if code is None else 3
         return kind, self._moment(death)
 
     def _moment(self, death: _Death) -> float:
         return last_words(death.rank).time or death.noticed
+
+
+def _is_kill(code: int | None) -> bool:
+    """Whether a signal ended a rank that was meant for it; by SIGTERM the peers of a failed rank are ended."""
+    return code is not None and code < 0 and code != -signal.SIGTERM
 
 
 def _without_words(code: int | None) -> str:
