@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,27 +18,33 @@ import virtual_hosts
 from slurm_cluster import SlurmCluster, why_unavailable
 
 
+def of_another_session(text: str) -> bool:
+    """Whether a name or a command line belongs to a cluster of another test session that runs on this machine now."""
+    owners = set(re.findall(rf"\b{virtual_hosts.PREFIX}(\d+)-\d", text)) - {str(os.getpid())}
+    return any(Path("/proc", owner).exists() for owner in owners)
+
+
 def trace_of_the_machine() -> dict[str, object]:
     """What a cluster could leave behind: interfaces, mounts, names, folders, namespaces and daemons."""
-    namespaces: set[str] = set()
-    daemons: list[str] = []
+    seen: dict[str, tuple[str, set[str]]] = {}
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            namespaces |= {str((entry / "ns" / kind).readlink()) for kind in ("net", "mnt", "pid", "uts", "ipc")}
-        except OSError:
-            continue
-        if re.search(r"slurm(ctld|d|stepd)\b|munged|first_process", line):
-            daemons.append(f"{entry.name} {line}")
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                kinds = ("pid", "net", "mnt", "uts", "ipc")
+                seen[entry.name] = line, {str((entry / "ns" / kind).readlink()) for kind in kinds}
+    # All processes of a host share its namespaces with the first one, whose command line names the session.
+    foreign = {name for line, spaces in seen.values() for name in spaces if of_another_session(line)}
+    foreign -= seen[str(os.getpid())][1]
+    mine = {pid: known for pid, known in seen.items() if not of_another_session(known[0]) and not known[1] & foreign}
+    daemon = re.compile(r"slurm(ctld|d|stepd)\b|munged|first_process")
     return {
-        "interfaces": sorted(p.name for p in Path("/sys/class/net").iterdir()),
+        "interfaces": sorted(p.name for p in Path("/sys/class/net").iterdir() if not of_another_session(p.name)),
         "mounts": sorted(Path("/proc/self/mounts").read_text().splitlines()),
         "names": Path("/etc/hosts").read_bytes(),
-        "folders": sorted(virtual_hosts.folders()),
-        "namespaces": sorted(namespaces),
-        "daemons": sorted(daemons),
+        "folders": sorted(p for p in virtual_hosts.folders() if not of_another_session(p.name)),
+        "namespaces": sorted(set().union(*(spaces for _, spaces in mine.values()))),
+        "daemons": sorted(f"{pid} {line}" for pid, (line, _) in mine.items() if daemon.search(line)),
     }
 
 
