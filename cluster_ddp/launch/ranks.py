@@ -18,6 +18,7 @@ _TAIL_BYTES = 16384
 _TAIL_LINES = 40
 # How an error begins on standard error: Python's, or the trainer's own message, which may be of several lines.
 _BEGINS_ERROR = re.compile(r"Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
+_OWN_PREFIX = re.compile(r"^cluster_ddp: rank \d+: ")
 _FOLLOWS = re.compile(r"cluster_ddp: rank \d+ ends because ")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
@@ -166,7 +167,8 @@ def last_words(rank: Rank) -> LastWords:
             first = 0
         if first is not None:
             follows = _FOLLOWS.match(lines[first]) is not None
-            return LastWords("\n".join(lines[first:]), rank.stderr.stat().st_mtime, follows)
+            error = _OWN_PREFIX.sub("", "\n".join(lines[first:]))
+            return LastWords(error, rank.stderr.stat().st_mtime, follows)
     return LastWords(None, None)
 
 
