@@ -1,6 +1,6 @@
 # make demo    install into .venv, then train the digits on two simulated nodes of this machine
 # make test    install into .venv, then run the tests (the ones on a real Slurm skip without root or Slurm)
-# make chaos   the long fault runs on a real Slurm of this machine
+# make chaos   the long fault runs on a real Slurm of this machine (CHAOS_SEED=1 CHAOS_FAULTS=24)
 # make lint    ruff and mypy
 # make clean   remove .venv and caches; runs are kept
 #
@@ -23,7 +23,8 @@ test: .venv/.everything
 	$(BIN)/python -m pytest -m "not chaos" $(PYTEST_ARGS)
 
 chaos: .venv/.everything
-	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
+	CHAOS_TABLES=build/chaos $(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
+	@echo "What each fault cost: build/chaos/"
 
 lint: .venv/.everything
 	$(BIN)/ruff check .

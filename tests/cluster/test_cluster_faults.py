@@ -1,0 +1,233 @@
+"""One fault at a time, on a real Slurm: what goes on by itself, what is not tried again, and what stays ended.
+
+Where a run goes on, it ends with the bits of a calm one. Small jobs: 2 nodes with one rank each, two epochs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from same_training import assert_same_training, checkpoints, repeated_steps
+from slurm_cluster import SlurmCluster
+from training_job import STEPS_PER_EPOCH, TrainingJob, write_job
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 2 * STEPS_PER_EPOCH
+HELD_BACK = 8  # seconds; longer than Slurm holds a requeued job back
+PATIENCE = 180
+
+
+def submit(
+    cluster: SlurmCluster, folder: Path, *, fault: dict[str, Any] | None = None, braked: bool = False, **sections: Any
+) -> TrainingJob:
+    """Submit digits, with a fault of its own (parameters of `FaultyDigits`) or with the brake on."""
+    small = {"train": {"epochs": 2}, "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1}}
+    merged = {name: {**small.get(name, {}), **sections.get(name, {})} for name in {*small, *sections}}
+    path = write_job(folder, braked=braked, **merged)
+    if fault is not None:
+        job = yaml.safe_load(path.read_text())
+        job["task"] = f"{Path(__file__).with_name('faulty_digits.py')}:FaultyDigits"
+        job["params"] = {"width": 8, **fault}
+        path.write_text(yaml.safe_dump(job))
+    answer = json.loads(cluster.cli("submit", str(path), "--json", cwd=folder).stdout.splitlines()[-1])
+    return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), folder / "brake")
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
+    """The run that nothing happens to."""
+    training = submit(cluster, tmp_path_factory.mktemp("calm"))
+    training.finish(timeout=PATIENCE)
+    return training
+
+
+def restarts(training: TrainingJob) -> int:
+    return int(training.cluster.job_info(training.job)["Restarts"])
+
+
+def finish(training: TrainingJob, calm: TrainingJob, *, attempts: int) -> None:
+    """Let the run complete; it took so many attempts, and ended like the calm one."""
+    if training.brake.exists():
+        training.full_speed()
+    status = training.finish(timeout=PATIENCE)
+    assert (status["state"], status["attempts"], status["step"]) == ("COMPLETED", attempts, STEPS), training.story()
+    assert_same_training(training.run, calm.run)
+
+
+def end(training: TrainingJob, *states: str) -> dict[str, Any]:
+    """Wait until Slurm has ended the job in one of the states; what `status` says of the run then."""
+    training.cluster.wait_for_state(training.job, *states, timeout=PATIENCE)
+    return training.status()
+
+
+# -- what goes on by itself ------------------------------------------------------------------------------------------
+
+
+def test_preemption_that_slurm_answers_with_a_cancel(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+    """The partition gives no grace and does not requeue: within KillWait (5 s) our script saves and requeues."""
+    training = submit(cluster, tmp_path, braked=True, slurm={"partition": "cancel"})
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.preempt(training.job)
+    training.wait_for_restart(1)
+    finish(training, calm, attempts=2)
+    assert max(repeated_steps(training.run), default=0) < 20, "more is lost than since the last checkpoint"
+
+
+def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+    training = submit(cluster, tmp_path, braked=True)
+    training.wait_for_step(12, timeout=PATIENCE)
+    (started,) = {e["host"] for e in training.events() if e["event"] == "node-started" and e["node"] == 1}
+    cluster.crash_node(started)
+    training.wait_for_restart(1)
+    finish(training, calm, attempts=2)
+    assert lost_nodes(training) == [(0, started)]
+    second = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 1}
+    assert started not in second
+    cluster.boot_node(started)
+
+
+def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
+    return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
+
+
+def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+    training = submit(cluster, tmp_path, braked=True)
+    for attempt in (0, 1):
+        training.wait_for_step(12 + 5 * attempt, attempt=attempt, timeout=PATIENCE)
+        cluster.kill(next(iter(cluster.ranks("node2").values())))
+        training.wait_for_restart(attempt + 1)
+    assert cluster.job_info(training.job)["ExcNodeList"] == "node2", training.story()
+    finish(training, calm, attempts=3)
+    third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
+    assert third == {"node1", "node3"}
+
+
+def test_killed_rank_is_restarted_inside_the_allocation(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path
+) -> None:
+    fault = {"fault": "kill", "at": 30, "marker": str(tmp_path / "struck")}
+    training = submit(cluster, tmp_path, fault=fault, launch={"max_restarts": 1})
+    finish(training, calm, attempts=1)
+    assert restarts(training) == 0
+    resumed = [event["step"] for event in training.events() if event["event"] == "resumed"]
+    assert resumed and resumed[0] in (10, 20)
+    (failed,) = (event for event in training.events() if event["event"] == "rank-failed")
+    assert (failed["rank"], failed["signal"]) == (1, "SIGKILL")
+
+
+def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+    fault = {"fault": "hang", "at": 30, "marker": str(tmp_path / "struck")}
+    training = submit(cluster, tmp_path, fault=fault, launch={"hang_timeout": 10})
+    finish(training, calm, attempts=2)
+    stacks = {rank: (training.run / f"attempts/000/stacks-rank{rank}.txt").read_text() for rank in (0, 1)}
+    assert "_fail" in stacks[1], "the stack of the rank that sleeps shows where"
+    assert "faulty_digits" not in stacks[0]
+    hangs = [event for event in training.events() if event["event"] == "hang"]
+    assert hangs
+    assert all(event["step"] == 27 and event["phase"] == "training" for event in hangs)
+    requeued = [event["reason"] for event in training.events() if event["event"] == "requeued"]
+    assert len(requeued) == 1 and "hangs" in requeued[0]
+
+
+def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+    training = submit(cluster, tmp_path, braked=True)
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.cli("stop", str(training.run), timeout=PATIENCE)
+    status = end(training, "COMPLETED")
+    assert status["state"] == "STOPPED", training.story()
+    assert status["last_checkpoint"] == status["step"] >= 12
+    time.sleep(HELD_BACK)
+    assert cluster.queue() == []
+    answer = json.loads(cluster.cli("resume", str(training.run), "--json").stdout.splitlines()[-1])
+    assert answer["run_id"] == training.run.name
+    again = replace(training, job=int(answer["slurm_job_id"]))
+    finish(again, calm, attempts=2)
+    assert repeated_steps(training.run) == []
+
+
+# -- what stays cancelled --------------------------------------------------------------------------------------------
+
+
+def _pending(cluster: SlurmCluster, training: TrainingJob) -> None:
+    assert cluster.state(training.job) == "PENDING"
+
+
+def _starting(cluster: SlurmCluster, training: TrainingJob) -> None:
+    cluster.wait_for(lambda: any(map(cluster.agents, cluster.nodes)), 60, "an agent runs", every=0.05)
+
+
+def _training(cluster: SlurmCluster, training: TrainingJob) -> None:
+    training.wait_for_step(5, timeout=PATIENCE)
+
+
+def _after_a_signal(name: str) -> Callable[[SlurmCluster, TrainingJob], None]:
+    def moment(cluster: SlurmCluster, training: TrainingJob) -> None:
+        _training(cluster, training)
+        cluster.send_signal(training.job, name)
+
+    return moment
+
+
+def _requeued(cluster: SlurmCluster, training: TrainingJob) -> None:
+    _after_a_signal("USR1")(cluster, training)
+    training.wait_for_restart(1)
+
+
+@pytest.mark.parametrize(
+    ("moment", "every"),
+    [
+        (_pending, 10),
+        (_starting, 10),
+        (_training, 1),  # a checkpoint after each step: it is always saving
+        (_after_a_signal("TERM"), 10),
+        (_after_a_signal("USR1"), 10),
+        (_requeued, 10),
+    ],
+    ids=["pending", "starting", "saving", "after TERM", "after USR1", "requeued"],
+)
+def test_scancel_is_final_at_any_moment(
+    cluster: SlurmCluster, tmp_path: Path, moment: Callable[[SlurmCluster, TrainingJob], None], every: int
+) -> None:
+    blocker = cluster.sbatch("sleep 600", nodes=3, options=("--exclusive",)) if moment is _pending else None
+    training = submit(cluster, tmp_path, braked=True, checkpoint={"every_steps": every})
+    moment(cluster, training)
+    cluster.cancel(training.job)
+    if blocker:
+        cluster.cancel(blocker)
+    cluster.wait_for(lambda: cluster.queue() == [], 60, "nothing is queued")
+    time.sleep(HELD_BACK)
+    assert cluster.queue() == [], training.story()
+    assert training.status()["state"] == "CANCELLED", training.story()
+    assert cluster.state(training.job) in ("CANCELLED", "COMPLETED")
+    if moment not in (_pending, _starting):
+        assert checkpoints(training.run)
+
+
+# -- what is not tried again -----------------------------------------------------------------------------------------
+
+
+def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = submit(cluster, tmp_path, fault={"fault": "import"})
+    status = end(training, "FAILED")
+    assert (status["state"], status["attempts"], restarts(training)) == ("FAILED", 1, 0), training.story()
+    assert "a_package_that_nobody_has" in status["reason"]
+
+
+def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = submit(
+        cluster, tmp_path, fault={"fault": "crash", "at": 8}, requeue={"max_without_progress": 2},
+        checkpoint={"every_steps": 1000},
+    )  # fmt: skip
+    status = end(training, "FAILED")
+    assert (status["state"], status["attempts"], restarts(training)) == ("STALLED", 2, 1), training.story()
+    host = {event["host"] for event in training.events() if event["event"] == "failed" and event["rank"] == 1}.pop()
+    assert f"rank 1 on {host}" in status["reason"]
+    assert "the fault of the test" in status["reason"]
