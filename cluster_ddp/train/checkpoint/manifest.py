@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,6 @@ import xxhash
 from cluster_ddp.train.checkpoint.shards import ITEM_BYTES, whole_numbers
 
 FORMAT = 1
-_SHARD_NAME = re.compile(r"shard-\d{4,9}\.safetensors")
 
 
 class ManifestDamaged(ValueError):
@@ -132,9 +130,6 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         for name, value in body["tensors"].items()
     }
     aliases, scalars = body.get("aliases", {}), body["scalars"]
-    for name in shards:
-        if not _SHARD_NAME.fullmatch(name):
-            raise ValueError(f"shard name {name!r}")
     for name, stored in tensors.items():
         if stored.shard not in shards or stored.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {name!r}")

@@ -98,7 +98,7 @@ class CrashingStorage(Storage):
         folder.durable_names = dict(folder.names)
         self._pending = [(other, change) for other, change in self._pending if other is not folder]
 
-    def after_crash(self, target: Path, *, names_kept: float, bytes_kept: float) -> None:
+    def after_crash(self, target: Path, *, names_kept: float, bytes_kept: float, outer_lost: bool = False) -> None:
         """Write what the disk holds after a crash.
 
         Parameters
@@ -107,9 +107,15 @@ class CrashingStorage(Storage):
             The share, from the oldest, of the changes of names that were not flushed but are there all the same.
         bytes_kept
             The share of the bytes that were not flushed but are there all the same; 0.5 tears them.
+        outer_lost
+            Of the changes of names, those of the folder of the checkpoints itself are lost, whatever their age: file
+            systems keep the order within a folder, not between two.
         """
         found = _durable(self._disk)
+        outer = self._disk.names.get("checkpoints") if outer_lost else None
         for folder, change in self._pending[: round(names_kept * len(self._pending))]:
+            if folder is outer:
+                continue
             for name, node in change.items():
                 if node is None:
                     found[id(folder)].pop(name, None)

@@ -123,12 +123,18 @@ def test_file_too_much(sound: Path, tmp_path: Path) -> None:
     )
 
 
-def test_link_instead_of_a_file(sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [SHARD, "manifest.json"])
+def test_link_or_pipe_instead_of_a_file(sound: Path, tmp_path: Path, file: str) -> None:
     def link(folder: Path) -> None:
-        (folder / SHARD).rename(tmp_path / "elsewhere")
-        (folder / SHARD).symlink_to(tmp_path / "elsewhere")
+        (folder / file).rename(tmp_path / "elsewhere")
+        (folder / file).symlink_to(tmp_path / "elsewhere")
 
-    _check(sound, tmp_path, link, SHARD)
+    def pipe(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    for damage in (link, pipe):
+        _check(sound, tmp_path, damage, file)
 
 
 def test_empty_folder(sound: Path, tmp_path: Path) -> None:
@@ -147,6 +153,8 @@ def test_empty_folder(sound: Path, tmp_path: Path) -> None:
         lambda body: body["tensors"]["model.layer.weight"].update(shape=[-1, 3]),
         lambda body: body["tensors"]["model.layer.weight"].update(shard="shard-0009.safetensors"),
         lambda body: body["tensors"].pop("model.layer.weight"),
+        lambda body: body["tensors"].pop("optimizer.layer.weight.exp_avg"),
+        lambda body: body["tensors"]["optimizer.layer.weight.exp_avg"].update(dtype="I32"),
         lambda body: body.pop("scalars"),
         lambda body: body.update(step="20"),
         lambda body: body.update(format=2),
@@ -167,13 +175,14 @@ def test_false_manifest_with_a_true_digest(
     directory = tmp_path / "checkpoints"
     shutil.copytree(sound / "checkpoints", directory)
     forge(directory / "step-00000020")
-    events, live = Recorder(), blank(OLD)
+    old = {name: tensor for name, tensor in OLD.items() if not name.startswith("optimizer.")}
+    events, live = Recorder(), blank(old)
     try:
         restored = checkpointer(directory, events).restore(live)
     except CheckpointMismatch:
-        assert same(live, blank(OLD))  # refused before anything was touched
+        assert same(live, blank(old))  # refused before anything was touched
     else:
-        assert restored is not None and restored.step == 10 and same(live, OLD)
+        assert restored is not None and restored.step == 10 and same({**live, **restored.extra}, OLD)
         assert len(events.of("checkpoint-damaged")) == 1
 
 
@@ -201,3 +210,18 @@ def test_damage_in_what_is_not_wanted_counts_too(sound: Path, tmp_path: Path) ->
     restored = checkpointer(directory).restore(live, fit=True)
     assert restored is not None and restored.step == 10
     assert same(live, {"model.layer.weight": OLD["model.layer.weight"]})
+
+
+def test_loading_what_fits_touches_nothing_from_a_damaged_one(sound: Path, tmp_path: Path) -> None:
+    """The older checkpoint lacks a tensor that the damaged one has: it keeps its value, not half-read bytes."""
+    directory = tmp_path / "checkpoints"
+    target = checkpointer(directory)
+    save(target, 10, OLD)
+    save(target, 20, {**NEW, "model.added": NEW["ema.layer.weight"]})
+    target.finish()
+    shard = directory / "step-00000020" / SHARD
+    _flip(shard, shard.stat().st_size - 1, 0)
+    live = blank({**OLD, "model.added": NEW["ema.layer.weight"]})
+    restored = checkpointer(directory).restore(live, fit=True)
+    assert restored is not None and restored.step == 10 and restored.differences.missing == ("model.added",)
+    assert not live.pop("model.added").any() and same(live, OLD)

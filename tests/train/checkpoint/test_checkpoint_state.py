@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train.checkpoint import CheckpointError, CheckpointMismatch
-from cluster_ddp.train.checkpoint.folders import temporary_name, this_process
+from cluster_ddp.train.checkpoint.folders import (
+    remove_left_overs,
+    replaced_name,
+    step_name,
+    temporary_name,
+    this_process,
+)
 from cluster_ddp.train.checkpoint.plan import TORCH_DTYPES
 
 
@@ -264,6 +270,16 @@ def test_left_overs_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) 
         checkpointer(tmp_path).restore(state(1))
         assert [names[owner].exists() for owner in (living, far)] == [True, False]
         other.communicate("\n", timeout=30)
+
+
+def test_what_was_set_aside_stays_while_nothing_has_taken_its_place(tmp_path: Path) -> None:
+    owner = this_process()
+    (tmp_path / replaced_name(20, owner)).mkdir()
+    remove_left_overs(Storage(), tmp_path, own=owner)
+    assert (tmp_path / replaced_name(20, owner)).exists()
+    (tmp_path / step_name(20)).mkdir()
+    remove_left_overs(Storage(), tmp_path, own=owner)
+    assert [path.name for path in tmp_path.iterdir()] == [step_name(20)]
 
 
 def test_a_bare_model_and_optimizer_go_on_exactly(tmp_path: Path) -> None:
