@@ -40,14 +40,14 @@ def build(weights_mib: float) -> nn.Module:
 
 
 def mark_first_step(optimizer: Optimizer, file: Path) -> None:
-    """Have rank 0 append a line "time pid" to the file when the optimizer has made its first step."""
+    """Have rank 0 append a line "time node pid" to the file when the optimizer has made its first step."""
     marked = False
 
     def mark(*_: Any) -> None:
         nonlocal marked
         if not marked and os.environ.get("RANK", "0") == "0":
             with file.open("a") as lines:
-                lines.write(f"{time.time()} {os.getpid()}\n")
+                lines.write(f"{time.time()} {os.environ.get('SLURMD_NODENAME', 'localhost')} {os.getpid()}\n")
         marked = True
 
     optimizer.register_step_post_hook(mark)

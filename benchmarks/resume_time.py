@@ -17,7 +17,6 @@ steps that a stop and a rank killed with SIGKILL cost. To reach: 1.1 times the b
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -28,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,24 +78,24 @@ def wait_for(ready: Callable[[], T | None], what: str) -> T:
 
 
 class Marks:
-    """The file in which rank 0 of either training says when it made its first step, and its pid."""
+    """The file in which rank 0 of either training says when it made its first step, and where and who it is."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.path.touch()
         self.seen = 0
 
-    def next(self) -> tuple[float, int]:
-        """Wait for the next line: Unix seconds and the pid."""
+    def next(self) -> tuple[float, str, int]:
+        """Wait for the next line: Unix seconds, the node and the pid."""
 
         def line() -> str | None:
             lines = self.path.read_text().splitlines(keepends=True)
             found = lines[self.seen] if len(lines) > self.seen else ""
             return found if found.endswith("\n") else None
 
-        seconds, pid = wait_for(line, "first step").split()
+        seconds, node, pid = wait_for(line, "first step").split()
         self.seen += 1
-        return float(seconds), int(pid)
+        return float(seconds), node, int(pid)
 
 
 class Here:
@@ -122,6 +122,15 @@ class Here:
         """Wait until the attempt is over."""
         self.supervisor.wait(TIME_LIMIT)
 
+    def kill(self, run: RunDirectory, node: str, pid: int) -> None:
+        """Kill a rank."""
+        os.kill(pid, signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """End what is still running when something has gone wrong."""
+        self.supervisor.terminate()
+        self.supervisor.wait(TIME_LIMIT)
+
     def bare(self, marks: Marks, *arguments: str) -> float:
         """Run the bare training; gives the seconds from its start to its first step."""
         with socket.socket() as probe:
@@ -142,7 +151,7 @@ class Here:
             )
             for node in range(NODES)
         ]
-        first_step, _ = marks.next()
+        first_step, _, _ = marks.next()
         for agent in agents:
             agent.wait(TIME_LIMIT)
         return first_step - begun
@@ -189,16 +198,24 @@ class OnSlurm:
 
     def wait_end(self, run: RunDirectory) -> None:
         """Wait until the job has left the queue."""
-        last = last_attempt(run)
-        record = read_attempt(last) if last is not None else None
-        assert record is not None and record.slurm_job_id is not None
-        job = record.slurm_job_id
+        job = self._job(run)
 
         def gone() -> bool:
             command = ["squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING", f"--jobs={job}"]
             return not subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
 
         wait_for(gone, "end of the job")
+
+    def kill(self, run: RunDirectory, node: str, pid: int) -> None:
+        """Kill a rank."""
+        where = (f"--jobid={self._job(run)}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}")
+        subprocess.run(["srun", *where, "kill", "-KILL", str(pid)], env=ENVIRONMENT, check=True, timeout=60)
+
+    def abandon(self) -> None:
+        """End what is still running when something has gone wrong."""
+        for run in (self.folder / "runs").glob("*/run.json"):
+            cancel = [sys.executable, "-m", "cluster_ddp", "cancel", str(run.parent)]
+            subprocess.run(cancel, env=ENVIRONMENT, check=False, timeout=60)
 
     def bare(self, marks: Marks, *arguments: str) -> float:
         """Run the bare training; gives the seconds from the start of its script to its first step."""
@@ -217,21 +234,20 @@ class OnSlurm:
         subprocess.run(
             ["sbatch", "--wait", *self.partition, str(script)], env=ENVIRONMENT, check=True, timeout=TIME_LIMIT
         )
-        first_step, _ = marks.next()
+        first_step, _, _ = marks.next()
         return first_step - self._begun()
+
+    def _job(self, run: RunDirectory) -> str:
+        last = last_attempt(run)
+        record = read_attempt(last) if last is not None else None
+        assert record is not None and record.slurm_job_id is not None
+        return record.slurm_job_id
 
     def _begun(self) -> float:
         def written() -> str:
             return self.start.read_text().strip() if self.start.is_file() else ""
 
         return float(wait_for(written, "start of the script"))
-
-
-@contextlib.contextmanager
-def working_folder(chosen: Path | None) -> Iterator[Path]:
-    """Give a temporary folder, inside the one that was chosen."""
-    with tempfile.TemporaryDirectory(dir=chosen, prefix="resume-time-") as folder:
-        yield Path(folder)
 
 
 def event_time(run: RunDirectory, name: str, attempt: int, **fields: Any) -> float | None:
@@ -264,14 +280,71 @@ def stop(way: Here | OnSlurm, run: RunDirectory) -> float:
     return durable - asked
 
 
-def lost_by_kill(way: Here | OnSlurm, run: RunDirectory, pid: int) -> int:
-    """Kill rank 0 some steps after a checkpoint; gives the steps that have to be made again."""
-    before = last_checkpoint(run)
-    wait_for(lambda: last_checkpoint(run) > before, "checkpoint")
-    wait_for(lambda: last_step(run) % SAVE_EVERY > SAVE_EVERY // 2, "step between two checkpoints")
-    os.kill(pid, signal.SIGKILL)
-    way.wait_end(run)
-    return last_step(run) - last_checkpoint(run)
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one round."""
+
+    ours: float
+    to_nodes: float
+    to_state: float
+    to_durable: float
+    bare: float
+
+
+class Measurement:
+    """The run and the bare training that are started in turn, in a folder that is thrown away."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.marks, self.bare_marks = Marks(folder / "marks"), Marks(folder / "bare-marks")
+        self.weights = folder / "bare.pt"
+        arguments = [f"--weights-mib={options.weights_mib}", f"--mark={self.bare_marks.path}"]
+        self.way = OnSlurm(folder, arguments, options.partition) if options.slurm else Here(folder, arguments)
+        self.job_file = folder / "job.yaml"
+        job = {
+            "name": "resume",
+            "runs_dir": str(folder / "runs"),
+            "task": f"{TASK}:Heavy",
+            "params": {"weights_mib": options.weights_mib, "mark": str(self.marks.path)},
+            "slurm": {"nodes": NODES},
+            "launch": {"procs_per_node": 1},
+            "requeue": {"max_requeues": 0},  # the benchmark resumes by itself
+            "train": {"steps": 1_000_000, "batch_size": 8, "lr": 1e-4},
+            "checkpoint": {"every_steps": SAVE_EVERY},
+            "log": {"every_steps": 1, "wandb": {"mode": "disabled"}},
+        }
+        self.job_file.write_text(json.dumps(job))  # JSON is YAML
+
+    def prepare(self) -> RunDirectory:
+        """Make both checkpoints."""
+        run = self.way.make_run(self.job_file)
+        self.marks.next()
+        stop(self.way, run)
+        self.way.bare(self.bare_marks, f"--save={self.weights}")
+        return run
+
+    def round(self, run: RunDirectory) -> Times:
+        """Resume both once."""
+        begun = self.way.resume(run)
+        first_step, _, _ = self.marks.next()
+        attempt = last_attempt(run)
+        assert attempt is not None
+        to_nodes = event_time(run, NODE_STARTED, attempt.number)
+        to_state = event_time(run, RESUMED, attempt.number)
+        assert to_nodes is not None and to_state is not None
+        to_durable = stop(self.way, run)
+        bare = self.way.bare(self.bare_marks, f"--load={self.weights}")
+        return Times(first_step - begun, to_nodes - begun, to_state - begun, to_durable, bare)
+
+    def lost_by_kill(self, run: RunDirectory) -> int:
+        """Kill rank 0 some steps after a checkpoint; gives the steps that have to be made again."""
+        self.way.resume(run)
+        _, node, pid = self.marks.next()
+        before = last_checkpoint(run)
+        wait_for(lambda: last_checkpoint(run) > before, "checkpoint")
+        wait_for(lambda: last_step(run) % SAVE_EVERY > SAVE_EVERY // 2, "step between two checkpoints")
+        self.way.kill(run, node, pid)
+        self.way.wait_end(run)
+        return last_step(run) - last_checkpoint(run)
 
 
 def show(name: str, values: list[float]) -> None:
@@ -288,63 +361,26 @@ def main() -> None:
     parser.add_argument("--slurm", action="store_true", help="on a Slurm cluster instead of here")
     parser.add_argument("--partition", help="of the Slurm cluster")
     options = parser.parse_args()
-    with working_folder(options.folder) as folder:
-        measure(folder, options)
 
-
-def measure(folder: Path, options: argparse.Namespace) -> None:
-    """Do all of it in a folder."""
-    marks, bare_marks, weights = Marks(folder / "marks"), Marks(folder / "bare-marks"), folder / "bare.pt"
-    arguments = [f"--weights-mib={options.weights_mib}", f"--mark={bare_marks.path}"]
-    way = OnSlurm(folder, arguments, options.partition) if options.slurm else Here(folder, arguments)
-    job = {
-        "name": "resume",
-        "runs_dir": str(folder / "runs"),
-        "task": f"{TASK}:Heavy",
-        "params": {"weights_mib": options.weights_mib, "mark": str(marks.path)},
-        "slurm": {"nodes": NODES},
-        "launch": {"procs_per_node": 1},
-        "train": {"steps": 1_000_000, "batch_size": 8, "lr": 1e-4},
-        "checkpoint": {"every_steps": SAVE_EVERY},
-        "log": {"every_steps": 1, "wandb": {"mode": "disabled"}},
-    }
-    job_file = folder / "job.yaml"
-    job_file.write_text(json.dumps(job))  # JSON is YAML
-
-    run = way.make_run(job_file)
-    marks.next()
-    stop(way, run)
-    way.bare(bare_marks, f"--save={weights}")
-    ours: list[float] = []
-    bare: list[float] = []
-    ratios: list[float] = []
-    node: list[float] = []
-    ready: list[float] = []
-    stops: list[float] = []
-    for number in range(options.rounds):
-        begun = way.resume(run)
-        first_step, _ = marks.next()
-        attempt = last_attempt(run)
-        assert attempt is not None
-        ours.append(first_step - begun)
-        node.append((event_time(run, NODE_STARTED, attempt.number) or begun) - begun)
-        ready.append((event_time(run, RESUMED, attempt.number) or begun) - begun)
-        stops.append(stop(way, run))
-        bare.append(way.bare(bare_marks, f"--load={weights}"))
-        ratios.append(ours[-1] / bare[-1])
-        print(f"  round {number + 1} of {options.rounds}", file=sys.stderr)
-    after_stop = last_step(run) - last_checkpoint(run)
-    way.resume(run)
-    _, pid = marks.next()
-    after_kill = lost_by_kill(way, run, pid)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="resume-time-") as folder:
+        measurement = Measurement(Path(folder), options)
+        try:
+            run = measurement.prepare()
+            rounds = [measurement.round(run) for _ in range(options.rounds)]
+            after_stop = last_step(run) - last_checkpoint(run)
+            after_kill = measurement.lost_by_kill(run)
+        except BaseException:
+            measurement.way.abandon()
+            raise
 
     print(f"{'seconds':58}{'median':>9}{'fastest':>9}{'slowest':>9}   {options.rounds} rounds, {NODES} nodes x 1 rank")
-    show("bare torchrun: start to first step", bare)
-    show("cluster_ddp: start to first step", ours)
-    show("    of it: to the node programs", node)
-    show("    of it: to the restored state", ready)
-    show("ratio (to reach: 1.1)", ratios)
-    show(f"stop file to durable checkpoint ({3 * options.weights_mib:.0f} MiB)", stops)
+    show("bare torchrun: start to first step", [times.bare for times in rounds])
+    show("cluster_ddp: start to first step", [times.ours for times in rounds])
+    show("    of it: to the node programs", [times.to_nodes for times in rounds])
+    show("    of it: to the restored state", [times.to_state for times in rounds])
+    show("ratio (to reach: 1.1)", [times.ours / times.bare for times in rounds])
+    mib = 3 * options.weights_mib
+    show(f"stop file to durable checkpoint ({mib:.0f} MiB)", [times.to_durable for times in rounds])
     print(f"steps lost: by a stop {after_stop}; by a killed rank {after_kill} (a checkpoint every {SAVE_EVERY} steps)")
 
 
