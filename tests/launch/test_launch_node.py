@@ -50,6 +50,7 @@ def test_signals_to_all_processes_become_one_stop_request_that_agent_and_ranks_s
     status, _, _ = node.finish()
     assert (status, node.ended_as()) == (0, "stopped")
     assert node.logs().count("level 1, reason time-limit") == 2
+    assert node.events("node-finished")[0]["agent_status"] == 0
     (event,) = node.events("stop-requested")
     assert (event["reason"], event["level"], event["node"]) == ("time-limit", 1, 0)
 
