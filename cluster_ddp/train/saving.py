@@ -89,7 +89,9 @@ class Saving:
         best = self._settings.keep_best
         if best is not None and best.metric not in (*evaluated, "train/loss"):
             known = ", ".join(evaluated) or "nothing"
-            raise TaskError(f"checkpoint.keep_best.metric: there is no {best.metric}; evaluate() of the task gives {known}")
+            raise TaskError(
+                f"checkpoint.keep_best.metric: there is no {best.metric}; evaluate() of the task gives {known}"
+            )
 
     def save(self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float]) -> None:
         """Begin to save the state after `step` steps; nothing when that has been done."""

@@ -258,6 +258,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.log.flush()
+        before = self.process.beat.phase
         self.process.beat.enter(Phase.SAVING)
         fresh = self.state.counts.evaluated_step == self.step
         metrics = {name: value for name, value in self.log.latest.items() if fresh or not name.startswith("val/")}
@@ -268,7 +269,7 @@ class Trainer:
             epoch=self.feed.epoch(self.step),
             metrics=metrics,
         )
-        self.process.beat.enter(Phase.TRAINING)
+        self.process.beat.enter(before)
 
     # The end.
 

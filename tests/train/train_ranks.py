@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 _SECONDS = 120
-# Forked from a process that has imported torch once: starting a rank takes milliseconds instead of seconds.
+# Forked from a process that has imported torch (and what its optimizers import late) once: starting a rank takes milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["cluster_ddp.train", "cluster_ddp.train.program", "train_tasks"])
+_server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.program", "train_tasks"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

@@ -1,0 +1,218 @@
+"""Who a process is, the backend, what ranks exchange, and starting ranks from a script."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from train_ranks import run_ranks
+
+from cluster_ddp.train import (
+    DistributedError,
+    all_gather,
+    all_gather_object,
+    barrier,
+    broadcast_object,
+    choose_backend,
+    is_main_process,
+    launch_distributed_training,
+    reduce_tensor,
+    setup_distributed,
+)
+from cluster_ddp.train.distributed import find_world
+
+
+@pytest.mark.parametrize(
+    ("system", "cuda", "backend"),
+    [
+        ("Linux", True, "nccl"),
+        ("Linux", False, "gloo"),
+        ("Darwin", True, "nccl"),
+        ("Darwin", False, "gloo"),
+        ("Windows", True, "gloo"),
+        ("Windows", False, "gloo"),
+    ],
+)
+def test_backends_by_platform(system: str, cuda: bool, backend: str) -> None:
+    assert choose_backend(system, cuda) == backend
+
+
+def test_who_this_process_is() -> None:
+    torchrun = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    srun = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
+    assert find_world(torchrun) == (5, 1, 8)
+    assert find_world(srun) == (3, 1, 4)
+    assert find_world({**srun, **torchrun}) == (5, 1, 8)
+    # A batch script, or a shell in an allocation, has these without being a task of a step.
+    assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}) == (0, 0, 1)
+    assert find_world({}) == (0, 0, 1)
+
+
+def test_alone_everything_is_itself() -> None:
+    rank, local_rank, world_size = setup_distributed()
+    assert (rank, local_rank, world_size) == (0, 0, 1) and is_main_process() and not dist.is_initialized()
+    barrier()
+    tensor = torch.arange(3.0)
+    assert torch.equal(reduce_tensor(tensor), tensor) and reduce_tensor(tensor) is not tensor
+    assert torch.equal(all_gather(tensor), tensor[None])
+    assert all_gather_object({"a": 1}) == [{"a": 1}] and broadcast_object("x") == "x"
+
+
+def exchange() -> dict[str, Any]:
+    rank = dist.get_rank()
+    own = torch.tensor([float(rank), 10.0 - rank])
+    barrier()
+    found = {op: reduce_tensor(own, op).tolist() for op in ("mean", "sum", "max", "min")}  # type: ignore[arg-type]
+    found["own"] = own.tolist()
+    found["gathered"] = all_gather(torch.full((2, 2), rank)).tolist()
+    found["objects"] = all_gather_object({"rank": rank})
+    found["broadcast"] = broadcast_object(f"from {rank}")
+    found["main"] = is_main_process()
+    return found
+
+
+def test_what_ranks_exchange() -> None:
+    for rank, found in enumerate(run_ranks(exchange, 3)):
+        assert found["mean"] == [1.0, 9.0] and found["sum"] == [3.0, 27.0]
+        assert found["max"] == [2.0, 10.0] and found["min"] == [0.0, 8.0]
+        assert found["own"] == [rank, 10.0 - rank]
+        assert found["gathered"] == [[[number] * 2] * 2 for number in range(3)]
+        assert found["objects"] == [{"rank": number} for number in range(3)]
+        assert found["broadcast"] == "from 0" and found["main"] == (rank == 0)
+
+
+def test_the_timeout_is_applied() -> None:
+    """A collective that the other rank never joins fails after the process group's timeout, not after 30 minutes."""
+    program = (
+        "import time, torch, torch.distributed as dist\n"
+        "from cluster_ddp.train import setup_distributed\n"
+        "world = setup_distributed(timeout=2)\n"
+        "begun = time.monotonic()\n"
+        "if world.rank == 0:\n"
+        "    try: dist.all_reduce(torch.ones(1))\n"
+        "    except RuntimeError as error: print('failed after', time.monotonic() - begun)\n"
+        "else: time.sleep(8)\n"
+    )
+    first, second = _start(program, 2)
+    output = first.communicate(timeout=60)[0]
+    second.kill()
+    second.communicate()
+    assert "failed after" in output and 1.5 < float(output.split()[2]) < 7
+
+
+def test_srun_without_torchrun(tmp_path: Path) -> None:
+    """Two tasks of a step on one node find each other by Slurm's variables alone."""
+    program = (
+        "import torch.distributed as dist\n"
+        "from cluster_ddp.train import setup_distributed, reduce_tensor, cleanup_distributed\n"
+        "import torch\n"
+        "world = setup_distributed(timeout=30)\n"
+        "print(world.rank, reduce_tensor(torch.ones(1), 'sum').item())\n"
+        "cleanup_distributed()\n"
+    )
+    job_id = str(4_000_000 + os.getpid())
+    outputs = []
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                "SLURM_PROCID": str(task),
+                "SLURM_LOCALID": str(task),
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NUM_NODES": "1",
+                "SLURM_JOB_ID": job_id,
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    for task in tasks:
+        outputs.append(task.communicate(timeout=90)[0].split())
+    assert sorted(outputs) == [["0", "2.0"], ["1", "2.0"]]
+
+
+def test_several_nodes_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(DistributedError, match=r"export MASTER_ADDR=\$\(scontrol show hostnames"):
+        setup_distributed()
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DistributedError, match=r"local rank 2 has no GPU: this node shows 2.*launch\.procs_per_node"):
+        setup_distributed()
+
+
+def write_rank(rank: int, world_size: int, *, folder: Path) -> None:
+    total = reduce_tensor(torch.tensor([float(rank)]), "sum").item()
+    (folder / f"{rank}-{world_size}").write_text(str(total))
+
+
+def test_launching_ranks_from_a_script(tmp_path: Path) -> None:
+    launch_distributed_training(write_rank, world_size=2, backend="gloo", folder=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0-2": "1.0", "1-2": "1.0"}
+
+
+def test_launching_falls_back_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launch_distributed_training(write_rank, world_size=2, backend="nccl", folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0-1"]
+    assert "training in one process: NCCL needs CUDA" in capsys.readouterr().err
+
+
+def test_launching_from_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
+    with pytest.raises(DistributedError, match="notebook.*torchrun"):
+        launch_distributed_training(write_rank, world_size=2, folder=tmp_path)
+    launch_distributed_training(write_rank, world_size=1, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0-1"]
+
+
+def test_several_ranks_on_a_mac_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.warns(UserWarning, match="one Mac.*gain nothing"):
+        setup_distributed()
+
+
+def _start(program: str, world_size: int) -> list[subprocess.Popen[str]]:
+    from train_ranks import _free_port
+
+    port = _free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
