@@ -5,17 +5,19 @@
     end RUN_DIR N                        judges the attempt and prints one word: done, requeue, stop, fail or stall,
                                          and behind requeue the hosts that have failed more than once, if any
 
-`begin` prints nothing, and ends with status 0, when the run is complete; 75 when another attempt is alive; 76 when only
-a person may start the run again.
+`begin` waits for a while for room on a full disk. It prints nothing, and ends with status 0, when the run is complete;
+75 when another attempt is alive; 76 when only a person may start the run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 from cluster_ddp.launch.lost import record_lost_nodes
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import (
     COMPLETED,
     NODE_FINISHED,
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 ALIVE_STATUS = 75
 ENDED_STATUS = 76
 _SQUEUE_SECONDS = 20.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM_SECONDS = 900.0
+_ROOM_POLL_SECONDS = 1.0
 # Slurm's states of a job whose processes may run.
 _ACTIVE = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "CONFIGURING", "STAGE_OUT", "RESIZING"}
 
@@ -74,6 +79,22 @@ def begin(run: RunDirectory) -> AttemptDirectory:
     if attempt.number and "SLURM_JOB_ID" in environment:
         record_lost_nodes(read_history(run), run.attempt(attempt.number - 1), EventWriter(run, login_writer()))
     return attempt
+
+
+def _begin_when_there_is_room(run: RunDirectory, patience: float) -> AttemptDirectory:
+    """Begin the attempt; a full disk is waited for, since ending the job now would end the run for good."""
+    deadline, said = time.monotonic() + patience, False
+    while True:
+        try:
+            return begin(run)
+        except (RunError, OSError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in _FULL) or time.monotonic() > deadline:
+                raise
+            if not said:
+                print(f"cluster-ddp: {error}; waiting up to {patience:.0f} s for room", file=sys.stderr, flush=True)
+            said = True
+            time.sleep(_ROOM_POLL_SECONDS)
 
 
 def end(attempt: AttemptDirectory, *, writer: str) -> Verdict:
@@ -137,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     begins = commands.add_parser("begin")
     begins.add_argument("run", type=Path)
+    begins.add_argument("--patience", type=float, default=_ROOM_SECONDS, help="seconds to wait on a full disk")
     ends = commands.add_parser("end")
     stops = commands.add_parser("stop")
     for command in (ends, stops):
@@ -154,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory(parsed.run.absolute())
     try:
         if parsed.command == "begin":
-            print(begin(run).number)
+            print(_begin_when_there_is_room(run, parsed.patience).number)
         elif parsed.command == "stop":
             by = f"{parsed.command} on {socket.gethostname()}"
             attempt = run.attempt(parsed.number)

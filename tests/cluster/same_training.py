@@ -67,14 +67,15 @@ def repeated_steps(run: Path) -> list[int]:
 
 
 def sample_ids(run: Path) -> dict[int, list[int]]:
-    """The samples that each step trained on, over all ranks; of a repeated step, those of the highest attempt."""
+    """The samples that each step trained on, over all ranks; of a repeated step, those of its last time."""
     found: dict[int, tuple[int, list[int]]] = {}
     for attempt in sorted((run / "attempts").iterdir()):
         number = int(attempt.name)
         for path in sorted(attempt.glob("samples-rank*.jsonl")):
-            for line in lines(path):
-                at, ids = found.get(line["step"], (-1, []))
-                found[line["step"]] = (number, [*(ids if at == number else []), *line["ids"]])
+            # Ranks that were restarted inside the allocation repeat steps within one file.
+            for step, mine in {line["step"]: line["ids"] for line in lines(path)}.items():
+                at, ids = found.get(step, (-1, []))
+                found[step] = (number, [*(ids if at == number else []), *mine])
     return {step: ids for step, (_, ids) in sorted(found.items())}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from cluster_ddp.launch.attempt import main
 from cluster_ddp.run.attempt import begin_attempt, read_attempt, request_resume
 from cluster_ddp.run.directory import RunDirectory, create_run
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.run.storage import Storage
 from cluster_ddp.spec import JobSpec
 
 PROJECT = Path(__file__).parents[2]
@@ -47,6 +50,30 @@ def test_begin_prints_the_attempt_and_the_same_allocation_gets_it_again(run: Run
     assert record.process is not None
     assert record.process.pid == os.getpid()
     assert call("begin", run.path, restart=1).stdout == "1\n"
+
+
+@pytest.mark.parametrize(("patience", "begins"), [(20.0, True), (0.0, False)])
+def test_begin_waits_for_room_on_a_full_disk(
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    patience: float,
+    begins: bool,
+) -> None:
+    calls: list[Path] = []
+
+    def mkdir(self: Storage, path: Path, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) < 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.mkdir(**options)
+
+    monkeypatch.setattr(Storage, "mkdir", mkdir)
+    monkeypatch.setattr("cluster_ddp.launch.attempt._ROOM_POLL_SECONDS", 0.01)
+    assert main(["begin", str(run.path), f"--patience={patience}"]) == (0 if begins else 2)
+    told = capsys.readouterr()
+    assert told.out == ("0\n" if begins else "")
+    assert "No space left" in told.err
 
 
 def test_begin_refuses_while_another_attempt_is_alive(run: RunDirectory) -> None:
