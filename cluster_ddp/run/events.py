@@ -44,6 +44,7 @@ RANK_FAILED = "rank-failed"
 HANG = "hang"
 CHECKPOINT_FAILED = "checkpoint-failed"
 CHECKPOINT_DAMAGED = "checkpoint-damaged"
+CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
 RESUME_REQUESTED = "resume-requested"
 
 

@@ -53,7 +53,6 @@ class Saving:
             rank=world.rank,
             world_size=world.world_size,
             local_rank=world.local_rank,
-            local_world_size=world.local_world_size,
             store=_store(),
             report=report,
         )

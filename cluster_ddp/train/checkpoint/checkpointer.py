@@ -75,7 +75,6 @@ class Checkpointer:
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
-        local_world_size: int = 1,
         store: Store | None = None,
         report: Report = lambda event, fields: None,
         storage: Storage | None = None,
@@ -145,7 +144,7 @@ class Checkpointer:
         busy = self._thread is not None and self._thread.is_alive()
         if self._settings.when_busy == "skip" and self._receipts.from_rank_0(busy):
             if self._rank == 0:
-                self._report("checkpoint-skipped", {"step": step, "reason": "the save before is still being written"})
+                self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": "the save before is still being written"})
             return
         self._join()
         save = Save(
