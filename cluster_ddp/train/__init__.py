@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from cluster_ddp.train.errors import DataError, DistributedError, NonFiniteError, TaskError, TrainError
     from cluster_ddp.train.metrics import MetricsFile
     from cluster_ddp.train.outcome import Outcome
+    from cluster_ddp.train.randomness import StepSeeds
     from cluster_ddp.train.sampler import Permutation, SampleStream, Share, rank_shares
+    from cluster_ddp.train.script import ScriptRun, join_run
     from cluster_ddp.train.spawn import launch_distributed_training
     from cluster_ddp.train.stop import Agreement, StopSignals
     from cluster_ddp.train.task import Task, load_task
@@ -36,7 +38,9 @@ __all__ = [
     "Outcome",
     "Permutation",
     "SampleStream",
+    "ScriptRun",
     "Share",
+    "StepSeeds",
     "StopSignals",
     "Task",
     "TaskError",
@@ -50,6 +54,7 @@ __all__ = [
     "choose_backend",
     "cleanup_distributed",
     "is_main_process",
+    "join_run",
     "launch_distributed_training",
     "load_task",
     "rank_shares",
@@ -67,7 +72,9 @@ _HOMES = {
     "Outcome": "outcome",
     "Permutation": "sampler",
     "SampleStream": "sampler",
+    "ScriptRun": "script",
     "Share": "sampler",
+    "StepSeeds": "randomness",
     "StopSignals": "stop",
     "Task": "task",
     "TaskError": "errors",
@@ -81,6 +88,7 @@ _HOMES = {
     "choose_backend": "distributed",
     "cleanup_distributed": "distributed",
     "is_main_process": "distributed",
+    "join_run": "script",
     "launch_distributed_training": "spawn",
     "load_task": "task",
     "rank_shares": "sampler",

@@ -10,9 +10,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import IO
 
+from cluster_ddp.network import resolve
 from cluster_ddp.run.board import STACKS_SIGNAL, Board, Phase, Slot
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.train.distributed import World
+from cluster_ddp.spec import JobSpec
+from cluster_ddp.train.distributed import World, setup_distributed
 from cluster_ddp.train.stop import StopSignals
 
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +69,12 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
         slot = board.slots[world.local_rank]
         slot.claim(rank=world.rank)
     return RankProcess(stop, Beat(slot), _register_stacks(world, attempt))
+
+
+def join_ranks(job: JobSpec) -> None:
+    """Join the other ranks with the backend and the timeout that the job asks for."""
+    backend = None if job.network.backend == "auto" else job.network.backend
+    setup_distributed(backend, timeout=resolve(job.network).timeout)
 
 
 def _die_with_parent() -> None:

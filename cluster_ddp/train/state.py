@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,17 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.task import Task
 from cluster_ddp.train.update import Update
+
+
+class Stateful(Protocol):
+    """Something with a state of its own, such as a task."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Give the state: tensors, or what JSON can hold."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Take back what `state_dict` gave."""
 
 
 @dataclass
@@ -47,9 +56,11 @@ class State:
         The bare model.
     update
         Holds the optimizer and the scaler.
+    task
+        What else has state.
     """
 
-    def __init__(self, model: nn.Module, update: Update, ema: Ema | None, task: Task) -> None:
+    def __init__(self, model: nn.Module, update: Update, ema: Ema | None, task: Stateful) -> None:
         self.counts = Counts()
         self._model = model
         self._update = update
@@ -128,7 +139,7 @@ class State:
         named = {name: tensor for name, tensor in self.tensors().items() if not name.startswith("task.")}
         return named | {f"task.{name}": value for name, value in self._task_tensors.items()}
 
-    def _task_state(self) -> dict[str, Any]:
+    def _task_state(self) -> Mapping[str, Any]:
         return self._task.state_dict()
 
     def _plain_optimizer_state(self) -> dict[str, dict[str, Any]]:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from cluster_ddp.train.task import Task
+from cluster_ddp.train.state import Stateful
 
 _PASSES = 2
 
 
-def settle_buckets(model: nn.Module, task: Task, loss: Callable[[], Tensor]) -> None:
+def settle_buckets(model: nn.Module, task: Stateful, loss: Callable[[], Tensor]) -> None:
     """Run throw-away forward and backward passes, and undo what they did.
 
     DDP lays out its buckets anew after the first backward pass, by the order in which gradients arrived. With three
@@ -30,7 +30,7 @@ def settle_buckets(model: nn.Module, task: Task, loss: Callable[[], Tensor]) -> 
         Computes the loss of the first micro-batch of the training, with all generators seeded.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    state = copy.deepcopy(task.state_dict())
+    state = copy.deepcopy(dict(task.state_dict()))
     for _ in range(_PASSES):
         loss().backward()  # type: ignore[no-untyped-call]
         model.zero_grad(set_to_none=True)

@@ -1,0 +1,83 @@
+"""Saying what went wrong on a rank, on the rank where it went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import traceback
+
+import torch.distributed as dist
+
+from cluster_ddp.run import events
+from cluster_ddp.run.events import EventWriter
+from cluster_ddp.spec import ClusterDDPError
+from cluster_ddp.train.distributed import World
+from cluster_ddp.train.explain import explain
+from cluster_ddp.train.rank import RankProcess
+
+_FIRST_FAILURE = "cluster_ddp/first-failure"
+
+
+def record_failure(
+    error: BaseException,
+    writer: EventWriter | None,
+    *,
+    attempt: int,
+    world: World,
+    process: RankProcess | None,
+    step: int | None,
+) -> None:
+    """Print an error, and record it as this rank's event; only on the rank where it happened.
+
+    The other ranks fail too, because they wait for this one in vain; they only name it.
+
+    Parameters
+    ----------
+    writer
+        Takes the event; None: nowhere.
+    process
+        What the rank was set up as; None: it had not come to that.
+    step
+        Steps that were finished; None: training had not begun.
+    """
+    cause = None if _is_first(world) else _first_failure()
+    if cause is not None:
+        print(f"cluster_ddp: rank {world.rank} ends because {cause}", file=sys.stderr, flush=True)
+        return
+    text = explain(error)
+    if not isinstance(error, ClusterDDPError):
+        traceback.print_exception(error)
+    print(f"cluster_ddp: rank {world.rank}: {text}", file=sys.stderr, flush=True)
+    if writer is None:
+        return
+    writer.write(
+        events.FAILED,
+        attempt=attempt,
+        step=step,
+        rank=world.rank,
+        node=int(os.environ.get("CLUSTER_DDP_NODE", "0")),
+        host=socket.gethostname(),
+        phase=(process.beat.phase.name if process is not None else "STARTING").lower(),
+        error=text,
+    )
+
+
+def _is_first(world: World) -> bool:
+    """Whether no other rank has failed before; the store that the ranks met through decides."""
+    if not dist.is_initialized():
+        return True
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(_FIRST_FAILURE, 1) > 1:
+            return False
+        store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
+    return True  # the store went with rank 0, and what it died of may be anything
+
+
+def _first_failure() -> str | None:
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        return f"rank {store.get(f'{_FIRST_FAILURE}-rank').decode()} failed"
+    return None
