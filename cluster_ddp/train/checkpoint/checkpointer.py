@@ -144,7 +144,7 @@ class Checkpointer:
         busy = self._thread is not None and self._thread.is_alive()
         if self._settings.when_busy == "skip" and self._receipts.from_rank_0(busy):
             if self._rank == 0:
-                self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": "the save before is still being written"})
+                self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": "the one before is still written"})
             return
         self._join()
         save = Save(
