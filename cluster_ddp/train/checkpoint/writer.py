@@ -99,8 +99,11 @@ class Writer:
             if receipt is not None:
                 receipts.send(save.number, receipt)
             return receipts.outcome(save.number)
-        durable = self._complete(save, receipt)
-        receipts.announce(save.number, durable)
+        durable = False
+        try:
+            durable = self._complete(save, receipt)
+        finally:
+            receipts.announce(save.number, durable)  # the others wait for it, whatever happened here
         return durable
 
     def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
