@@ -70,11 +70,11 @@ class History:
     def attempts_without_progress(self, upto: int) -> int:
         """How many attempts, counted back from `upto`, ended without a checkpoint of a new step.
 
-        Attempts before a person's last request to resume do not count.
+        Attempts before a person's last request to resume do not count; nor does a checkpoint of step 0.
         """
         idle = 0
         saved: set[int] = set()
-        best = -1
+        best = 0
         for number in range(upto + 1):
             for event in self.of_attempt(number, CHECKPOINT, CHECKPOINT_DAMAGED):
                 step = event.get("step")
@@ -84,8 +84,8 @@ class History:
                     saved.add(step)
                 else:
                     saved.discard(step)
-                    best = min(best, max(saved, default=-1))
-            newest = max(saved, default=-1)
+                    best = min(best, max(saved, default=0))
+            newest = max(saved, default=0)
             if number >= self.first_number:
                 idle = 0 if newest > best else idle + 1
             best = newest

@@ -226,6 +226,8 @@ def _ended(history: History, number: int, job: _Job | None, *, answered: bool) -
     requeued = history.of_attempt(number, REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
+    if requeued and job is not None and job.state == "CANCELLED":
+        return RunState.CANCELLED, f"Slurm job {job.id} was cancelled while it waited to go on"
     if outcome.ending is Ending.CANCELLED:
         return RunState.CANCELLED, outcome.reason
     if outcome.ending in (Ending.STOPPED, Ending.STOPPED_BY_PERSON):

@@ -70,7 +70,7 @@ class Saving:
     def is_due(self, step: int) -> bool:
         """Whether ``checkpoint.every_steps`` asks for one after this many steps."""
         every = self._settings.every_steps
-        return every is not None and step % every == 0
+        return every is not None and step > 0 and step % every == 0
 
     def is_wanted(self) -> bool:
         """Whether ``checkpoint.every_minutes`` asks for one now; rank 0 asks, the others follow."""

@@ -163,6 +163,15 @@ def test_what_a_person_resumed_is_pending_again(run: RunDirectory, say: Say) -> 
         assert state_of(run, {"7": Job("PENDING")}) == "PENDING"
 
 
+def test_a_scancel_of_the_requeued_job_is_a_cancel(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    found = describe(run, {"7": Job("CANCELLED")})
+    assert found.state is RunState.CANCELLED
+    assert found.reason is not None and "7" in found.reason
+
+
 def test_of_a_chain_of_jobs_the_running_one_counts_then_the_next(run: RunDirectory) -> None:
     for job_id in ("7", "8", "9"):
         add_slurm_job(run, job_id)

@@ -188,6 +188,13 @@ def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirect
     assert read_attempt(attempt).ended is not None
 
 
+def test_a_checkpoint_of_step_0_is_no_progress(run: RunDirectory, say: Say) -> None:
+    attempt = begin_dead(run, slurm_job_id="5")
+    say("checkpoint", 0, at=1, step=0)
+    say("rank-failed", 0, at=2, rank=3, host="n9", error="RuntimeError: CUDA error", step=4)
+    assert judge(run, attempt, requeue=RequeueSpec(max_without_progress=1)).action == "stall"
+
+
 def test_a_damaged_checkpoint_does_not_count_so_training_up_to_it_again_is_progress(
     run: RunDirectory, say: Say
 ) -> None:
