@@ -6,9 +6,11 @@ events.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.program import run_rank
@@ -23,8 +25,17 @@ def main(arguments: list[str]) -> int:
     return run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get("CLUSTER_DDP_ATTEMPT", "0")))
 
 
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
+def leave(status: int) -> NoReturn:
+    """End the process without the interpreter's finalization.
+
+    Gloo's threads may still hold Python objects; a thread that wants Python's lock while the interpreter is being taken
+    down aborts the process ("terminate called without an active exception"), with all work done.
+    """
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.exit(status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

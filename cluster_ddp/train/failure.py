@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
 import traceback
 
+import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from cluster_ddp.run import events
 from cluster_ddp.run.events import EventWriter
@@ -42,11 +43,13 @@ def record_failure(
     step
         Steps that were finished; None: training had not begun.
     """
-    cause = None if _is_first(world) else _first_failure()
+    cause = _earlier_failure(error, world)
     if cause is not None:
         print(f"cluster_ddp: rank {world.rank} ends because {cause}", file=sys.stderr, flush=True)
         return
     text = explain(error)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+        get_error_handler().record_exception(error)
     if not isinstance(error, ClusterDDPError):
         traceback.print_exception(error)
     print(f"cluster_ddp: rank {world.rank}: {text}", file=sys.stderr, flush=True)
@@ -64,20 +67,19 @@ def record_failure(
     )
 
 
-def _is_first(world: World) -> bool:
-    """Whether no other rank has failed before; the store that the ranks met through decides."""
+def _earlier_failure(error: BaseException, world: World) -> str | None:
+    """What another rank died of before, of which this error is only the echo; None: this one is the first.
+
+    The store that the ranks met through tells who was first. It is rank 0's: when it is gone, so is rank 0.
+    """
     if not dist.is_initialized():
-        return True
-    with contextlib.suppress(Exception):
+        return None
+    try:
         store = dist.distributed_c10d._get_default_store()
-        if store.add(_FIRST_FAILURE, 1) > 1:
-            return False
-        store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
-    return True  # the store went with rank 0, and what it died of may be anything
-
-
-def _first_failure() -> str | None:
-    with contextlib.suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
+        if store.add(_FIRST_FAILURE, 1) == 1:
+            store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
+            return None
         return f"rank {store.get(f'{_FIRST_FAILURE}-rank').decode()} failed"
-    return None
+    except RuntimeError:
+        is_echo = world.rank != 0 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        return "rank 0 failed or was killed" if is_echo else None

@@ -179,7 +179,7 @@ def test_launching_falls_back_to_one_process(tmp_path: Path, capsys: pytest.Capt
 def test_launching_from_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shell = types.SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
-    with pytest.raises(DistributedError, match="notebook.*torchrun"):
+    with pytest.raises(DistributedError, match=r"notebook.*torchrun"):
         launch_distributed_training(write_rank, world_size=2, folder=tmp_path)
     launch_distributed_training(write_rank, world_size=1, folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0-1"]

@@ -43,7 +43,7 @@ def test_wandb_offline_holds_one_run_after_three_attempts(tmp_path: Path) -> Non
 class FakeWandb:
     """Cannot be reached online."""
 
-    class errors:  # noqa: N801
+    class errors:
         CommError = type("CommError", (Exception,), {})
         AuthenticationError = type("AuthenticationError", (Exception,), {})
 
@@ -52,7 +52,7 @@ class FakeWandb:
         self.calls: list[Any] = []
         self.folder = folder
 
-    def Settings(self, **options: Any) -> dict[str, Any]:  # noqa: N802
+    def Settings(self, **options: Any) -> dict[str, Any]:
         return options
 
     def init(self, **arguments: Any) -> Any:

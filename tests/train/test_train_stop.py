@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -24,12 +25,8 @@ def test_a_signal_only_raises_a_flag() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     hup = signal.getsignal(signal.SIGHUP)
     try:
-        for number, reason in (
-            ("USR1", "time-limit"),
-            ("TERM", "terminated"),
-            ("INT", "person"),
-            ("HUP", "time-limit"),
-        ):
+        reasons = {"USR1": "time-limit", "TERM": "terminated", "INT": "person", "HUP": "time-limit"}
+        for number, reason in reasons.items():
             stop = StopSignals()
             stop.install("HUP")
             assert stop.level == 0 and stop.reason is None
@@ -60,7 +57,7 @@ def test_the_board_counts_and_alone_makes_it_urgent(tmp_path: Path) -> None:
 
 
 def agreements(seconds: float) -> tuple[list[int], int]:
-    """Run steps of some length; the steps at which ranks spoke, and where they stopped. Rank 2 wants to from 0.5 s on."""
+    """Run steps of some length, rank 2 wanting to stop after 0.5 s; the steps at which ranks spoke, and the last."""
     rank = int(os.environ["RANK"])
     stop = StopSignals()
     begun = time.monotonic()
@@ -166,7 +163,7 @@ def test_a_rank_says_on_the_board_what_it_does(tmp_path: Path) -> None:
     trainer = Trainer(spec, Plain(), process=RankProcess(beat=Noting(board.slots[0])))
     trainer.run()
     assert board.slots[0].step == 2 and board.slots[0].beat_ns > 0
-    order = [phases[0], *(after for before, after in zip(phases, phases[1:], strict=False) if after != before)]
+    order = [phases[0], *(after for before, after in itertools.pairwise(phases) if after != before)]
     end = [Phase.STOPPING, Phase.SAVING, Phase.STOPPING, Phase.DONE]
     assert order == [Phase.READY, Phase.TRAINING, Phase.EVALUATING, Phase.TRAINING, *end]
     board.unlink()

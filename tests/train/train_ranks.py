@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _SECONDS = 120
-# Forked from a process that has imported torch (and what its optimizers import late) once: starting a rank takes milliseconds instead of seconds.
+# Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
+# milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.program", "train_tasks"])
 
