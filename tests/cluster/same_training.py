@@ -47,14 +47,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def logged(run: Path) -> Logged:
-    """What was logged for each step; where a step was repeated, the highest attempt counts."""
+    """What was logged for each step; of a value that was logged more than once, that of the highest attempt.
+
+    Not all of a step's values need come from one attempt: one may train the step, and the next evaluate it.
+    """
     best: Logged = {}
-    for line in lines(run / "metrics.jsonl"):
-        before = best.get(line["step"], {})
-        if line["attempt"] > before.get("attempt", -1):
-            best[line["step"]] = dict(line)
-        elif line["attempt"] == before.get("attempt"):
-            before.update(line)
+    for line in sorted(lines(run / "metrics.jsonl"), key=lambda line: int(line["attempt"])):
+        best.setdefault(line["step"], {}).update(line)
     return best
 
 
