@@ -30,7 +30,7 @@ class Cost:
     repeated:
         Steps that had to be trained again.
     seconds:
-        From the strike to the first step that had not been made before.
+        The longest time without a step that had not been made before.
     """
 
     strike: Strike
@@ -85,7 +85,18 @@ def _suffer(scene: Scene, strike: Strike) -> Cost:
     rows = _rows(scene)
     known = max(row["step"] for row in rows if row["attempt"] <= attempt)
     repeated = {(row["attempt"], row["step"]) for row in rows if row["attempt"] > attempt and row["step"] <= known}
-    return Cost(strike, step, row["attempt"] - attempt, len(repeated), row["time"] - began)
+    pause = _longest_pause(rows, since=began, until=row["time"])
+    return Cost(strike, step, row["attempt"] - attempt, len(repeated), pause)
+
+
+def _longest_pause(rows: Sequence[dict[str, Any]], *, since: float, until: float) -> float:
+    """Seconds without a new step, at most, between two times; the step before counts as made at the first of them."""
+    made, reached = [since], max((row["step"] for row in rows if row["time"] <= since), default=0)
+    for row in sorted(rows, key=lambda row: float(row["time"])):
+        if since < row["time"] <= until and row["step"] > reached:
+            made.append(row["time"])
+            reached = row["step"]
+    return max((after - before for before, after in zip(made, made[1:], strict=False)), default=0.0)
 
 
 def _rows(scene: Scene) -> list[dict[str, Any]]:
@@ -129,7 +140,9 @@ def table(costs: Sequence[Cost], title: str) -> str:
     total = f"{sum(cost.attempts for cost in costs):>8} {sum(cost.repeated for cost in costs):>11}"
     seconds = sum(cost.seconds for cost in costs)
     lines += [f"{'':>3} {'all':<26} {'':<7} {'':>7} {total} {seconds:>8.1f}", ""]
-    lines += [f"The mean over the {len(costs)} faults: {seconds / max(1, len(costs)):.1f} s."]
+    lines += [
+        f"Seconds: the longest time without a new step. The mean over the faults: {seconds / max(1, len(costs)):.1f} s."
+    ]
     return "\n".join(lines) + "\n"
 
 
