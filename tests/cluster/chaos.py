@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _longest_pause(rows: Sequence[dict[str, Any]], *, since: float, until: float
         if since < row["time"] <= until and row["step"] > reached:
             made.append(row["time"])
             reached = row["step"]
-    return max((after - before for before, after in zip(made, made[1:], strict=False)), default=0.0)
+    return max((after - before for before, after in itertools.pairwise(made)), default=0.0)
 
 
 def _rows(scene: Scene) -> list[dict[str, Any]]:
