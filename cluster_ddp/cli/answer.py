@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from cluster_ddp.run.directory import RunDirectory
+if TYPE_CHECKING:
+    from cluster_ddp.run.directory import RunDirectory
 
 
 def tell(*lines: str) -> None:
@@ -21,6 +24,14 @@ def remark(remarks: Iterable[str]) -> None:
 
 
 def answer(run: RunDirectory, slurm_job_id: str | None, state: str) -> None:
-    """Print the line of ``--json``: run_id, directory, slurm_job_id, state."""
+    """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it."""
     fields = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": slurm_job_id, "state": state}
-    print(json.dumps(fields), flush=True)
+    try:
+        print(json.dumps(fields), flush=True)
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Send the rest of standard output nowhere: Python would complain once more while flushing at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -7,14 +7,17 @@ help. Only the module of the command that was called is imported.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from cluster_ddp import __version__
+from cluster_ddp.cli.answer import discard_output
 from cluster_ddp.spec.errors import ClusterDDPError
 
 COMMANDS: dict[str, str] = {
@@ -84,24 +87,69 @@ def _options(
 
 def main() -> None:
     """Entry point of ``cluster-ddp`` and of ``python -m cluster_ddp``."""
+    _prepare_streams()
+    status = _status_of_call()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+    except OSError as error:
+        _complain(error, _describe(error))
+        discard_output()
+        status = status or ClusterDDPError.exit_status
+    sys.exit(status)
+
+
+def _status_of_call() -> Any:
     try:
         app(prog_name="cluster-ddp")
+    except SystemExit as end:  # how typer ends, also when the reader (head, a pager) has seen enough
+        if not isinstance(end.__context__, BrokenPipeError):
+            return end.code
+        discard_output()
+    except BrokenPipeError:
+        discard_output()
     except ClusterDDPError as error:
         _complain(error, str(error))
-        sys.exit(error.exit_status)
-    except BrokenPipeError:
-        # The reader (head, a pager) has seen enough. Without this Python complains once more while flushing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        return error.exit_status
+    except OSError as error:
+        _complain(error, _describe(error))
+        discard_output()  # it may be what cannot be written
+        return ClusterDDPError.exit_status
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     except Exception as error:
         _complain(
             error,
             f"unexpected {type(error).__name__}: {error}\n"
             f"This is a mistake in cluster_ddp; {DEBUG_VARIABLE}=1 shows where. Please report it with that output.",
         )
-        sys.exit(1)
+        return 1
+    return 0
+
+
+def _prepare_streams() -> None:
+    """Open what the caller has closed, and let no character that a terminal cannot show end a command."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - stays open until the end
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _describe(error: OSError) -> str:
+    """What the system refused, and where."""
+    try:
+        Path.cwd()
+    except OSError:
+        return "the current folder does not exist any more; change to another one (cd)"
+    files = " -> ".join(str(file) for file in (error.filename, error.filename2) if file is not None)
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{files}: {what}" if files else f"{what} (while reading or writing; {DEBUG_VARIABLE}=1 shows where)"
 
 
 def _complain(error: BaseException, message: str) -> None:

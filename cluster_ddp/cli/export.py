@@ -26,6 +26,8 @@ def command(
     found = find_run(run, runs_dir_of(None))
     if not output.parent.is_dir():
         raise RunError(f"cannot write {output}: there is no folder {output.parent}")
+    if output.exists() and not output.is_file():
+        raise RunError(f"cannot write {output}: it is a folder or a device, not a file")
     if output.exists() and not force:
         raise RunError(f"{output} exists; --force replaces it")
     folder, manifest, passed_over = newest_sound(found.checkpoints, found.id, step)

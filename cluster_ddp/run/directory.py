@@ -116,13 +116,13 @@ class RunDirectory:
 
     def exists(self) -> bool:
         """Whether this folder holds a run."""
-        return self.record_file.is_file()
+        return os.path.isfile(self.record_file)  # noqa: PTH113 - Path.is_file raises where one may not look
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
     """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute."""
     chosen = spec.runs_dir if spec is not None else None
-    return Path(chosen or os.environ.get("CLUSTER_DDP_RUNS") or "runs").expanduser().absolute()
+    return _absolute(chosen or os.environ.get("CLUSTER_DDP_RUNS") or "runs")
 
 
 def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
@@ -186,12 +186,12 @@ def list_runs(folder: Path) -> list[RunDirectory]:
 
 def is_sweep(folder: Path) -> bool:
     """Whether a folder is a sweep: a folder with one sweep.json and runs inside."""
-    return (folder / "sweep.json").is_file()
+    return os.path.isfile(folder / "sweep.json")  # noqa: PTH113 - as in RunDirectory.exists
 
 
 def find_sweep(text: str, runs_dir: Path) -> Path | None:
     """The folder of the sweep that `text` names, by path or by name; None when it names no sweep."""
-    candidates = [Path(text).expanduser().absolute(), runs_dir / text]
+    candidates = [_absolute(text), runs_dir / text]
     return next((folder for folder in candidates if is_sweep(folder)), None)
 
 
@@ -203,11 +203,13 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
     RunNotFound
         None is meant, or more than one; the message lists what is there.
     """
-    at_path = RunDirectory(Path(text).expanduser().absolute())
+    if not text.strip():
+        raise RunNotFound("no run is named: give a run directory, a run id or the beginning of one")
+    at_path = RunDirectory(_absolute(text))
     if at_path.exists():
         return at_path
     if os.sep in text:
-        raise RunNotFound(f"{text} is not a run directory (it has no run.json)")
+        raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
     runs = list_runs(runs_dir)
     found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
     if len(found) == 1:
@@ -222,6 +224,10 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
             "the folder that holds the runs."
         )
     raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(runs[::-1])}")
+
+
+def _absolute(text: str) -> Path:
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path.expanduser raises for an unknown user
 
 
 def _created(run: RunDirectory) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import secrets
 import sys
@@ -90,9 +91,24 @@ def read_record(run: RunDirectory) -> RunRecord:
         value = json.loads(run.record_file.read_bytes())
         known = {one.name for one in dataclasses.fields(RunRecord)}
         record = RunRecord(**{key: entry for key, entry in value.items() if key in known})
+        _check_kinds(record)
         return dataclasses.replace(record, slurm_job_ids=tuple(map(str, record.slurm_job_ids)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{run.record_file} cannot be read ({error}); without it {run.path} is not a run") from error
+
+
+def _check_kinds(record: RunRecord) -> None:
+    texts = (record.id, record.name, record.via, record.wandb_id)
+    counts = (one for one in (record.nodes, record.procs, record.global_batch) if one is not None)
+    right = (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(record.created, (int, float))
+        and math.isfinite(record.created)
+        and all(isinstance(count, int) and count > 0 for count in counts)
+        and isinstance(record.slurm_job_ids, (list, tuple))
+    )
+    if not right:
+        raise ValueError("a value in it is of the wrong kind")
 
 
 def write_record(storage: Storage, run: RunDirectory, record: RunRecord) -> None:

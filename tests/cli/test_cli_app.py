@@ -106,8 +106,51 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
+    assert done.returncode == 0
     assert done.stdout == "#!/bin/bash\n"
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def shell(line: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which `ddp` is the command, its output buffered as Python does by default."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"PYTHONPATH": str(CHECKOUT), "CLUSTER_DDP_RUNS": "runs", **variables}
+    script = f'ddp() {{ "{sys.executable}" -m cluster_ddp "$@"; }}\n{line}'
+    return subprocess.run(
+        ["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", ["list --json", "templates", "--help", "submit multi-node --dry-run"])
+def test_a_reader_that_reads_nothing_is_no_failure(arguments: str, tmp_path: Path) -> None:
+    done = shell(f"ddp {arguments} | true; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr and "rror" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["list --json", "templates", "submit multi-node --dry-run"])
+def test_output_that_cannot_be_written_is_said_once(arguments: str, tmp_path: Path) -> None:
+    done = shell(f"ddp {arguments} >/dev/full", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("No space left on device") == 1
+    assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_has_closed(closed: str, tmp_path: Path) -> None:
+    assert shell(f"ddp list {closed} && ddp list --json {closed}", tmp_path).returncode == 0
+
+
+def test_a_current_folder_that_is_gone(tmp_path: Path) -> None:
+    for arguments in ("status", "submit multi-node --dry-run", "local cpu"):
+        done = shell(f"mkdir gone; cd gone; rmdir ../gone; ddp {arguments}", tmp_path)
+        assert done.returncode == 2
+        assert done.stderr == "cluster-ddp: the current folder does not exist any more; change to another one (cd)\n"
+
+
+def test_a_folder_of_runs_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    done = shell("ddp list --json; CLUSTER_DDP_RUNS=$'r\\xff' ddp submit multi-node --dry-run", tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_templates_are_listed_with_what_they_are_for(call: Call) -> None:

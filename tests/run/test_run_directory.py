@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_builders import job
@@ -14,6 +17,7 @@ from cluster_ddp.run import directory
 from cluster_ddp.run.directory import RunDirectory, create_run, find_run, find_sweep, list_runs, runs_dir_of
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.record import add_slurm_job, read_record, update_record
+from cluster_ddp.run.state import describe
 from cluster_ddp.spec import load_resolved
 
 
@@ -101,6 +105,47 @@ def test_a_run_is_found_by_path_id_and_unique_prefix(tmp_path: Path, monkeypatch
     assert [run.id[:2] for run in list_runs(tmp_path)] == ["di", "di", "lr"]
     assert find_sweep("grid", tmp_path) == tmp_path / "grid"
     assert find_sweep("digits", tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_name_is_no_run_though_it_is_the_beginning_of_all(tmp_path: Path, text: str) -> None:
+    """`cluster-ddp cancel "$RUN"` with RUN unset must not end the only run there is."""
+    fake_run(tmp_path, "digits-20260101-000000-aaaa")
+    with pytest.raises(RunNotFound, match="no run is named"):
+        find_run(text, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-that-name", "x" * 5000, "a\nb"])
+def test_names_that_can_be_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    with pytest.raises(RunNotFound):
+        find_run(text, tmp_path)
+    monkeypatch.setenv("CLUSTER_DDP_RUNS", text)
+    assert list_runs(runs_dir_of(None)) == []
+
+
+def test_a_run_that_one_may_not_look_into_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = fake_run(tmp_path, "mine"), fake_run(tmp_path, "theirs")
+    stat = os.stat
+
+    def refusing(path: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path).startswith(f"{theirs.path}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert list_runs(tmp_path) == [mine]
+    assert find_run("mi", tmp_path) == mine
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"created": "x"}, {"created": float("nan")}, {"nodes": "a"}, {"procs": -1}, {"name": 5}, {"via": None}]
+)
+def test_a_record_with_a_value_of_the_wrong_kind_is_damaged(runs_dir: Path, wrong: dict[str, Any]) -> None:
+    run = create_run(job(), runs_dir=runs_dir, via="local", script=None)
+    run.record_file.write_text(json.dumps(json.loads(run.record_file.read_text()) | wrong))
+    with pytest.raises(RunError, match="cannot be read"):
+        read_record(run)
+    assert describe(run, None).run_id == run.id
 
 
 def test_an_id_that_is_a_prefix_of_another_names_itself(tmp_path: Path) -> None:

@@ -105,6 +105,15 @@ def test_export_loads_into_the_bare_model(run: Path) -> None:
     assert torch.equal(load_file(run.parent / "model.safetensors")["head.weight"], Tied().head.weight)
 
 
+@pytest.mark.parametrize("target", [".", "folder", "/dev/null"])
+def test_export_replaces_nothing_but_files(run: Path, target: str) -> None:
+    (run.parent / "folder").mkdir()
+    done = call(run, "export", RUN, "-o", target, "--force")
+    assert done.returncode == 2
+    assert "not a file" in done.stderr and "unexpected" not in done.stderr
+    assert Path("/dev/null").is_char_device()
+
+
 def test_export_of_the_averages(run: Path) -> None:
     assert call(run, "export", RUN, "--ema", "-o", "ema.safetensors").returncode == 0
     torch.manual_seed(20)
