@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.described import caller
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory, find_run, runs_dir_of
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, login_writer
+from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.state import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -27,8 +25,3 @@ def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJobLike] | None
         first_line = str(error).splitlines()[0]
         print(f"cluster-ddp: told from the run directories alone: {first_line}", file=sys.stderr)
         return None
-
-
-def caller() -> str:
-    """Who calls this command, for events and stop requests."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -10,7 +10,7 @@ from cluster_ddp.cli.answer import answer, remark, tell
 from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.run.directory import RunDirectory, find_run, runs_dir_of
 from cluster_ddp.run.record import read_record
-from cluster_ddp.spec import load_resolved
+from cluster_ddp.spec import load_resolved, unknown_keys
 from cluster_ddp.submit import resume
 
 
@@ -32,6 +32,7 @@ def command(
     local = read_record(found).via == "local"
     size = [] if local else _size(nodes, procs)
     before = load_resolved(found.job_file)
+    remark(unknown_keys(found.job_file))
     spec, remarks, changed = resume.changed_job(found, [*(settings or ()), *size])
     if resume.nothing_to_do(found, status, before, spec):
         tell(f"run {found.id} is complete; to train on, give it more: --set train.epochs=... (or train.steps)")

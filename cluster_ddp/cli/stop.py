@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.described import caller, describe_runs
+from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import find_run, runs_dir_of
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, login_writer
+from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.state import RunState
 from cluster_ddp.run.stopfile import PERSON, request_stop

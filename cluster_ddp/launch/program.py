@@ -29,7 +29,7 @@ from cluster_ddp.run.board import Board, Phase
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, HANG
 from cluster_ddp.run.storage import Storage, write_json
-from cluster_ddp.spec import load_resolved
+from cluster_ddp.spec import load_resolved, unknown_keys
 
 TICK_SECONDS = 0.2
 _WATCHDOG_SECONDS = 1.0
@@ -62,6 +62,8 @@ class NodeProgram:
         self, run: RunDirectory, attempt: int, command: Sequence[str], *, node_rank: int, take_signals: bool = True
     ) -> None:
         self._spec = load_resolved(run.job_file)
+        for remark in unknown_keys(run.job_file):
+            print(f"cluster-ddp: {remark}", file=sys.stderr, flush=True)
         self._attempt = run.attempt(attempt)
         self._node_rank = node_rank
         self._procs = int(option(command, "--nproc-per-node"))

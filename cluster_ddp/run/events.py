@@ -6,6 +6,7 @@ writes events has a file of its own. A reader takes what it can: a torn or damag
 
 from __future__ import annotations
 
+import getpass
 import json
 import math
 import os
@@ -84,6 +85,15 @@ def login_writer() -> str:
     Two of them at once on one host append to one local page cache, where O_APPEND is atomic.
     """
     return f"login-{socket.gethostname()}"
+
+
+def caller() -> str:
+    """Who calls a command, for events and stop requests; a container may know users by number only."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from cluster_ddp.spec.errors import BatchError, ClusterDDPError, JobFileError
 
 if TYPE_CHECKING:
     from cluster_ddp.spec.batch import BatchPlan, plan_batch
-    from cluster_ddp.spec.loading import LoadedJob, dump_resolved, load_job, load_resolved
+    from cluster_ddp.spec.loading import LoadedJob, dump_resolved, load_job, load_resolved, unknown_keys
     from cluster_ddp.spec.models import (
         CheckpointSpec,
         ContainerSpec,
@@ -55,11 +55,12 @@ __all__ = [
     "plan_batch",
     "template_file",
     "template_names",
+    "unknown_keys",
 ]
 
 _MODULES = {
     "batch": ("BatchPlan", "plan_batch"),
-    "loading": ("LoadedJob", "dump_resolved", "load_job", "load_resolved"),
+    "loading": ("LoadedJob", "dump_resolved", "load_job", "load_resolved", "unknown_keys"),
     "templates": ("template_file", "template_names"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

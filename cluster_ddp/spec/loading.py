@@ -20,7 +20,7 @@ from cluster_ddp.spec.errors import BatchError, JobFileError
 from cluster_ddp.spec.merge import apply_overrides, drop_nulls, merge
 from cluster_ddp.spec.models import JobSpec, SlurmSpec
 from cluster_ddp.spec.report import find, job_file_error
-from cluster_ddp.spec.sections import as_written
+from cluster_ddp.spec.sections import as_written, known_part
 from cluster_ddp.spec.target import TargetProblem, check_script, check_task
 from cluster_ddp.spec.templates import is_path, template_file
 from cluster_ddp.spec.units import format_slurm_time
@@ -38,7 +38,9 @@ class LoadedJob:
     path: Path
 
 
-def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool = True) -> LoadedJob:
+def load_job(
+    source: str, overrides: Sequence[str] = (), *, check_target: bool = True, resolved: bool = False
+) -> LoadedJob:
     """Load and check a job.
 
     Parameters
@@ -47,6 +49,7 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
     overrides: ``a.b=c`` settings laid over it; the values are YAML 1.2 scalars, or lists and mappings in flow form.
         Relative paths in them are relative to the current folder, those of a file to that file.
     check_target: look whether the task or script exists. Nothing of the user's is imported.
+    resolved: the file is a run's; keys in it that this version does not know are left out, as in `load_resolved`.
 
     Raises
     ------
@@ -55,6 +58,8 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
     """
     file = _find_file(source)
     inherited = _extended((file,))
+    if resolved:
+        inherited, _ = known_part(inherited)
     root = drop_nulls(apply_overrides(inherited, overrides))
     root = _with_name(as_written(_with_absolute_paths(root)), file)
     spec = _validate(root)
@@ -66,12 +71,27 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
 def load_resolved(path: Path) -> JobSpec:
     """Load the resolved job of a run directory: nothing is merged, looked up or made absolute.
 
+    Keys that this version does not know are left out, `unknown_keys` tells which.
+
     Raises
     ------
     JobFileError
-        When the file cannot be read or is not a valid job.
+        When the file cannot be read, is not a valid job, or has an unknown setting that decides what is trained.
     """
-    return _validate(read_document(path))
+    root, _ = known_part(read_document(path))
+    return _validate(root)
+
+
+def unknown_keys(path: Path) -> tuple[str, ...]:
+    """Return a remark on each key of a run's job that `load_resolved` leaves out.
+
+    Raises
+    ------
+    JobFileError
+        As `load_resolved`.
+    """
+    _, remarks = known_part(read_document(path))
+    return remarks
 
 
 def dump_resolved(spec: JobSpec) -> str:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
-from cluster_ddp.spec.document import Node
+from cluster_ddp import __version__
+from cluster_ddp.spec.document import Node, fault, plain
 from cluster_ddp.spec.models import JobSpec, Section
+
+_OFF: tuple[Any, ...] = (None, False, 0, "", "none", "off", "auto", [], {})
 
 
 def section_at(path: tuple[str | int, ...]) -> type[Section] | None:
@@ -45,6 +48,46 @@ def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
         else:
             entries[key] = _texts(below) if field is not None and _takes_texts(field.annotation) else below
     return replace(node, value=entries)
+
+
+def known_part(root: Node) -> tuple[Node, tuple[str, ...]]:
+    """Return a run's job without the keys that this version does not know, and a remark on each.
+
+    A run may have been made by a newer version or an older one, and is to go on all the same. What is left out may
+    change how it runs; it must not change what is trained, so a setting of training has to be one that is off.
+
+    Raises
+    ------
+    JobFileError
+        An unknown setting of training is in use.
+    """
+    remarks: list[str] = []
+    return _known(root, JobSpec, (), remarks), tuple(remarks)
+
+
+def _known(node: Node, model: type[Section], path: tuple[str, ...], remarks: list[str]) -> Node:
+    if not isinstance(node.value, dict):
+        return node
+    kept = {}
+    for key, below in node.value.items():
+        field = model.model_fields.get(key)
+        if field is not None:
+            section = _section(field.annotation)
+            kept[key] = below if section is None else _known(below, section, (*path, key), remarks)
+            continue
+        name = ".".join((*path, key))
+        if name == "extends":  # no version writes that: a person wants what a resolved job does not do
+            kept[key] = below
+            continue
+        if path[:1] == ("train",) and plain(below) not in _OFF:
+            raise fault(
+                below.place,
+                f"{name}: cluster_ddp {__version__} does not know this setting, and without it the run would be "
+                "trained in another way.\n    Go on with the version that made the run (run.json tells which), or "
+                "take the line out",
+            )
+        remarks.append(f"{below.place}: {name}: cluster_ddp {__version__} does not know this key and leaves it out")
+    return replace(node, value=kept)
 
 
 def _section(annotation: Any) -> type[Section] | None:

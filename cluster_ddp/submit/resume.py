@@ -59,7 +59,7 @@ def changed_job(run: RunDirectory, overrides: Sequence[str]) -> tuple[JobSpec, t
     before = load_resolved(run.job_file)
     if not overrides:
         return before, (), False
-    after = load_job(str(run.job_file), overrides, check_target=False).spec
+    after = load_job(str(run.job_file), overrides, check_target=False, resolved=True).spec
     _check_global_batch(run, before, after)
     old, new = _flat(before), _flat(after)
     exact = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in _FREE)
@@ -75,19 +75,19 @@ def write_job(run: RunDirectory, spec: JobSpec) -> None:
 
     Raises
     ------
-    OSError
+    SubmitError
         The run directory cannot be written.
     """
     from cluster_ddp.spec import dump_resolved
 
     number = 1
-    while True:
-        try:
-            os.link(run.job_file, run.path / f"{run.job_file.name}.{number}")
-            break
-        except FileExistsError:
-            number += 1
-    replace_file(Storage(), run.job_file, dump_resolved(spec).encode())
+    while os.path.lexists(kept := run.path / f"{run.job_file.name}.{number}"):
+        number += 1
+    try:
+        replace_file(Storage(), kept, run.job_file.read_bytes())
+        replace_file(Storage(), run.job_file, dump_resolved(spec).encode())
+    except OSError as error:
+        raise SubmitError(f"the settings of {run.id} cannot be changed: {run.job_file}: {error.strerror}") from error
 
 
 def nothing_to_do(run: RunDirectory, status: RunStatus, before: JobSpec, after: JobSpec) -> bool:
@@ -145,12 +145,10 @@ def resume_here(run: RunDirectory, nodes: int | None, procs: int | None, *, quie
 
 
 def _record_wish(run: RunDirectory) -> None:
-    import getpass
-    import socket
-
     from cluster_ddp.run.attempt import request_resume
+    from cluster_ddp.run.events import caller
 
-    request_resume(run, by=f"{getpass.getuser()}@{socket.gethostname()}")
+    request_resume(run, by=caller())
 
 
 def _check_global_batch(run: RunDirectory, before: JobSpec, after: JobSpec) -> None:

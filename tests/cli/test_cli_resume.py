@@ -153,6 +153,45 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_goes_on(
     assert len(slurm.submissions()) == (1 if damage == "none" else 2)
 
 
+def test_a_run_of_another_version_goes_on_with_a_note(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    written = run.job_file.read_text() + "alerts: [me]\n"
+    run.job_file.write_text(written)
+    said = call("resume", run.id, "--json")
+    assert said.status == 0, said.err
+    assert "note: " in said.err and "alerts: cluster_ddp" in said.err
+    assert run.job_file.read_text() == written
+    slurm.queue.write_text("")
+    end_attempt(begin_attempt(run, slurm_job_id="102", host="n1", pid=0, nodes=2, procs=1))
+    said = call("resume", run.id, "--set", "train.workers=2")
+    assert said.status == 0, said.err
+    assert (run.path / "job.yaml.1").read_text() == written
+    assert load_resolved(run.job_file).train.workers == 2 and "alerts" not in run.job_file.read_text()
+
+
+def test_settings_that_cannot_be_written_change_nothing(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    before = run.job_file.read_text()
+    monkeypatch.setattr("cluster_ddp.submit.resume.replace_file", refuse)
+    said = call("resume", run.id, "--set", "train.workers=2")
+    assert said.status == 2
+    assert f"{run.job_file}: Permission denied" in said.err and "unexpected" not in said.err
+    assert run.job_file.read_text() == before
+    assert len(slurm.submissions()) == 1
+
+
+def test_a_user_without_a_name(call: Call, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 4242")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    assert call("resume", run.id).status == 0
+    assert call("cancel", run.id).status == 0
+
+
 def test_when_sbatch_refuses_the_run_stays_as_it_was(call: Call, run: RunDirectory, slurm: Slurm) -> None:
     slurm.program("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     said = call("resume", run.id)

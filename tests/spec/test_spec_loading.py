@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp import spec
-from cluster_ddp.spec import JobFileError, dump_resolved, load_job, load_resolved
+from cluster_ddp.spec import JobFileError, dump_resolved, load_job, load_resolved, unknown_keys
 
 WriteJob = Callable[..., Path]
 
@@ -120,6 +120,38 @@ def test_home_and_variables_in_paths(
     assert load_job(str(job("runs_dir: ${SCRATCH}/runs"))).spec.runs_dir == "/scratch/me/runs"
     assert load_job(str(job('runs_dir: "/a b/$(touch pwned);x"'))).spec.runs_dir == "/a b/$(touch pwned);x"
     assert "job.yaml:1: $NOWHERE/runs: the variable $NOWHERE is not set" in mistakes("runs_dir: $NOWHERE/runs")
+
+
+def by_another_version(job: WriteJob, **keys: str) -> Path:
+    """A run's job as a version with other keys writes it."""
+    resolved = dump_resolved(load_job(str(job("train: {lr: 0.5}"))).spec)
+    for section, line in keys.items():
+        resolved = resolved.replace(f"\n{section}:\n", f"\n{section}:\n  {line}\n") if section != "top" else resolved
+    return job(resolved + keys.get("top", ""), "resolved.yaml")
+
+
+def test_a_run_of_another_version_goes_on_without_the_keys_that_this_one_does_not_know(job: WriteJob) -> None:
+    file = by_another_version(job, launch="rescue: {after: 3}", train="mixup: 0.0", top="alerts: [me]\n")
+    assert load_resolved(file) == load_job(str(job("train: {lr: 0.5}"))).spec
+    file = by_another_version(job, launch="rescue: {after: 3}", train="mixup: 0.0", top="alerts: [me]\n")
+    assert load_job(str(file), ["train.lr=0.25"], resolved=True).spec.train.lr == 0.25
+    remarks = unknown_keys(file)
+    assert len(remarks) == 3
+    for name in ("launch.rescue", "train.mixup", "alerts"):
+        assert any(f"{name}: cluster_ddp" in remark and f"{file}:" in remark for remark in remarks)
+
+
+def test_but_not_without_one_that_decides_what_is_trained(job: WriteJob) -> None:
+    file = by_another_version(job, train="mixup: 0.2")
+    for load in (load_resolved, unknown_keys):
+        with pytest.raises(JobFileError, match=r"resolved.yaml:\d+: train.mixup: .* does not know this setting"):
+            load(file)
+
+
+def test_a_key_that_is_unknown_is_a_mistake_everywhere_else(job: WriteJob) -> None:
+    file = by_another_version(job)
+    with pytest.raises(JobFileError, match="mixup"):
+        load_job(str(file), ["train.mixup=0.0"], resolved=True)
 
 
 def test_loading_reads_no_torch_and_leaves_the_environment_alone() -> None:
