@@ -12,7 +12,7 @@ import typer
 
 from cluster_ddp.cli.described import ask_slurm
 from cluster_ddp.run.directory import RunDirectory, find_run, find_sweep, list_runs, runs_dir_of
-from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe
+from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe, telling_first
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -165,8 +165,7 @@ def _progress(status: RunStatus) -> str:
 
 
 def _metrics(status: RunStatus, count: int) -> str:
-    # What validation says comes first, then training: that is what people look for.
-    names = sorted(status.metrics, key=lambda name: (not name.startswith("val/"), not name.startswith("train/"), name))
+    names = sorted(status.metrics, key=telling_first)
     return "  ".join(f"{name} {status.metrics[name]:.4g}" for name in names[:count])
 
 

@@ -142,8 +142,17 @@ def describe_failure(event: Event) -> str:
     where = [f"rank {rank}"] if rank is not None else []
     where += [f"on {node}"] if isinstance(node, str) else [f"on node {node}"] if node is not None else []
     where += [f"at step {step}"] if step is not None else []
-    error = str(event.get("error") or event.get("reason") or "no error was recorded").strip()
-    return f"{' '.join(where) or 'a rank'} failed: {error.splitlines()[-1] if error else error}"
+    error = str(event.get("error") or event.get("reason") or "").strip() or "no error was recorded"
+    return f"{' '.join(where) or 'a rank'} failed: {_telling_line(error)}"
+
+
+def _telling_line(error: str) -> str:
+    """The first line; of a traceback, the first below its last frame: a message may go on for more lines."""
+    lines = error.splitlines()
+    last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
+    if last_frame is None:
+        return lines[0]
+    return next((line for line in lines[last_frame + 1 :] if line and not line[0].isspace()), lines[-1])
 
 
 def _is_surroundings(event: Event) -> bool:

@@ -173,6 +173,11 @@ def last_checkpoint(run: RunDirectory) -> int | None:
     return max((int(match.group(1)) for name in names if (match := _STEP_FOLDER.fullmatch(name))), default=None)
 
 
+def telling_first(metric: str) -> tuple[bool, bool, str]:
+    """Sorts metrics for people: what validation says, then training, then the rest."""
+    return not metric.startswith("val/"), not metric.startswith("train/"), metric
+
+
 def _state(
     history: History, record: RunRecord | None, job: _Job | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:

@@ -25,7 +25,7 @@ from cluster_ddp.run.attempt import begin_attempt, end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory, create_run, runs_dir_of
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.record import read_record
-from cluster_ddp.run.state import RunState, RunStatus, describe
+from cluster_ddp.run.state import RunState, RunStatus, describe, telling_first
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
 
@@ -294,7 +294,7 @@ def print_summary(run: RunDirectory, status: RunStatus) -> None:
     name = run.id if run.path.parent == runs_dir_of(None) else str(run.path)
     total = f" of {status.total_steps}" if status.total_steps else ""
     steps = "" if status.step is None else f"step {status.step}{total}"
-    metrics = sorted(status.metrics.items(), key=lambda metric: (not metric[0].startswith("val/"), metric[0]))
+    metrics = [(name, status.metrics[name]) for name in sorted(status.metrics, key=telling_first)]
     rows = [
         ("reached", "  ".join([steps, *(f"{key} {value:.4g}" for key, value in metrics[:4])]).strip()),
         ("why", status.reason or ""),

@@ -110,6 +110,20 @@ def test_what_fails_before_the_first_step_is_not_tried_again(
     assert f"rank 2 on n2 at step 0 failed: {error.splitlines()[-1]}" in verdict.reason
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/me/my_task.py", line 36, in __init__
+    raise RuntimeError("bad news")
+          ^^^^^^^^^^^^
+RuntimeError: bad news
+  indented
+more of it"""
+
+
+def test_the_telling_line_of_a_traceback_is_its_error(run: RunDirectory, attempt: AttemptDirectory, say: Say) -> None:
+    say("rank-failed", 0, rank=1, node=0, error=TRACEBACK, phase="setup")
+    assert judge(run, attempt).reason.endswith("failed: RuntimeError: bad news")
+
+
 def test_what_fails_before_training_even_starts_is_not_tried_again(
     run: RunDirectory, attempt: AttemptDirectory, say: Say
 ) -> None:
