@@ -9,6 +9,7 @@ Usable alone, in a script of one's own:
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import platform
@@ -25,6 +26,7 @@ from cluster_ddp.train.errors import DistributedError
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 1800.0
+_left: list[dist.ProcessGroup | None] = []
 _PORTS = 10_000, 20_000  # from the first on, so many: below 32768, where the ephemeral ports begin
 
 
@@ -160,6 +162,11 @@ def _set_meeting_point(world: World) -> None:
 def cleanup_distributed() -> None:
     """Leave the group, all ranks together; call it last, after every other use of the group."""
     if dist.is_initialized():
+        # A DDP model that outlives the group would be the last to hold it. Taking it down then joins Gloo's threads
+        # under Python's lock, which one of them may be waiting for to let go of a tensor: the process would never end.
+        # The group's own Python object gives the lock away first, so it has to be the last.
+        _left.append(dist.group.WORLD)
+        atexit.register(_left.clear)
         dist.destroy_process_group()
 
 

@@ -1,0 +1,129 @@
+"""join_run: what a script of one's own gets and leaves, whatever way it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from train_ranks import run_ranks
+
+from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.run.events import read_events
+from cluster_ddp.spec import CheckpointSpec, JobSpec
+from cluster_ddp.train import SampleStream, join_run
+
+STEPS = 8
+
+
+class Own:
+    """State of the script's own: a number and a tensor."""
+
+    def __init__(self) -> None:
+        self.calls, self.sums = 0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls, self.sums = state["calls"], state["sums"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    job = JobSpec(name="own", script="own.py", checkpoint=CheckpointSpec(every_steps=3))
+    made = create_run(job, runs_dir=tmp_path, via="local", script=None)
+    for number in range(2):
+        made.attempt(number).path.mkdir(parents=True)
+    return made
+
+
+def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple[int, int] | None = None) -> Any:
+    """A rank: trains to the end, is sent a signal in a step, or raises an error in (step, rank)."""
+    board = Board.create(slots=4)
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt), CLUSTER_DDP_BOARD=str(board.path))
+    phases, own = [], Own()
+    try:
+        with join_run(folder="nowhere") as run:
+            slot = board.slots[run.world.local_rank]
+            model: nn.Module = nn.Linear(3, 1)
+            if run.world.world_size > 1:
+                model = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def loss() -> Tensor:
+                own.sums += 1
+                return model(torch.ones(2, 3)).mean()
+
+            run.resume(model, optimizer, SampleStream(16, 4, 0), total_steps=STEPS, first_loss=loss, also=own)
+            begun = run.step
+            while run.step < STEPS:
+                run.begin_step()
+                phases.append(slot.phase)
+                if fail_at == (run.step, run.world.rank):
+                    raise ValueError("this script is wrong")
+                if stop_at == run.step:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                loss().backward()
+                optimizer.step()
+                own.calls += 1
+                run.log(run.step + 1, {"train/loss": 1.0})
+                if run.end_step():
+                    break
+                run.evaluating()
+                phases.append(slot.phase)
+            reached = run.step
+    except SystemExit as end:
+        return end.code
+    finally:
+        board.unlink()
+    return begun, reached, own.calls, own.sums.tolist(), phases, slot.phase
+
+
+def test_stopped_script_goes_on_in_the_next_attempt(run: RunDirectory) -> None:
+    [(begun, reached, *_, phases, last)] = run_ranks(script, 1, run.path, 0, 4)
+    assert (begun, reached, last) == (0, 5, Phase.DONE)
+    assert phases[:2] == [Phase.TRAINING, Phase.EVALUATING]
+    [(begun, reached, calls, sums, *_)] = run_ranks(script, 1, run.path, 1)
+    assert (begun, reached, calls, sums) == (5, STEPS, STEPS, [STEPS] * 2)
+    told = [(event["event"], event["step"], event["attempt"], event.get("reason")) for event in read_events(run)]
+    asked = ("stop-requested", 5, 0, "time-limit")  # at any moment of the save before, which is in the background
+    assert asked in told
+    assert [event for event in told if event != asked] == [
+        ("started", 0, 0, None), ("checkpoint", 3, 0, None), ("checkpoint", 5, 0, None),
+        ("stopped", 5, 0, "time-limit"), ("resumed", 5, 1, None), ("checkpoint", 6, 1, None), ("checkpoint", 8, 1, None), ("completed", 8, 1, None),
+    ]  # fmt: skip
+
+
+def test_warm_up_leaves_no_trace_and_ranks_end_though_their_model_outlives_the_group(run: RunDirectory) -> None:
+    results = run_ranks(script, 2, run.path, 0)
+    assert [result[:4] for result in results] == [(0, STEPS, STEPS, [STEPS] * 2)] * 2
+
+
+def test_failure_is_recorded_by_the_rank_that_failed_and_by_no_other(run: RunDirectory) -> None:
+    assert run_ranks(script, 2, run.path, 0, None, (4, 1)) == [1, 1]
+    failed = [event for event in read_events(run) if event["event"] == "failed"]
+    assert [(event["rank"], event["step"], event["phase"]) for event in failed] == [(1, 4, "training")]
+    assert failed[0]["error"] == "ValueError: this script is wrong"
+
+
+def leave_early(place: Path) -> Any:
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    try:
+        with join_run(folder="nowhere"):
+            pass
+    except SystemExit as end:
+        return end.code
+
+
+def test_script_that_never_calls_resume_has_failed(run: RunDirectory) -> None:
+    assert run_ranks(leave_early, 1, run.path) == [1]
+    (event,) = read_events(run)
+    assert event["event"] == "failed"
+    assert "resume(" in event["error"]
