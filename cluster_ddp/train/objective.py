@@ -70,7 +70,7 @@ class Objective:
         if type(loss) is tuple:
             total, factor = self._weighed(loss, share, log)
         else:
-            total = _scalar(loss)
+            total = scalar_loss(loss)
             # DDP averages over the ranks; times the number of ranks it is the sum.
             factor = share.samples * self._world_size / share.of
             if log is not None:
@@ -91,7 +91,7 @@ class Objective:
     def _weighed(self, loss: tuple[Any, ...], share: Share, log: StepLoss | None) -> tuple[Tensor, float]:
         if len(loss) != 2:
             raise TaskError(f"loss() gave a tuple of {len(loss)}; give a scalar, or the pair (sum, weight)")
-        total, counts = _scalar(loss[0]), bool(share.samples)
+        total, counts = scalar_loss(loss[0]), bool(share.samples)
         exact = torch.float32 if total.device.type == "mps" else torch.float64
         weight = torch.as_tensor(loss[1], dtype=exact, device=total.device).detach() * counts
         if log is not None:
@@ -117,7 +117,14 @@ class Objective:
         total.backward()  # type: ignore[no-untyped-call]
 
 
-def _scalar(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
+    """The loss, when it is one.
+
+    Raises
+    ------
+    TaskError
+        It is no scalar, or does not depend on a parameter.
+    """
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TaskError(f"loss() gave {what}; give a scalar tensor (such as .mean() of it), or the pair (sum, weight)")

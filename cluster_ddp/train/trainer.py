@@ -20,7 +20,7 @@ from cluster_ddp.train.evaluation import Evaluation
 from cluster_ddp.train.feed import Feed, open_feed
 from cluster_ddp.train.guard import Guard
 from cluster_ddp.train.log import Log
-from cluster_ddp.train.objective import Objective
+from cluster_ddp.train.objective import Objective, scalar_loss
 from cluster_ddp.train.outcome import Outcome
 from cluster_ddp.train.precision import choose_precision, make_scaler, set_backends
 from cluster_ddp.train.profiling import Profiler
@@ -161,7 +161,7 @@ class Trainer:
         self.seeds.apply(share.step, share.micro_batch)
         with self.precision.autocast():
             loss = self.task.loss(self.wrapped, batch)
-        return loss[0] if isinstance(loss, tuple) else loss
+        return scalar_loss(loss[0] if isinstance(loss, tuple) else loss)
 
     # The loop.
 

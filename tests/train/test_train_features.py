@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from train_tasks import CLASSES, FEATURES, Everything, Plain, differences, final
 
 from cluster_ddp.run.lines import read_json_lines
 from cluster_ddp.train import NonFiniteError, TaskError, TrainError
+from cluster_ddp.train.trainer import Trainer
 from cluster_ddp.train.wrapping import checkpoint_blocks, prepare_model
 
 CPU = torch.device("cpu")
@@ -308,6 +310,18 @@ def test_losses_that_are_none(loss: Any, message: str) -> None:
 
     with pytest.raises(TaskError, match=message):
         train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
+
+
+@pytest.mark.parametrize("loss", [None, 3.0, torch.zeros(2), torch.zeros(())])
+def test_losses_that_are_none_when_the_buckets_are_settled(loss: Any) -> None:
+    """On several ranks that is before the first step: what is wrong has to be said there, too."""
+    trainer = Mock(spec=Trainer)
+    trainer.feed, trainer.seeds, trainer.precision, trainer.task = Mock(), Mock(), MagicMock(), Mock()
+    trainer.feed.first.return_value = Mock(), torch.zeros(1)
+    trainer.wrapped = None
+    trainer.task.loss.return_value = loss
+    with pytest.raises(TaskError, match=r"loss\(\) gave"):
+        Trainer._first_loss(trainer)
 
 
 def test_metrics_have_one_value_per_sample() -> None:
