@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import spawn
 
 from cluster_ddp.spec import CheckpointSpec
 from cluster_ddp.train.checkpoint import Checkpointer
+from cluster_ddp.train.checkpoint.plan import describe, make_plan
 
 RANKS = 2
 LIMITS = {"blocked": 1.3, "write": 1.0, "load": 1.0}
@@ -82,8 +83,8 @@ class Contest:
             store=dist.distributed_c10d._get_default_store(),
             report=self.heard,
         )
-        names = sorted(state)[self.rank :: RANKS]
-        self.share = [(state[name], torch.zeros_like(state[name])) for name in names]
+        mine = make_plan(*describe(state), range(RANKS)).layouts[self.rank].entries
+        self.share = [(state[entry.item.name], torch.zeros(entry.item.shape)) for entry in mine]
         self.step = 0
         self.durable_at = 0.0
 
@@ -95,8 +96,9 @@ class Contest:
         self.durable_at = time.perf_counter()
 
     def turn(self) -> None:
-        """One round."""
-        for way in (self.copy, self.ours, self.torch_save, self.dcp_save, self.dcp_async_save):
+        """One round; every other one backwards, so that none always finds the caches as the same other left them."""
+        ways = [self.copy, self.ours, self.torch_save, self.dcp_save, self.dcp_async_save]
+        for way in ways if len(self.figures.get("copy blocked", [])) % 2 == 0 else reversed(ways):
             way()
             if self.rank == 0:
                 os.sync()  # what one way left to be flushed must not burden the next
