@@ -35,6 +35,7 @@ TICK_SECONDS = 0.2
 _WATCHDOG_SECONDS = 1.0
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
+_NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
 _STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
 _SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
 _LOST_AGENT_SECONDS = 60
@@ -188,7 +189,8 @@ class NodeProgram:
         if self._ranks.seen and self._alone_since is None:
             self._alone_since = time.monotonic()
         if self._alone_since is not None:
-            if self._ranks.all_done() and time.monotonic() - self._alone_since > _OTHERS_SECONDS:
+            patience = _NO_OTHERS_SECONDS if self._stopping.reason == AGENT_LOST else _OTHERS_SECONDS
+            if self._ranks.all_done() and time.monotonic() - self._alone_since > patience:
                 self._end(STOPPED)
         elif self._stopping.waited() > _NO_RANKS_SECONDS:
             self._end(STOPPED)
