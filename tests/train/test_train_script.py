@@ -97,7 +97,8 @@ def test_stopped_script_goes_on_in_the_next_attempt(run: RunDirectory) -> None:
     assert asked in told
     assert [event for event in told if event != asked] == [
         ("started", 0, 0, None), ("checkpoint", 3, 0, None), ("checkpoint", 5, 0, None),
-        ("stopped", 5, 0, "time-limit"), ("resumed", 5, 1, None), ("checkpoint", 6, 1, None), ("checkpoint", 8, 1, None), ("completed", 8, 1, None),
+        ("stopped", 5, 0, "time-limit"), ("resumed", 5, 1, None), ("checkpoint", 6, 1, None),
+        ("checkpoint", 8, 1, None), ("completed", 8, 1, None),
     ]  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""What a page says, taken out of it to be tried, and what is needed to try it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+PATIENCE = 120.0
+FINDS_RANKS = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc, which only Linux has"
+)
+
+Call = Callable[..., "subprocess.Popen[str]"]
+
+
+def block(page: str, language: str) -> str:
+    """The first block of code in this language on a page of the project."""
+    return (PROJECT / page).read_text().split(f"```{language}\n")[1].split("```")[0]
+
+
+def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+    """Wait for a process to end as expected; what it printed."""
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == status, out
+    return out
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def hold_rank_0(run: Path) -> int:
+    """Halt rank 0 of a run when it has logged something, so that what comes next comes in the middle; its process."""
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size)
+    rank: int = wait_for(lambda: _rank_0(run))
+    os.kill(rank, signal.SIGSTOP)
+    return rank
+
+
+def _rank_0(run: Path) -> int | None:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if b"RANK=0" in variables and f"CLUSTER_DDP_RUN={run}".encode() in variables:
+                return int(process.name)
+    return None
