@@ -1,0 +1,37 @@
+"""docs/faults.md names settings, events and states that exist."""
+
+from __future__ import annotations
+
+import re
+
+from documented import PROJECT
+
+from cluster_ddp.launch.attempt import _ROOM_SECONDS
+from cluster_ddp.launch.guard import SAVE_SECONDS
+from cluster_ddp.launch.stopping import SHORT_GRACE_SECONDS
+from cluster_ddp.launch.watchdog import SHORTEST_LEARNED
+from cluster_ddp.run import events
+from cluster_ddp.run.state import RunState
+from cluster_ddp.spec import JobSpec
+
+PAGE = (PROJECT / "docs" / "faults.md").read_text()
+
+
+def test_settings_exist() -> None:
+    job = JobSpec(name="a", script="a.py").model_dump()
+    named = re.findall(r"`(launch|requeue|train|checkpoint)\.(\w+)`", PAGE)
+    assert len(named) > 5
+    assert [f"{section}.{key}" for section, key in named if key not in job[section]] == []
+
+
+def test_states_and_events_exist() -> None:
+    upper = set(re.findall(r"\b[A-Z]{5,}\b", PAGE)) - {"SIGTERM", "CANCEL"}
+    assert upper <= {state.value for state in RunState}
+    assert {events.CHECKPOINT_FAILED} <= set(re.findall(r"`(checkpoint-\w+)`", PAGE)) <= set(vars(events).values())
+
+
+def test_seconds_are_those_of_the_program() -> None:
+    assert f"with {SHORT_GRACE_SECONDS:.0f} s or less" in PAGE
+    assert f"have {SAVE_SECONDS:.0f} s to save" in PAGE
+    assert f"waits {_ROOM_SECONDS / 60:.0f} minutes for room" in PAGE
+    assert SHORTEST_LEARNED == 60
