@@ -7,6 +7,7 @@ Slurm may track processes. What each fault cost is printed, and written to the f
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,11 +28,14 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     if reason := why_unavailable():
         pytest.skip(reason)
+    failed = request.session.testsfailed
     with small_disk(tmp_path / "disk") as folder:
         yield folder
+        if request.session.testsfailed > failed:
+            shutil.copytree(folder, tmp_path / "kept")  # the disk goes, and with it what would tell why
 
 
 def test_schedule_is_repeatable_and_holds_every_kind() -> None:
