@@ -41,6 +41,7 @@ def command(
         return
     remark(remarks)
     if local:
+        resume.check_size(found, spec, nodes, procs)
         if changed:
             resume.write_job(found, spec)
         _here(found, nodes, procs, as_json=as_json)

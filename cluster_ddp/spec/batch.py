@@ -87,7 +87,7 @@ def _does_not_divide(total: int, world_size: int) -> str:
     return (
         f"a global batch of {total} cannot be divided among {world_size} ranks\n"
         f"    world sizes near it that divide it: {', '.join(map(str, below + above))}\n"
-        "    choose one of them (slurm.nodes, launch.procs_per_node), or another train.global_batch for a new run"
+        "    choose one of them (nodes times ranks on each), or another train.global_batch for a new run"
     )
 
 

@@ -104,7 +104,12 @@ class LocalStart:
 
 
 def plan_local(
-    spec: JobSpec, *, nodes: int | None = None, procs: int | None = None, gpus: str | None = None
+    spec: JobSpec,
+    *,
+    nodes: int | None = None,
+    procs: int | None = None,
+    gpus: str | None = None,
+    global_batch: int | None = None,
 ) -> LocalStart:
     """Decide how a job runs on this machine.
 
@@ -116,12 +121,18 @@ def plan_local(
         Ranks on each; default `launch.procs_per_node`, or for ``auto`` one for each GPU, one where there is none.
     gpus
         Devices such as ``0,1,3``, divided among the nodes; ``none`` for CPUs. Default: all that are visible.
+    global_batch
+        Of a run that has begun already.
 
     Raises
     ------
     SubmitError
         The devices do not divide among the nodes, or are fewer than the ranks.
+    BatchError
+        The global batch cannot be divided among the ranks.
     """
+    from cluster_ddp.spec import plan_batch
+
     count = nodes or 1
     devices = _devices(gpus)
     if len(devices) % count:
@@ -137,6 +148,8 @@ def plan_local(
             f"{ranks} ranks on each of {count} nodes need {ranks * count} GPUs, and there are {len(devices)} "
             f"({','.join(devices)}).\nGive --procs {share} or fewer, other --gpus, or --gpus none to train on CPUs"
         )
+    if spec.task is not None:
+        plan_batch(spec.train, count * ranks, global_batch)
     split = tuple(tuple(devices[node * share : (node + 1) * share]) for node in range(count))
     return LocalStart(spec, count, ranks, split, hide_gpus=gpus is not None and not devices, port=_port(spec))
 
@@ -185,7 +198,13 @@ def resume_local(
 
     record = read_record(run)
     spec = load_resolved(run.job_file)
-    start = plan_local(spec, nodes=nodes or record.nodes, procs=procs or record.procs, gpus=gpus)
+    start = plan_local(
+        spec,
+        nodes=nodes or record.nodes,
+        procs=procs or record.procs,
+        gpus=gpus,
+        global_batch=record.global_batch,
+    )
     status = run_attempt(run, start, show=show)
     print_summary(run, status)
     return exit_status(status)

@@ -70,6 +70,20 @@ def changed_job(run: RunDirectory, overrides: Sequence[str]) -> tuple[JobSpec, t
     return after, tuple(remarks), after != before
 
 
+def check_size(run: RunDirectory, spec: JobSpec, nodes: int | None, procs: int | None) -> None:
+    """Raise, before anything is changed, when a local run cannot go on with so many ranks.
+
+    Raises
+    ------
+    ClusterDDPError
+        The global batch or the GPUs cannot be divided among them.
+    """
+    from cluster_ddp.submit.local import plan_local
+
+    record = read_record(run)
+    plan_local(spec, nodes=nodes or record.nodes, procs=procs or record.procs, global_batch=record.global_batch)
+
+
 def write_job(run: RunDirectory, spec: JobSpec) -> None:
     """Replace the run's job file; the old one stays as job.yaml.1, job.yaml.2, ...
 

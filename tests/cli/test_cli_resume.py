@@ -211,6 +211,23 @@ def test_a_run_that_was_started_by_hand(call: Call, here: Path, slurm: Slurm) ->
     assert "by hand" in said.err
 
 
+def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
+    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
+    update_record(made, global_batch=48, nodes=1, procs=2)
+    said = call("resume", made.id, "--procs", "5", "--set", "train.workers=2")
+    assert said.status == 2
+    assert "48 cannot be divided among 5 ranks" in said.err and "3, 4, 6, 8" in said.err
+    assert not (made.path / "job.yaml.1").exists() and read_events(made) == []
+    assert read_record(made).procs == 2
+
+
+def test_a_local_start_with_ranks_that_do_not_divide_the_batch_makes_no_run(call: Call, here: Path) -> None:
+    said = call("local", "job.yaml", "--procs", "5", "--set", "train.global_batch=48")
+    assert said.status == 2
+    assert "48 cannot be divided among 5 ranks" in said.err
+    assert not (here / "runs").exists()
+
+
 @pytest.mark.parametrize("status", [0, 4, 5])
 def test_a_local_run_stays_in_the_foreground(
     call: Call, here: Path, monkeypatch: pytest.MonkeyPatch, status: int
