@@ -77,13 +77,15 @@ def parse_job_id(answer: str) -> str:
     return job_id
 
 
-def query_jobs(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
+def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
     """Ask squeue about many jobs with one call.
 
     Parameters
     ----------
     job_ids
         Ids, ``123`` or ``123_4``. Those that Slurm no longer knows are missing from the answer.
+    seconds
+        How long to wait for an answer.
 
     Raises
     ------
@@ -103,7 +105,7 @@ def query_jobs(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
         "--format=%i|%A|%T|%N|%r|%k",
     ]
     try:
-        return parse_queue(_call(command))
+        return parse_queue(_call(command, seconds=seconds))
     except SlurmError as error:
         # Asked about one job only, squeue fails where it is silent among several.
         if "Invalid job id" in str(error):
@@ -200,7 +202,9 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _call(command: list[str], *, environment: Mapping[str, str] | None = None) -> str:
+def _call(
+    command: list[str], *, environment: Mapping[str, str] | None = None, seconds: float = _COMMAND_TIMEOUT
+) -> str:
     """Standard output of a command of Slurm's; tried again while the controller is too busy to answer.
 
     A submission is tried only once: after a time-out sbatch's job may be in the queue all the same.
@@ -208,15 +212,15 @@ def _call(command: list[str], *, environment: Mapping[str, str] | None = None) -
     pauses = () if command[0] == "sbatch" else _PAUSES
     for pause in pauses:
         try:
-            return _call_once(command, environment)
+            return _call_once(command, environment, seconds)
         except SlurmError as error:
             if not any(word in str(error) for word in _BUSY):
                 raise
         time.sleep(pause)
-    return _call_once(command, environment)
+    return _call_once(command, environment, seconds)
 
 
-def _call_once(command: list[str], environment: Mapping[str, str] | None) -> str:
+def _call_once(command: list[str], environment: Mapping[str, str] | None, seconds: float) -> str:
     import subprocess
 
     try:
@@ -227,11 +231,11 @@ def _call_once(command: list[str], environment: Mapping[str, str] | None) -> str
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_COMMAND_TIMEOUT,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{command[0]} gave no answer in {_COMMAND_TIMEOUT:.0f} s; is Slurm's controller up? (scontrol ping)"
+            f"{command[0]} gave no answer in {seconds:.0f} s; is Slurm's controller up? (scontrol ping)"
         ) from None
     except OSError as error:
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error

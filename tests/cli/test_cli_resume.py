@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,18 @@ def test_a_user_without_a_name(call: Call, run: RunDirectory, monkeypatch: pytes
     monkeypatch.setattr("getpass.getuser", nameless)
     assert call("resume", run.id).status == 0
     assert call("cancel", run.id).status == 0
+
+
+def test_a_controller_that_does_not_answer_holds_nobody_up(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster_ddp.cli.described._PATIENCE", 0.5)
+    slurm.program("squeue", "exec sleep 60")
+    began = time.monotonic()
+    said = call("status", run.id, "--json")
+    assert time.monotonic() - began < 30
+    assert said.status == 0 and json.loads(said.out)["state"] == "STOPPED"
+    assert "from the run directories alone" in said.err
 
 
 def test_when_sbatch_refuses_the_run_stays_as_it_was(call: Call, run: RunDirectory, slurm: Slurm) -> None:
