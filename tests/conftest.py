@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+# Small tasks on few cores: threads that wait for each other would cost more than they bring. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).with_name("cluster")))
 
 from slurm_cluster import SlurmCluster, why_unavailable
