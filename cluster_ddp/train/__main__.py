@@ -13,28 +13,29 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.train.program import run_rank
+from cluster_ddp.train.program import End, run_rank
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> End:
     """Run a rank; `arguments` is the run directory, else $CLUSTER_DDP_RUN names it."""
     place = arguments[0] if arguments else os.environ.get("CLUSTER_DDP_RUN")
     if place is None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
-        return 2
+        return End(status=2, at_once=True)
     return run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get("CLUSTER_DDP_ATTEMPT", "0")))
 
 
-def leave(status: int) -> NoReturn:
+def leave(end: End) -> NoReturn:
     """End the process without the interpreter's finalization.
 
     Gloo's threads may still hold Python objects; a thread that wants Python's lock while the interpreter is being taken
     down aborts the process ("terminate called without an active exception"), with all work done.
     """
-    atexit._run_exitfuncs()
+    if not end.at_once:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(end.status)
 
 
 if __name__ == "__main__":

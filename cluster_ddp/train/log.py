@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record
@@ -15,7 +17,7 @@ from cluster_ddp.train.distributed import World
 from cluster_ddp.train.feed import Feed
 from cluster_ddp.train.lines import LineFile
 from cluster_ddp.train.loggers import open_loggers
-from cluster_ddp.train.metrics import MetricsFile, Speed, StepLoss
+from cluster_ddp.train.metrics import MetricsFile, Speed, StepLoss, communication_seconds
 from cluster_ddp.train.progress import open_display
 from cluster_ddp.train.report import Report
 from cluster_ddp.train.sampler import Share
@@ -43,11 +45,19 @@ class Log:
     """
 
     def __init__(
-        self, job: JobSpec, run: RunDirectory | None, attempt: int, world: World, feed: Feed, device: torch.device
+        self,
+        job: JobSpec,
+        run: RunDirectory | None,
+        attempt: int,
+        world: World,
+        feed: Feed,
+        device: torch.device,
+        wrapped: nn.Module,
     ) -> None:
         self.step_loss: StepLoss | None = None
         self._job, self._run, self._attempt, self._world = job, run, attempt, world
-        self._feed, self._device = feed, device
+        self._feed, self._device, self._wrapped = feed, device, wrapped
+        self._every, self._last = job.log.every_steps, feed.total_steps
         self._report = Report()
         self._speed = Speed()
         self._pending: _Pending | None = None
@@ -76,8 +86,10 @@ class Log:
     def begin(self, step: int) -> None:
         """Call before a step; its number counts from 0."""
         finished = step + 1
-        due = finished % self._job.log.every_steps == 0 or finished == self._feed.total_steps
-        self.step_loss = StepLoss(self._device) if due else None
+        if finished % self._every == 0 or finished == self._last:
+            self.step_loss = StepLoss(self._device)
+        else:
+            self.step_loss = None
 
     def take(self, share: Share) -> None:
         """Note the samples of a micro-batch, when they are recorded."""
@@ -123,6 +135,8 @@ class Log:
 
     def _measured(self, step: int, update: Update, lr: float) -> dict[str, float]:
         values = {"lr": lr, **self._speed.read(step, self._feed.consumed(step), self._feed.waited)}
+        if isinstance(self._wrapped, DistributedDataParallel):
+            values["communication_wait"] = min(1.0, communication_seconds(self._wrapped) / values["seconds_per_step"])
         if update.norm is not None:
             values["grad_norm"] = float(update.norm)
         if update.scaler is not None:

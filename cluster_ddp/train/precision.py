@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from cluster_ddp.spec import TrainSpec
 from cluster_ddp.train.errors import TrainError
 
+_NOTHING = nullcontext()
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,7 +34,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[None]:
         """Context of a forward pass and its loss."""
         if self.dtype is None:
-            return nullcontext()
+            return _NOTHING
         return torch.autocast(self.device, self.dtype)
 
 
@@ -76,5 +78,6 @@ def set_backends(train: TrainSpec) -> None:
     torch.backends.cuda.matmul.allow_tf32 = train.tf32
     torch.backends.cudnn.allow_tf32 = train.tf32
     if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import JobSpec, load_resolved
@@ -13,13 +15,23 @@ from cluster_ddp.train.task import load_task
 from cluster_ddp.train.trainer import Trainer
 
 
-def run_rank(run: RunDirectory, attempt: int) -> int:
-    """Train as the run's job says.
+class End(NamedTuple):
+    """How a rank ended.
 
-    Returns
-    -------
-    0 when training was completed or stopped, 1 when it failed.
+    Attributes
+    ----------
+    status
+        0 when training was completed or stopped, 1 when it failed.
+    at_once
+        Whether nothing is to be waited for any more, such as a logger's network.
     """
+
+    status: int
+    at_once: bool
+
+
+def run_rank(run: RunDirectory, attempt: int) -> End:
+    """Train as the run's job says."""
     process: RankProcess | None = None
     trainer: Trainer | None = None
     world = find_world()
@@ -27,7 +39,7 @@ def run_rank(run: RunDirectory, attempt: int) -> int:
         job = load_resolved(run.job_file)
         process = become_rank(world, run.attempt(attempt), job.requeue.signal)
         trainer = _make_trainer(job, run, attempt, process)
-        trainer.run()
+        outcome = trainer.run()
     except BaseException as error:
         record_failure(
             error,
@@ -37,9 +49,9 @@ def run_rank(run: RunDirectory, attempt: int) -> int:
             process=process,
             step=trainer.step if trainer is not None else None,
         )
-        return 1
+        return End(status=1, at_once=False)
     cleanup_distributed()
-    return 0
+    return End(status=0, at_once=outcome.at_once)
 
 
 def _make_trainer(job: JobSpec, run: RunDirectory, attempt: int, process: RankProcess) -> Trainer:

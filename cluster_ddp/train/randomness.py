@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,9 +56,16 @@ def seed_host(seed: int) -> None:
     _seed_libraries(seed)
 
 
+# The generators behind the functions of the modules; going past those halves the time.
+_seed_python: Any = random.Random.__base__.seed  # type: ignore[union-attr]
+_python_generator: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+_numpy_generator: np.random.RandomState = getattr(np.random.get_state, "__self__")  # noqa: B009 (untyped)
+
+
 def _seed_libraries(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & _HALF_WORD)
+    _seed_python(_python_generator, seed & _HALF_WORD)
+    _python_generator.gauss_next = None  # type: ignore[attr-defined]
+    _numpy_generator.seed(seed & _HALF_WORD)
 
 
 class StepSeeds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,11 @@ from cluster_ddp.train.randomness import Use, derive
 
 Indices = NDArray[np.int64]
 
-_ROUNDS = 8
+Words = NDArray[np.uint64]
+
+_ROUNDS = 6
+_HALF = np.uint64(32)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _LARGEST = 1 << 62
 # How many positions are permuted in one call: enough to spread the cost of a NumPy call over many steps.
 _BLOCK = 8192
@@ -42,34 +47,41 @@ class Permutation:
     def __init__(self, size: int, key: int) -> None:
         if not 1 <= size < _LARGEST:
             raise ValueError(f"a permutation of {size} elements; it must be at least 1 and below 2**62")
-        self.size = size
-        self._rows = math.isqrt(size - 1) + 1
-        self._columns = -(-size // self._rows)
+        rows = math.isqrt(size - 1) + 1
+        self._size, self._rows, self._columns = np.uint64(size), np.uint64(rows), np.uint64(-(-size // rows))
         self._keys = [np.uint64(derive(key, number)) for number in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
         """Map positions, int64 of any shape with values in ``range(size)``, to indices of the same shape."""
-        result = self._once(positions)
-        outside = result >= self.size
+        result = self._once(positions.astype(np.uint64))
+        outside = result >= self._size
         while outside.any():
             result[outside] = self._once(result[outside])
-            outside = result >= self.size
-        return result
+            outside = result >= self._size
+        return result.view(np.int64)
 
-    def _once(self, positions: Indices) -> Indices:
-        left, right = np.divmod(positions, self._columns)
+    def _once(self, words: Words) -> Words:
+        left, right = np.divmod(words, self._columns)
         for number in range(0, _ROUNDS, 2):
-            left = (left + _scatter(right, self._keys[number], self._rows)) % self._rows
-            right = (right + _scatter(left, self._keys[number + 1], self._columns)) % self._columns
-        return left * self._columns + right
+            _shift(left, right, self._keys[number], self._rows)
+            _shift(right, left, self._keys[number + 1], self._columns)
+        left *= self._columns
+        left += right
+        return left
 
 
-def _scatter(words: Indices, key: np.uint64, limit: int) -> Indices:
-    """Hash each word with the key to a number below `limit` (which is below 2**32)."""
-    hashed = (words.astype(np.uint64) ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    hashed ^= hashed >> np.uint64(32)
-    hashed *= np.uint64(0x94D049BB133111EB)
-    return (((hashed >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32)).astype(np.int64)
+def _shift(words: Words, by: Words, key: np.uint64, limit: np.uint64) -> None:
+    """Add to each word, modulo `limit` (below 2**32), a hash of its partner and the key."""
+    hashed = by ^ key
+    hashed *= _FIRST_FACTOR
+    hashed ^= hashed >> _HALF
+    hashed *= _SECOND_FACTOR
+    hashed >>= _HALF
+    hashed *= limit
+    hashed >>= _HALF
+    words += hashed
+    # Modulo without dividing: what is below the limit wraps to something huge.
+    np.minimum(words, words - limit, out=words)
 
 
 @dataclass(frozen=True)
@@ -138,8 +150,7 @@ class SampleStream:
         return Permutation(self.samples, derive(Use.ORDER, self.seed, epoch))
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one rank fetches for one micro-batch.
 
     Attributes

@@ -132,7 +132,7 @@ class Trainer:
             self.saving.check_metric({})
         self.agreement = self._new_agreement()
         self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
-        self.log = Log(self.job, self.directory, self.attempt, world, self.feed, device)
+        self.log = Log(self.job, self.directory, self.attempt, world, self.feed, device, self.wrapped)
 
     def _new_agreement(self) -> Agreement:
         return Agreement(

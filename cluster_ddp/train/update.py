@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from cluster_ddp.train.delayed import HostCopy
 from cluster_ddp.train.optimizer import takes_found_inf
 
+_FIRST = 4
+
 
 class Update:
     """Applies the gradients, unless they are not finite.
@@ -44,6 +46,8 @@ class Update:
         self.scaler = scaler
         self.norm: Tensor | None = None
         self._parameters = list(parameters)
+        # The smallest of the first layers', because it is added up in every step.
+        self._first = sorted(self._parameters[:_FIRST], key=lambda one: one.numel()) + self._parameters[_FIRST:]
         self._clip_norm = clip_norm
         self._verdict = _Verdict()
         self._on_device = self._parameters[0].device.type != "cpu"
@@ -69,7 +73,8 @@ class Update:
             self._apply_scaled(self.scaler)
         else:
             self._apply_plain()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:  # as optimizer.zero_grad() does, in a tenth of its time
+            parameter.grad = None
 
     def _apply_plain(self) -> None:
         self._clip()
@@ -106,9 +111,9 @@ class Update:
     def _is_bad(self) -> bool | Tensor:
         """Judge the gradients by their norm where it is known, else by a witness that all of them lead to.
 
-        A gradient that is not finite makes those of all earlier layers not finite, so the first parameter's tells.
+        A gradient that is not finite makes those of all earlier layers not finite, so the first parameters' tell.
         """
-        witness = self.norm if self._clip_norm is not None else self._witness()
+        witness = self.norm if self._clip_norm is not None else self._find_witness()
         if witness is None:
             return False
         if self._on_device:
@@ -116,8 +121,8 @@ class Update:
         value = witness.item()
         return value - value != 0.0  # true for an infinity and for a NaN
 
-    def _witness(self) -> Tensor | None:
-        for parameter in self._parameters:
+    def _find_witness(self) -> Tensor | None:
+        for parameter in self._first:
             if parameter.grad is not None:
                 return parameter.grad.sum()
         return None

@@ -18,6 +18,7 @@ from cluster_ddp.spec import TrainSpec
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.errors import TaskError, TrainError
 
+_NOTHING = contextlib.nullcontext()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
@@ -71,7 +72,7 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
 def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
     """Context of a micro-batch: only the last one of a step sums the gradients over the ranks."""
     if last or not isinstance(model, DistributedDataParallel):
-        return contextlib.nullcontext()
+        return _NOTHING
     return model.no_sync()
 
 

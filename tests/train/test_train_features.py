@@ -331,3 +331,38 @@ def test_metrics_have_one_value_per_sample() -> None:
 
     with pytest.raises(TaskError, match=r"'accuracy' with shape \(\).*one value per sample"):
         train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
+
+
+def test_switches_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from cluster_ddp.train.precision import set_backends
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        for wish in (True, False):
+            set_backends(job(train={"tf32": wish}).train)
+            assert torch.backends.cuda.matmul.allow_tf32 is wish and torch.backends.cudnn.allow_tf32 is wish
+        assert not torch.are_deterministic_algorithms_enabled()
+        set_backends(job(train={"deterministic": True}).train)
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_compile_marks_the_model_and_keeps_its_names() -> None:
+    model = prepare_model(Plain().model(), job(train={"compile": True}).train, CPU)
+    assert model._compiled_call_impl is not None
+    assert list(model.state_dict()) == list(Plain().model().state_dict())
+
+
+def waiting_for_gradients() -> dict[str, float]:
+    _, outcome = train(Everything(), job(train={"steps": 120, "global_batch": 24, "evaluate_every": "end"}))
+    return dict(outcome.metrics)
+
+
+def test_what_a_step_waits_for_is_in_the_metrics() -> None:
+    metrics = run_ranks(waiting_for_gradients, 2)[0]
+    assert 0.0 < metrics["communication_wait"] <= 1.0 and 0.0 < metrics["data_wait"] < 1.0
+    assert metrics["samples_per_second"] == pytest.approx(24 / metrics["seconds_per_step"])
