@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import derive, mix, seed_host
 from cluster_ddp.train.sampler import Indices
+
+_MOST_AT_ONCE = 32
+_BYTES_AT_ONCE = 1 << 19
 
 Collate = Callable[[list[Any]], Any]
 
@@ -48,6 +52,24 @@ class Fetcher:
             The items do not fit together. What the data set itself raises is raised as it is.
         """
         return self._read(epoch, indices if self._positions is None else self._positions[indices])
+
+    def at_once(self, samples: int) -> int:
+        """How many batches of so many samples are best fetched together.
+
+        Picking a few small rows out of a tensor costs more for the call than for the rows.
+        """
+        if not isinstance(self._data, TensorDataset):
+            return 1
+        size = sum(tensor[:1].nbytes for tensor in self._data.tensors) * samples
+        return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, size)))
+
+    def together(self, keys: Sequence[tuple[int, Indices]]) -> Iterable[Any]:
+        """Fetch the batches of several (epoch, indices); each has memory of its own within what they share."""
+        if len(keys) == 1:
+            return [self(*keys[0])]
+        tensors = self(0, np.concatenate([indices for _, indices in keys]))
+        sizes = [len(indices) for _, indices in keys]
+        return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
 
     def _by_tensor(self, epoch: int, indices: Indices) -> Any:
         chosen = torch.from_numpy(indices)

@@ -42,7 +42,7 @@ class Guard:
         return scaler is not None and scaler.get_scale() >= 1.0
 
     def _message(self, step: int, in_a_row: int) -> str:
-        losses = all_gather_object(float("nan") if self._objective.last is None else self._objective.last.item())
+        losses = all_gather_object(float(self._objective.last))
         broken = [f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss - loss != 0.0]
         where = ", ".join(broken) if broken else "the gradients only: every rank's loss is finite"
         return (

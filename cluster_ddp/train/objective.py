@@ -31,7 +31,7 @@ class Objective:
     Attributes
     ----------
     last
-        The loss of the last micro-batch.
+        The loss of the last micro-batch, as a number where it is on the host.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Objective:
         world_size: int,
         device: torch.device,
     ) -> None:
-        self.last: Tensor | None = None
+        self.last: Tensor | float = 0.0
         self._parameters = parameters
         self._scaler = scaler
         self._world_size = world_size
@@ -75,7 +75,6 @@ class Objective:
             factor = share.samples * self._world_size / share.of
             if log is not None:
                 log.add(total * (share.samples / share.of), share.samples / share.of)
-        self.last = total.detach()
         self._spread(total, factor)
 
     def finish(self) -> None:
@@ -104,13 +103,13 @@ class Objective:
     def _spread(self, total: Tensor, factor: float) -> None:
         """Go backward. A loss that is not finite makes all gradients NaN, so that every rank comes to know."""
         if self._on_cpu:
-            value = total.item()
+            self.last = value = total.item()
             if value - value != 0.0:
                 factor = math.nan
             if factor != 1.0:
                 total = total * factor
         else:
-            detached = total.detach()
+            self.last = detached = total.detach()
             total = total * (detached - detached + factor)
         if self._scaler is not None:
             total = self._scaler.scale(total)

@@ -58,6 +58,21 @@ def test_tensors_are_fetched_by_batch() -> None:
     assert torch.equal(batch[0], inputs[[7, 5]]) and torch.equal(batch[1], labels[[7, 5]])
 
 
+def test_small_batches_are_fetched_together_and_stay_apart() -> None:
+    """Changing one batch changes no other; large ones are fetched one by one."""
+    inputs, labels = samples()
+    plans = [(0, [number, 49 - number]) for number in range(49)]
+    batches = fetch(TensorDataset(inputs, labels), *plans)
+    for (_, indices), (found, classes) in zip(plans, batches, strict=True):
+        assert torch.equal(found, inputs[indices]) and torch.equal(classes, labels[indices])
+        found.zero_()
+    assert inputs.abs().sum() > 0
+    large = TensorDataset(torch.zeros(4, 1 << 18))
+    assert [Fetcher(large, default_collate, 1).at_once(size) for size in (1, 2)] == [1, 1]
+    assert Fetcher(TensorDataset(inputs), default_collate, 1).at_once(8) == 32
+    assert Fetcher(Noisy(), default_collate, 1).at_once(1) == 1
+
+
 class ByBatch(Dataset[Any]):
     def __init__(self, as_items: bool) -> None:
         self.as_items = as_items
