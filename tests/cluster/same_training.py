@@ -14,7 +14,7 @@ from torch import Tensor
 Logged = dict[int, dict[str, Any]]
 # What metrics.jsonl tells about an attempt rather than about the training.
 OF_THE_ATTEMPT = ("attempt", "time")
-MEASURED = ("samples_per_second", "seconds_per_step", "data_wait")
+MEASURED = ("samples_per_second", "seconds_per_step", "data_wait", "communication_wait")
 
 
 def checkpoints(run: Path) -> list[Path]:
