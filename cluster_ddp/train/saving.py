@@ -14,7 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import CheckpointSpec, JobSpec
 from cluster_ddp.train.checkpoint import Checkpointer, Restored
-from cluster_ddp.train.distributed import World
+from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state import State
 
@@ -39,13 +39,14 @@ class Saving:
         self._since = time.monotonic()
         self._saved: int | None = None
         self._checkpointer: Checkpointer | None = None
+        self._unprepared: Checkpointer | None = None
         if run is None:
             return
 
         def report(event: str, fields: dict[str, Any]) -> bool:
             return events is None or events.write(event, attempt=attempt, **fields)
 
-        self._checkpointer = Checkpointer(
+        self._checkpointer = self._unprepared = Checkpointer(
             run.checkpoints,
             run_id=run.id,
             job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
@@ -112,9 +113,18 @@ class Saving:
         if self._checkpointer is not None:
             self._checkpointer.wait_copied()
 
+    def prepare(self, state: State) -> None:
+        """Call after each step; the first finds the memory for saving in the background: no save has to wait for it."""
+        if self._unprepared is not None:
+            self._unprepared.prepare(state.tensors())
+            self._unprepared = None
+
     def finish(self) -> bool:
-        """Wait until what was begun is durable; False when it could not be made so."""
-        return self._checkpointer is None or self._checkpointer.finish()
+        """Wait until what was begun is durable; False, on all ranks, when it could not be made so."""
+        durable = broadcast_object(self._checkpointer is None or self._checkpointer.finish())
+        if not durable:
+            self._saved = None  # the same step may be tried again
+        return durable
 
     def close(self) -> None:
         """Give the memory back; all ranks, before the group goes."""

@@ -30,7 +30,7 @@ from cluster_ddp.run.board import Phase
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import JobSpec, load_resolved
-from cluster_ddp.train.distributed import barrier, broadcast_object, cleanup_distributed, find_world
+from cluster_ddp.train.distributed import barrier, cleanup_distributed, find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure
 from cluster_ddp.train.metrics import MetricsFile
@@ -209,7 +209,7 @@ class ScriptRun:
         if stopped:
             self.tell(events.STOP_REQUESTED, reason=self._agreed.reason)
         self._save()
-        if not broadcast_object(self.saving.finish()) and not stopped:
+        if not self.saving.finish() and not stopped:
             raise TrainError(f"all is done, but the checkpoint of step {self.step} could not be written: make room")
         self.tell(events.STOPPED if stopped else events.COMPLETED, reason=self._agreed.reason)
         self._report.close(failed=False)

@@ -5,6 +5,7 @@ It reads from top to bottom: what is built, what is resumed, the loop, one step,
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from cluster_ddp.run import events
@@ -13,7 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import BatchPlan, JobSpec
 from cluster_ddp.train.batching import agree_on_batches
-from cluster_ddp.train.distributed import barrier, broadcast_object, find_world
+from cluster_ddp.train.distributed import barrier, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.evaluation import Evaluation
@@ -35,6 +36,8 @@ from cluster_ddp.train.task import Task
 from cluster_ddp.train.update import Update
 from cluster_ddp.train.warmup import settle_buckets
 from cluster_ddp.train.wrapping import prepare_model, without_sync, wrap
+
+_RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds between the tries to save the last step
 
 
 class Trainer:
@@ -123,7 +126,7 @@ class Trainer:
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.objective = Objective(trainable, scaler, world_size=world.world_size, device=device)
         self.update = Update(self.optimizer, trainable, clip_norm=train.clip_norm, scaler=scaler)
-        self.guard = Guard(train.max_bad_steps, self.update, self.objective)
+        self.guard = Guard(train.max_bad_steps, self.update, self.objective, self.model)
 
         self.seeds = StepSeeds(train.seed, world.rank, device)
         self.state = State(self.model, self.update, self.ema, self.task)
@@ -210,6 +213,7 @@ class Trainer:
         self.step = share.step + 1
         self.process.beat.step(self.step)
         self.log.end(self.step, share.epoch, self.update, self.schedule.lr(share.step - skipped))
+        self.saving.prepare(self.state)
         return self._between_steps(self.agreement.end(share.step))
 
     # Between steps.
@@ -257,6 +261,7 @@ class Trainer:
         return agreed
 
     def _save(self) -> None:
+        self.guard.check_weights(self.step)
         self.log.flush()
         before = self.process.beat.phase
         self.process.beat.enter(Phase.SAVING)
@@ -279,8 +284,7 @@ class Trainer:
         self.process.beat.enter(Phase.STOPPING)
         if agreed.level:
             self._tell(events.STOP_REQUESTED, reason=agreed.reason)
-        self._save()
-        durable = broadcast_object(self.saving.finish())
+        durable = self._save_for_good()
         completed = self.step >= self.feed.total_steps and not self._evaluation_is_due()
         if completed and not durable:
             raise TrainError(
@@ -292,6 +296,15 @@ class Trainer:
         self.saving.close()
         self.process.beat.enter(Phase.DONE)
         return Outcome(completed, self.step, agreed.reason, agreed.level >= AT_ONCE, dict(self.log.latest))
+
+    def _save_for_good(self) -> bool:
+        """Save the last step; False when the storage does not take it, which it may do after a moment."""
+        for pause in _RETRY_AFTER:
+            self._save()
+            if self.saving.finish():
+                return True
+            time.sleep(pause)
+        return False
 
     def _tell(self, event: str, **fields: Any) -> None:
         """Record an event, on rank 0."""

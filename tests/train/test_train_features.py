@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -146,6 +147,43 @@ def test_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
         train(Exploding(*range(5, 9)), job(**sections), run)
     trainer, outcome = train(Plain(), job(**sections), run, attempt=1)
     assert outcome.completed and all(bool(torch.isfinite(value).all()) for value in final_state(trainer).values())
+
+
+class Branch(nn.Module):
+    """A net, and beside it a weight whose own gradient is no number as soon as it is zero: the loss stays finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Plain().model()
+        self.beside = nn.ParameterList([torch.ones(1)])  # the last of the weights
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs) + 0.0 * self.beside[0].sqrt()
+
+
+class Branched(Plain):
+    """Its side branch breaks at the given step."""
+
+    def model(self) -> nn.Module:
+        return Branch()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 6:
+            with torch.no_grad():
+                model.beside[0].zero_()
+        return super().loss(model, batch)
+
+
+def test_a_weight_that_is_no_number_is_never_saved(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"train": {"steps": 9, "global_batch": 24}, "checkpoint": {"every_steps": 3}}
+    run = new_run(tmp_path, **sections)
+    with pytest.raises(NonFiniteError, match=r"after step 6 weights of the model are not finite: beside.0"):
+        train(Branched(), job(**sections), run)
+    deadline = time.monotonic() + 20  # the save before is completed in the background
+    while not list(run.checkpoints.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [folder.name for folder in run.checkpoints.glob("step-*")] == ["step-00000003"]
 
 
 class Blocks(Plain):
