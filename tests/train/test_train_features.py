@@ -1,9 +1,8 @@
-"""What the job file can switch on: formats, scaler, EMA, guard, checkpointing, hooks, profiler."""
+"""What the job file can switch on: formats, scaler, EMA, checkpointing, hooks, profiler."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -13,29 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_ranks import run_ranks
-from train_tasks import CLASSES, FEATURES, Everything, Plain, differences, final_state, job, new_run, train
+from train_tasks import CLASSES, FEATURES, Everything, Exploding, Plain, differences, final_state, job, new_run, train
 
 from cluster_ddp.run.lines import read_json_lines
-from cluster_ddp.train import NonFiniteError, TaskError, TrainError
+from cluster_ddp.train import TaskError, TrainError
 from cluster_ddp.train.trainer import Trainer
 from cluster_ddp.train.wrapping import checkpoint_blocks, prepare_model
 
 CPU = torch.device("cpu")
-
-
-class Exploding(Plain):
-    """Its loss is infinite in the steps named."""
-
-    def __init__(self, *steps: int, rank: int = 0) -> None:
-        self.calls, self.steps, self.rank = 0, steps, rank
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        import os
-
-        self.calls += 1
-        loss = super().loss(model, batch)
-        bad = self.calls - 1 in self.steps and int(os.environ.get("RANK", 0)) == self.rank
-        return loss * float("inf") if bad else loss
 
 
 def test_fp16_skips_what_overflows_and_the_schedule_waits(tmp_path: Path) -> None:
@@ -110,80 +94,6 @@ def test_ema_is_the_average_by_hand() -> None:
     torch.testing.assert_close(state["ema.0.weight"], average)
     assert torch.equal(evaluated[-1], state["ema.0.weight"])
     assert not torch.equal(state["ema.0.weight"], state["model.0.weight"])
-
-
-def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
-    task = Exploding(*steps, rank=1)
-    # Two throw-away passes come before the first step; each step is one call.
-    task.steps = tuple(step + 2 for step in steps)
-    spec = job(train={"steps": 9, "global_batch": 24, "max_bad_steps": most})
-    try:
-        trainer, _ = train(task, spec)
-    except NonFiniteError as error:
-        return str(error), -1, True
-    finite = all(bool(torch.isfinite(parameter).all()) for parameter in trainer.model.parameters())
-    return "", trainer.update.skipped, finite
-
-
-def test_an_update_that_is_no_number_is_left_out_on_all_ranks() -> None:
-    assert run_ranks(bad_steps, 3, (2, 5), 2) == [("", 2, True)] * 3
-
-
-def test_too_many_bad_updates_name_the_step_and_the_rank() -> None:
-    messages = {message for message, *_ in run_ranks(bad_steps, 3, (2, 3, 4, 5, 6, 7, 8), 3)}
-    assert len(messages) == 1
-    (message,) = messages
-    assert message.startswith("step 5: 3 updates in a row") and "rank 1 (loss inf)" in message
-    assert "rank 0" not in message and "train.max_bad_steps" in message
-
-
-def test_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "train": {"steps": 9, "global_batch": 24, "max_bad_steps": 2},
-        "checkpoint": {"every_steps": 2},
-    }
-    run = new_run(tmp_path, **sections)
-    with pytest.raises(NonFiniteError):
-        train(Exploding(*range(5, 9)), job(**sections), run)
-    trainer, outcome = train(Plain(), job(**sections), run, attempt=1)
-    assert outcome.completed and all(bool(torch.isfinite(value).all()) for value in final_state(trainer).values())
-
-
-class Branch(nn.Module):
-    """A net, and beside it a weight whose own gradient is no number as soon as it is zero: the loss stays finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Plain().model()
-        self.beside = nn.ParameterList([torch.ones(1)])  # the last of the weights
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(inputs) + 0.0 * self.beside[0].sqrt()
-
-
-class Branched(Plain):
-    """Its side branch breaks at the given step."""
-
-    def model(self) -> nn.Module:
-        return Branch()
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 6:
-            with torch.no_grad():
-                model.beside[0].zero_()
-        return super().loss(model, batch)
-
-
-def test_a_weight_that_is_no_number_is_never_saved(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"train": {"steps": 9, "global_batch": 24}, "checkpoint": {"every_steps": 3}}
-    run = new_run(tmp_path, **sections)
-    with pytest.raises(NonFiniteError, match=r"after step 6 weights of the model are not finite: beside.0"):
-        train(Branched(), job(**sections), run)
-    deadline = time.monotonic() + 20  # the save before is completed in the background
-    while not list(run.checkpoints.glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [folder.name for folder in run.checkpoints.glob("step-*")] == ["step-00000003"]
 
 
 class Blocks(Plain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,19 @@ class Plain(Task):
             "accuracy": (scores.argmax(1) == labels).float(),
             "loss": F.cross_entropy(scores, labels, reduction="none"),
         }
+
+
+class Exploding(Plain):
+    """Its loss is infinite in the steps named."""
+
+    def __init__(self, *steps: int, rank: int = 0) -> None:
+        self.calls, self.steps, self.rank = 0, steps, rank
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        loss = super().loss(model, batch)
+        bad = self.calls - 1 in self.steps and int(os.environ.get("RANK", 0)) == self.rank
+        return loss * float("inf") if bad else loss
 
 
 class Everything(Plain):
