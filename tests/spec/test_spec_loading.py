@@ -78,6 +78,14 @@ def test_the_resolved_job_reads_back_as_itself(job: WriteJob, tmp_path: Path) ->
         assert dump_resolved(load_resolved(resolved)) == dump_resolved(spec)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_job_with_every_setting_is_dumped_without_a_warning(job: WriteJob) -> None:
+    """A tuple among its settings once made pydantic warn on every rank, where the digest of the job is taken."""
+    spec = load_job(str(job(EVERYTHING))).spec
+    assert '"steps":[10,20]' in spec.model_dump_json()
+    assert spec.model_dump()["train"]["profile"] == {"steps": (10, 20)}
+
+
 def test_a_resolved_job_is_not_merged_with_anything(job: WriteJob) -> None:
     with pytest.raises(JobFileError, match="extends: is not a key"):
         load_resolved(job("extends: multi-node\nname: x\ntask: a:B\n"))
