@@ -151,6 +151,7 @@ def _serve(name: str, rank: int, world: int, orders: Connection) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_RUN_ID": "benchmark",  # the others take it that torchrun has started them
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # the table is the CPU's, on every machine
     }.items():
         os.environ[variable] = str(value)
     with Path(os.environ.get("BENCHMARK_LOG", os.devnull)).open("a") as log:  # the table has standard output for itself

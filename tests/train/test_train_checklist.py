@@ -109,6 +109,7 @@ def files_written(folder: Path, ranks_writing: str) -> list[str]:
     Storage.open_write = noting  # type: ignore[method-assign]  # in a process of its own
     sections = {**SECTIONS, "checkpoint": {"ranks_writing": ranks_writing}}
     run = broadcast_object(new_run(folder, **sections) if is_main_process() else None)
+    assert run is not None
     train(Plain(), job(**sections), run)
     return [Path(path).name for path in opened if path.startswith(str(run.checkpoints))]
 

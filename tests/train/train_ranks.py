@@ -19,15 +19,15 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.program", "train_tasks"])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """Call ``function(*arguments)`` on every rank of a group; what it returns, by rank.
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, gpus: bool = False) -> list[Any]:
+    """Call ``function(*arguments)`` on every rank of a group; what it returns, by rank. Without `gpus` they see none.
 
     Raises AssertionError with the traceback of the first rank that failed, or when a rank hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         ranks = [
-            _server.Process(target=_be_rank, args=(function, rank, world_size, port, Path(folder), arguments))
+            _server.Process(target=_be_rank, args=(function, rank, world_size, port, Path(folder), arguments, gpus))
             for rank in range(world_size)
         ]
         for rank in ranks:
@@ -49,8 +49,16 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 
 
 def _be_rank(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, folder: Path, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    arguments: tuple[Any, ...],
+    gpus: bool,
 ) -> None:
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

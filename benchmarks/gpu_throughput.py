@@ -1,0 +1,140 @@
+"""bf16 on a GPU: what this Trainer reaches of a hand-written loop's throughput. `step_overhead.py` prints it.
+
+The same network (six layers, 4,096 wide), data (8,192 samples in memory), batch (512) and optimizer (fused AdamW) go
+through both in turn, in one process. A round is timed from the first step that counts to the last, the GPU idle at both
+ends. To reach: a ratio of at least 0.98.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.directory import create_run
+from cluster_ddp.spec import JobSpec
+from cluster_ddp.train import Task, Trainer
+
+WIDTH = 4096
+LAYERS = 6
+BATCH = 512
+SAMPLES = 8192
+SETTLING_STEPS = 30
+"""Steps at the start of a round that are not counted."""
+
+
+class Clock:
+    """Takes the time at the first step that counts and at the last."""
+
+    def __init__(self, steps: int) -> None:
+        self._at = (SETTLING_STEPS, SETTLING_STEPS + steps)
+        self._steps = steps
+        self._begun = 0
+        self._times: list[float] = []
+
+    def tick(self) -> None:
+        """Call at the begin of each step."""
+        if self._begun in self._at:
+            torch.cuda.synchronize()
+            self._times.append(time.perf_counter())
+        self._begun += 1
+
+    @property
+    def samples_per_second(self) -> float:
+        """The throughput of the steps that count."""
+        begin, end = self._times
+        return self._steps * BATCH / (end - begin)
+
+
+class Wide(Task):
+    """The training, as the Trainer is given it."""
+
+    def __init__(self, data: TensorDataset, clock: Clock) -> None:
+        self.data, self.clock = data, clock
+
+    def model(self) -> nn.Module:
+        return network()
+
+    def train_data(self) -> Dataset[Any]:
+        return self.data
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.clock.tick()
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return adamw(model)
+
+
+def network() -> nn.Module:
+    """Build the network."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of both."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+
+def bare_loop(data: TensorDataset, steps: int) -> float:
+    """Write the loop by hand, with pinned batches; samples per second."""
+    clock = Clock(steps)
+    features, classes = data.tensors
+    model = network().cuda()
+    optimizer = adamw(model)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in range(SETTLING_STEPS + steps + 1):
+        if not len(order):
+            order = torch.randperm(SAMPLES)
+        rows, order = order[:BATCH], order[BATCH:]
+        clock.tick()
+        inputs = features[rows].pin_memory().to("cuda", non_blocking=True)
+        wanted = classes[rows].pin_memory().to("cuda", non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(model(inputs), wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return clock.samples_per_second
+
+
+def this_trainer(data: TensorDataset, steps: int) -> float:
+    """Use this package's Trainer with its defaults, in a run directory; samples per second."""
+    clock = Clock(steps)
+    settings = {"steps": SETTLING_STEPS + steps + 1, "batch_size": BATCH, "precision": "bf16"}
+    job = JobSpec.model_validate({"name": "throughput", "task": "throughput:Wide", "train": settings})
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
+        run = create_run(job, runs_dir=Path(folder), via="local", script=None)
+        begin_attempt(run, host="localhost", pid=os.getpid(), nodes=1, procs=1)
+        with contextlib.redirect_stdout(nowhere):
+            Trainer(job, Wide(data, clock), run).run()
+    return clock.samples_per_second
+
+
+def show(rounds: int, steps: int) -> None:
+    """Measure in turn and print one line; nothing where there is no GPU."""
+    if not torch.cuda.is_available():
+        return
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(SAMPLES, WIDTH, generator=random)
+    data = TensorDataset(features, torch.randint(10, (SAMPLES,), generator=random))
+    pairs = [(bare_loop(data, steps), this_trainer(data, steps)) for _ in range(rounds + 1)][1:]  # the first warms up
+    bare, trainer = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratios = [mine / by_hand for by_hand, mine in pairs]
+    print(f"\nbf16 on one {torch.cuda.get_device_name()}, {rounds} rounds of {steps} steps each, samples per second")
+    print(
+        f"bare loop {bare:,.0f}   this Trainer {trainer:,.0f}   "
+        f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
