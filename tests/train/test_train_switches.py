@@ -20,6 +20,7 @@ from cluster_ddp.run.lines import read_json_lines
 from cluster_ddp.spec import BatchPlan
 from cluster_ddp.train import loggers
 from cluster_ddp.train.distributed import World
+from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.feed import MapFeed
 from cluster_ddp.train.precision import choose_precision
 from cluster_ddp.train.progress import Bar
@@ -131,6 +132,22 @@ def test_a_single_process_uses_a_macs_gpu_and_several_do_not(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert World(0, 0, 1).device.type == "mps" and World(0, 0, 2).device.type == "cpu"
+
+
+def test_the_average_has_the_buffers_of_the_model() -> None:
+    """And its parameters of whole numbers, which have no average."""
+    model = nn.BatchNorm1d(3)
+    code = nn.Parameter(torch.tensor([1]), requires_grad=False)
+    model.register_parameter("code", code)
+    ema = Ema(model, 0.5)
+    for _ in range(3):
+        model(torch.randn(4, 3))
+        code.data += 1
+        ema.update()
+    kept = ema.tensors()
+    for name in ("running_mean", "running_var", "num_batches_tracked", "code"):
+        assert torch.equal(kept[name], model.state_dict()[name]), name
+    assert int(kept["num_batches_tracked"]) == 3 and int(kept["code"]) == 4
 
 
 class Pids(Dataset[Tensor]):
