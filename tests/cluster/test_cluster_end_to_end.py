@@ -15,6 +15,8 @@ from same_training import assert_every_sample_once, assert_same_training, checkp
 from slurm_cluster import SlurmCluster
 from training_job import SAMPLES, STEPS, STEPS_PER_EPOCH, TrainingJob, submit
 
+from cluster_ddp.run.outcome import root_failure
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -121,4 +123,5 @@ def test_killed_rank_costs_no_more_than_since_the_last_checkpoint(
     assert all(step > saved for step in lost)
     failed = [event for event in training.events() if event["event"] == "rank-failed"]
     assert failed
-    assert failed[0]["host"] == "node2"
+    # Its peer on the other node may notice first that it is gone; what counts is whom the run blames in the end.
+    assert root_failure(failed)["host"] == "node2"
