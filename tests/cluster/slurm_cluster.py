@@ -38,7 +38,7 @@ PACKAGES = {
     "nsenter": "util-linux", "setpriv": "util-linux",
 }  # fmt: skip
 # Of the environment of whoever runs the tests: what would make a job, or a command, think it is somewhere else.
-FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|CLUSTER_DDP|MASTER|TORCHELASTIC|WANDB)_?")
+FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|CLUSTER_DDP|MASTER|TORCH|WANDB|GLOO|NCCL)_?")
 
 
 def why_unavailable() -> str | None:

@@ -120,6 +120,7 @@ def test_a_rank_that_fails_is_named_with_its_error(start_node: Start) -> None:
 def test_a_rank_that_is_killed_is_restarted_inside_the_allocation(start_node: Start) -> None:
     node = start_node("board_rank.py", "60", "crash", launch={"max_restarts": 1})
     node.wait_for("begins")
+    time.sleep(1)  # the relay reads the log a few times a second
     os.kill(node.rank(1), signal.SIGKILL)
     status, out, _ = node.finish()
     assert (status, node.ended_as()) == (0, "done")

@@ -152,7 +152,7 @@ def test_the_board_stops_a_rank_and_sees_what_it_does(tmp_path: Path) -> None:
     board.post_stop(1, "preemption")
     assert ranks.wait() == [0]
     assert slot.phase == Phase.DONE and read_events(run)[-1]["reason"] == "preemption"
-    assert "in loss" in (run.attempt(0).path / "stacks-rank0.txt").read_text()
+    assert "in _train" in (run.attempt(0).path / "stacks-rank0.txt").read_text()
     board.unlink()
 
 
