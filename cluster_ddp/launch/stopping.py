@@ -82,8 +82,10 @@ class Stopping:
 
     def look(self) -> None:
         """Act on the signals and on the stop file, which is looked at twice a second."""
-        while self._signals:
-            self._signalled(*self._signals.pop(0))
+        arrived, self._signals = self._signals, []
+        # Of signals that came together, those that tell why come first: SIGTERM may overtake the warning it follows.
+        for number, moment in sorted(arrived, key=lambda one: self._reasons[one[0]] == TERMINATED):
+            self._signalled(number, moment)
         now = time.monotonic()
         if now >= self._next_file_poll:
             self._next_file_poll = now + _FILE_POLL_SECONDS

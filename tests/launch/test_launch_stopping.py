@@ -74,6 +74,17 @@ def test_each_signal_has_its_meaning(
     assert read_stop(attempt) is None  # the batch script tells the other nodes
 
 
+def test_of_signals_that_come_together_the_one_that_tells_why_counts(
+    make: Make, board: Board, attempt: AttemptDirectory
+) -> None:
+    stopping = make()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stopping.look()
+    assert (board.stop_level, board.stop_reason) == (1, "time-limit")
+    assert [event["reason"] for event in read_events(attempt.run)] == ["time-limit"]
+
+
 def test_the_same_event_signalled_twice_is_no_second_signal(
     make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
