@@ -128,3 +128,19 @@ def test_permissions_are_as_asked(tmp_path: Path) -> None:
     assert (tmp_path / "script").stat().st_mode & 0o777 == 0o700
     write_json(Storage(), tmp_path / "value", {"a": [1, None]})
     assert (tmp_path / "value").read_text() == '{\n  "a": [\n    1,\n    null\n  ]\n}\n'
+
+
+def test_advice_to_flush_changes_nothing_and_never_raises(tmp_path):
+    storage = Storage()
+    read_end, write_end = os.pipe()
+    fd = storage.open_write(tmp_path / "file")
+    try:
+        storage.write(fd, b"abcdef")
+        storage.begin_flush(fd, 0, 6)
+        storage.begin_flush(fd, 1 << 40, 6)  # beyond the end
+        storage.begin_flush(write_end, 0, 6)  # a pipe: the system refuses
+        storage.fsync(fd)
+    finally:
+        for each in (fd, read_end, write_end):
+            storage.close(each)
+    assert (tmp_path / "file").read_bytes() == b"abcdef"

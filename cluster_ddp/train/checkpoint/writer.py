@@ -121,6 +121,7 @@ class Writer:
                     piece = shard[at : at + _PIECE]
                     hashed.update(piece)
                     storage.write(fd, piece)
+                    storage.begin_flush(fd, at, len(piece))
         except Exception as error:  # whatever it is, rank 0 must hear of it: it waits for this receipt
             return {**receipt, "error": _reason(error), "rank": rank, "host": socket.gethostname()}
         return {**receipt, "bytes": len(shard), "xxh3": hashed.hexdigest()}
