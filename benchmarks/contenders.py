@@ -7,6 +7,7 @@ the model calls at each entry into its forward. It trains a new model from scrat
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -103,6 +104,7 @@ def process_group(world: int) -> Iterator[None]:
         dist.init_process_group("gloo")
     yield
     if world > 1:
+        gc.collect()  # a DDP module that outlives its group can hang when it goes
         dist.barrier()
         dist.destroy_process_group()
 
@@ -112,16 +114,19 @@ def bare_loop(rank: int, world: int) -> Run:
     from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel
 
+    def train(steps: int, tick: Tick) -> None:
+        module = model(tick)
+        if world > 1:
+            module = DistributedDataParallel(module)
+        optimizer = adamw(module)
+        for features, classes in batches(steps, rank, world):
+            optimizer.zero_grad()
+            F.cross_entropy(module(features), classes).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
     def run(steps: int, tick: Tick) -> None:
         with process_group(world):
-            module = model(tick)
-            if world > 1:
-                module = DistributedDataParallel(module)
-            optimizer = adamw(module)
-            for features, classes in batches(steps, rank, world):
-                optimizer.zero_grad()
-                F.cross_entropy(module(features), classes).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+            train(steps, tick)
 
     return run
 
@@ -132,27 +137,30 @@ def default_loader(rank: int, world: int) -> Run:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+    def train(steps: int, tick: Tick) -> None:
+        module = model(tick)
+        if world > 1:
+            module = DistributedDataParallel(module)
+        optimizer = adamw(module)
+        data = TensorDataset(*tensors())
+        sampler: DistributedSampler[Any] | None = DistributedSampler(data) if world > 1 else None
+        loader = DataLoader(data, batch_size=BATCH, shuffle=sampler is None, sampler=sampler)
+        done = epoch = 0
+        while done < steps:
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+            for features, classes in loader:
+                if done == steps:
+                    break
+                optimizer.zero_grad()
+                F.cross_entropy(module(features), classes).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                done += 1
+            epoch += 1
+
     def run(steps: int, tick: Tick) -> None:
         with process_group(world):
-            module = model(tick)
-            if world > 1:
-                module = DistributedDataParallel(module)
-            optimizer = adamw(module)
-            data = TensorDataset(*tensors())
-            sampler: DistributedSampler[Any] | None = DistributedSampler(data) if world > 1 else None
-            loader = DataLoader(data, batch_size=BATCH, shuffle=sampler is None, sampler=sampler)
-            done = epoch = 0
-            while done < steps:
-                if sampler is not None:
-                    sampler.set_epoch(epoch)
-                for features, classes in loader:
-                    if done == steps:
-                        break
-                    optimizer.zero_grad()
-                    F.cross_entropy(module(features), classes).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    done += 1
-                epoch += 1
+            train(steps, tick)
 
     return run
 

@@ -2,11 +2,11 @@
 
 The same tiny model (64-256-256-10), data (4,096 samples in memory), batch (32 per rank) and optimizer (fused AdamW) go
 through a bare DDP loop, this package's Trainer with all that is on by default, Lightning Fabric, Lightning's Trainer
-and Accelerate, in turn, again and again within one run::
+and Accelerate, in short rounds within one run, each round in another order, so that the machine's moods hit all alike::
 
     pip install -r benchmarks/requirements.txt        # the others; what is not installed is left out of the table
-    python benchmarks/step_overhead.py                # one process, then two ranks; about five minutes
-    python benchmarks/step_overhead.py --quick        # fewer rounds and steps, to see that it works
+    python benchmarks/step_overhead.py                # one process, then two ranks; about ten minutes
+    python benchmarks/step_overhead.py --quick        # fewer rounds, to see that it works
     python benchmarks/step_overhead.py --growth       # memory of this Trainer over 10,000 steps
 
 Every contender has processes of its own that live through the whole run, so that none sees another's state; only one
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import random
 import statistics
 import sys
 from pathlib import Path
@@ -53,8 +54,8 @@ def measure(names: list[str], world: int, rounds: int, steps: int) -> dict[str, 
     results: dict[str, list[Round]] = {name: [] for name in names}
     try:
         for number in range(rounds + 1):
-            for name, group in groups.items():
-                figures = group.run(steps if number else min(steps, 300))
+            for name in random.Random(number).sample(names, len(names)):  # nobody always comes after the same other
+                figures = groups[name].run(steps)
                 if number:
                     results[name].append(figures)
             print(f"  {world} rank(s): round {number} of {rounds}", file=sys.stderr)
@@ -115,17 +116,17 @@ def show_gpu(rounds: int, steps: int) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds and steps")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--growth", action="store_true", help="memory over 10,000 steps instead of the table")
     parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="numbers of ranks (default: 1 2)")
-    parser.add_argument("--rounds", type=int, help="rounds (default: 15; --quick: 3)")
+    parser.add_argument("--rounds", type=int, help="rounds (default: 40; --quick: 3)")
     parser.add_argument("--only", nargs="*", help=f"contenders besides the bare loop; of: {', '.join(CONTENDERS)}")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.growth:
         show_growth(10_000)
         return
-    rounds = options.rounds or (3 if options.quick else 15)
+    rounds = options.rounds or (3 if options.quick else 40)
     names = []
     for name, contender in CONTENDERS.items():
         if options.only is not None and name not in options.only and name != BARE:
@@ -135,7 +136,7 @@ def main() -> None:
         else:
             print(f"left out, not installed: {name} (pip install -r benchmarks/requirements.txt)", file=sys.stderr)
     for world in options.world:
-        steps = (300 if options.quick else 2000) // world
+        steps = 400 // world
         show(measure(names, world, rounds, steps), world, steps)
     show_gpu(rounds=3 if options.quick else 7, steps=100 if options.quick else 400)
 

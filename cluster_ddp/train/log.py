@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,24 +19,28 @@ from cluster_ddp.train.distributed import World
 from cluster_ddp.train.feed import Feed
 from cluster_ddp.train.lines import LineFile
 from cluster_ddp.train.loggers import open_loggers
-from cluster_ddp.train.metrics import MetricsFile, Speed, StepLoss, communication_seconds
+from cluster_ddp.train.metrics import MetricsFile, Speed, StepLoss, TotalLosses, communication_seconds
 from cluster_ddp.train.progress import open_display
 from cluster_ddp.train.report import Report
 from cluster_ddp.train.sampler import Share
 from cluster_ddp.train.update import Update
 
 
-class _Pending(NamedTuple):
-    """A log step whose loss is still being added up over the ranks."""
+class _Row(NamedTuple):
+    """A log step whose loss is not yet added up over the ranks."""
 
     step: int
     epoch: int
+    measured: float
     loss: StepLoss
     values: dict[str, float]
 
 
 class Log:
     """Measures every ``log.every_steps``-th step and the last one, and passes the numbers to rank 0's report.
+
+    They are passed on about once a second, together: a file, a terminal and an exchange between ranks for each logged
+    step would be most of what a small model's training costs beyond a bare loop.
 
     Attributes
     ----------
@@ -60,7 +66,8 @@ class Log:
         self._every, self._last = job.log.every_steps, feed.total_steps
         self._report = Report()
         self._speed = Speed()
-        self._pending: _Pending | None = None
+        self._rows: list[_Row] = []
+        self._exchanging: tuple[list[_Row], TotalLosses] | None = None
         self._ids: list[int] | None = None
         self._id_file: LineFile | None = None
 
@@ -98,13 +105,26 @@ class Log:
 
     def end(self, step: int, epoch: int, update: Update, lr: float) -> None:
         """Call when `step` steps are finished."""
-        self.flush()
         if self._ids is not None and self._id_file is not None:
             self._id_file.write(json.dumps({"step": step, "ids": self._ids}))
             self._ids = []
         if self.step_loss is not None:
-            self.step_loss.start()
-            self._pending = _Pending(step, epoch, self.step_loss, self._measured(step, update, lr))
+            self._rows.append(_Row(step, epoch, time.time(), self.step_loss, self._measured(step, update, lr)))
+
+    def exchange(self) -> None:
+        """Pass on what was exchanged the last time, and begin to add up the losses since, without waiting for them.
+
+        All ranks call it after the same step.
+        """
+        self._pass_on()
+        if self._rows:
+            self._exchanging = self._rows, TotalLosses([row.loss for row in self._rows])
+            self._rows = []
+
+    def flush(self) -> None:
+        """Pass on all; waits for the other ranks, which call it after the same step."""
+        self.exchange()
+        self._pass_on()
 
     def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Log what an evaluation gave."""
@@ -114,24 +134,37 @@ class Log:
         self._report.say(f"step {step}  epoch {epoch}  {shown}")
         self._speed.start(step, self._feed.consumed(step), self._feed.waited)
 
-    def flush(self) -> None:
-        """Write the log step before, whose loss is there by now."""
-        if self._pending is not None:
-            step, epoch, loss, values = self._pending
-            self._pending = None
-            values = {"train/loss": loss.read(), **values}
-            self._report.log(step=step, samples=self._feed.consumed(step), epoch=epoch, values=values)
-
     def say(self, text: str) -> None:
         """Show a line on rank 0."""
         self._report.say(text)
 
     def close(self, *, failed: bool, wait: bool = True) -> None:
         """Close everything; with `wait` false without waiting for a network."""
+        if failed:
+            with contextlib.suppress(Exception):  # of what made the training fail, the device perhaps
+                self._pass_on_what_is_here()
         if self._id_file is not None:
             self._id_file.close()
             self._id_file = None
         self._report.close(failed=failed, wait=wait)
+
+    def _pass_on(self) -> None:
+        if self._exchanging is None:
+            return
+        rows, losses = self._exchanging
+        self._exchanging = None
+        for row, loss in zip(rows, losses.read(), strict=True):
+            values = {"train/loss": loss, **row.values}
+            samples = self._feed.consumed(row.step)
+            self._report.log(step=row.step, samples=samples, epoch=row.epoch, values=values, measured=row.measured)
+        self._report.show(row.step, row.epoch, values)
+
+    def _pass_on_what_is_here(self) -> None:
+        """Pass on what needs no other rank: they may be gone."""
+        if self._world.world_size == 1:
+            self.flush()
+        elif self._exchanging is not None and self._exchanging[1].arrived:
+            self._pass_on()
 
     def _measured(self, step: int, update: Update, lr: float) -> dict[str, float]:
         values = {"lr": lr, **self._speed.read(step, self._feed.consumed(step), self._feed.waited)}

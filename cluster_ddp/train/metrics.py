@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,14 +27,19 @@ class MetricsFile:
         self._attempt = attempt
         self._file = LineFile(path)
 
-    def write(self, *, step: int, samples: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Append a line; a value that is not finite becomes null, which JSON can hold."""
+    def write(
+        self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
+    ) -> None:
+        """Append a line; a value that is not finite becomes null, which JSON can hold.
+
+        `measured` is when the values were, in Unix seconds; by default now.
+        """
         row: dict[str, float | None] = {
             "step": step,
             "samples": samples,
             "epoch": epoch,
             "attempt": self._attempt,
-            "time": time.time(),
+            "time": time.time() if measured is None else measured,
         }
         row.update((name, value if math.isfinite(value) else None) for name, value in values.items())
         self._file.write(json.dumps(row))
@@ -45,9 +50,7 @@ class MetricsFile:
 
 
 class StepLoss:
-    """The loss of one step over its global batch: exact, and no mean over steps, so that it depends on the step only.
-
-    Each rank adds its micro-batches; the sum over ranks is started without waiting, and read a step later.
+    """This rank's part of the loss of one step: exact, and no mean over steps, so that it depends on the step only.
 
     Parameters
     ----------
@@ -56,29 +59,54 @@ class StepLoss:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # MPS has no float64.
-        self._sums = torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self._copy: HostCopy | None = None
+        # MPS has no float64. On the host plain numbers cost a tenth of tensors.
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self._device_sums = None if device.type == "cpu" else torch.zeros(2, dtype=exact, device=device)
+        self._total = self._weight = 0.0
 
-    def add(self, total: Tensor, weight: Tensor | float) -> None:
+    def add(self, total: Tensor | float, weight: Tensor | float) -> None:
         """Add a micro-batch: the sum of its losses (or its mean times its share), and the weight that belongs to it."""
-        self._sums[0] += total.detach()
-        self._sums[1] += weight
-
-    def start(self) -> None:
-        """Begin to add up the ranks; every rank calls it after the same step."""
-        if dist.is_initialized():
-            self._work = dist.all_reduce(self._sums, async_op=True)
+        if self._device_sums is None:
+            self._total += float(total)
+            self._weight += float(weight)
         else:
-            self._copy = HostCopy(self._sums)
+            self._device_sums[0] += total
+            self._device_sums[1] += weight
 
-    def read(self) -> float:
-        """The loss."""
+    def sums(self) -> Tensor:
+        """Total and weight, shape (2,)."""
+        if self._device_sums is None:
+            return torch.tensor([self._total, self._weight], dtype=torch.float64)
+        return self._device_sums
+
+
+class TotalLosses:
+    """The losses of several steps over their global batches; added up over the ranks while training goes on.
+
+    Parameters
+    ----------
+    losses
+        Of the same steps on all ranks, which make this object after the same step.
+    """
+
+    def __init__(self, losses: Sequence[StepLoss]) -> None:
+        self._sums = torch.stack([loss.sums() for loss in losses])
+        self._work = dist.all_reduce(self._sums, async_op=True) if dist.is_initialized() else None
+        self._copy = HostCopy(self._sums.flatten()) if self._work is None else None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `read` need not wait for another rank."""
+        return self._work is None or self._work.is_completed()
+
+    def read(self) -> list[float]:
+        """The loss of each step."""
         if self._copy is None:
+            assert self._work is not None
             self._work.wait()
-            self._copy = HostCopy(self._sums)
-        total, weight = self._copy.read()
-        return total / weight if weight else math.nan
+            self._copy = HostCopy(self._sums.flatten())
+        values = self._copy.read()
+        return [total / weight if weight else math.nan for total, weight in zip(values[::2], values[1::2], strict=True)]
 
 
 class Speed:

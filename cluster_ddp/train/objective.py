@@ -69,13 +69,13 @@ class Objective:
         """
         if type(loss) is tuple:
             total, factor = self._weighed(loss, share, log)
-        else:
-            total = scalar_loss(loss)
-            # DDP averages over the ranks; times the number of ranks it is the sum.
-            factor = share.samples * self._world_size / share.of
-            if log is not None:
-                log.add(total * (share.samples / share.of), share.samples / share.of)
-        self._spread(total, factor)
+            self._spread(total, factor)
+            return
+        # DDP averages over the ranks; times the number of ranks it is the sum.
+        self._spread(scalar_loss(loss), share.samples * self._world_size / share.of)
+        if log is not None:
+            part = share.samples / share.of
+            log.add(self.last * part, part)
 
     def finish(self) -> None:
         """Call when a step's micro-batches are done: divides by the weight of the global batch where there is one."""

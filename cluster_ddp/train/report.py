@@ -26,15 +26,20 @@ class Report:
         self._display = display
         self._loggers = loggers
 
-    def log(self, *, step: int, samples: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Keep and show the values of a step."""
+    def log(
+        self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
+    ) -> None:
+        """Keep the values of a step, which were measured then (Unix seconds; by default now)."""
         self.latest.update(values)
         if self._file is not None:
-            self._file.write(step=step, samples=samples, epoch=epoch, values=values)
-        if self._display is not None and "train/loss" in values:
-            self._display.update(step, epoch, values)
+            self._file.write(step=step, samples=samples, epoch=epoch, values=values, measured=measured)
         for logger in self._loggers:
             logger.log(step, values)
+
+    def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Show how far training is."""
+        if self._display is not None:
+            self._display.update(step, epoch, values)
 
     def say(self, text: str) -> None:
         """Show a line."""

@@ -71,11 +71,15 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know: the highest stop level and why, and whether rank 0 wants a checkpoint."""
+    """What all ranks know: the highest stop level and why, and whether rank 0 wants a checkpoint.
+
+    `asked` says whether they have exchanged it after this step, or just go on.
+    """
 
     level: int = 0
     reason: str | None = None
     save: bool = False
+    asked: bool = False
 
 
 _NOTHING = Agreed()
@@ -94,7 +98,7 @@ class Agreement:
     wants_save
         Says whether rank 0 wants a checkpoint; called on rank 0 only.
     rank, world_size
-        Of this process. A single process asks itself in every step.
+        Of this process. A single process asks itself in every step, and says so (`Agreed.asked`) in each interval.
     interval
         Seconds between agreements.
     """
@@ -114,6 +118,7 @@ class Agreement:
         self._alone = world_size == 1
         self._interval = interval
         self._next = -1
+        self._next_time = 0.0
         self._since: tuple[int, float] | None = None
         self._votes = torch.zeros(4, dtype=torch.float64)
         self._work: dist.Work | None = None
@@ -134,8 +139,7 @@ class Agreement:
     def end(self, step: int) -> Agreed:
         """Call after the computation of that step; what it returns is the same on all ranks."""
         if self._alone:
-            level, save = self._stop.level, self._wants_save()
-            return Agreed(level, self._stop.reason, save) if level or save else _NOTHING
+            return self._ask_myself()
         if self._work is None:
             return _NOTHING
         self._work.wait()
@@ -143,4 +147,11 @@ class Agreement:
         level, reason, save, seconds = self._votes.tolist()
         wait = _MOST_STEPS if seconds * _MOST_STEPS < self._interval else int(self._interval / seconds)
         self._next = step + (max(1, wait) if seconds else 1)
-        return Agreed(int(level), _REASONS_BY_CODE[int(reason)], bool(save))
+        return Agreed(int(level), _REASONS_BY_CODE[int(reason)], bool(save), asked=True)
+
+    def _ask_myself(self) -> Agreed:
+        level, save, now = self._stop.level, self._wants_save(), time.perf_counter()
+        asked = now >= self._next_time
+        if asked:
+            self._next_time = now + self._interval
+        return Agreed(level, self._stop.reason, save, asked) if level or save or asked else _NOTHING

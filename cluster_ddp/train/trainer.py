@@ -214,7 +214,10 @@ class Trainer:
         self.process.beat.step(self.step)
         self.log.end(self.step, share.epoch, self.update, self.schedule.lr(share.step - skipped))
         self.saving.prepare(self.state)
-        return self._between_steps(self.agreement.end(share.step))
+        agreed = self.agreement.end(share.step)
+        if agreed.asked:
+            self.log.exchange()
+        return self._between_steps(agreed)
 
     # Between steps.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from train_ranks import run_ranks
-from train_tasks import Exploding, Plain, final_state, job, new_run, train
+from train_tasks import Exploding, Plain, final_state, job, losses, new_run, train
 
 from cluster_ddp.train import NonFiniteError
 
@@ -50,6 +50,17 @@ def test_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
         train(Exploding(*range(5, 9)), job(**sections), run)
     trainer, outcome = train(Plain(), job(**sections), run, attempt=1)
     assert outcome.completed and all(bool(torch.isfinite(value).all()) for value in final_state(trainer).values())
+
+
+def test_the_losses_before_a_failure_are_in_the_metrics(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 9, "global_batch": 24, "max_bad_steps": 2},
+        "log": {"every_steps": 1},
+    }
+    run = new_run(tmp_path, **sections)
+    with pytest.raises(NonFiniteError):
+        train(Exploding(*range(5, 9)), job(**sections), run)
+    assert [step for step, _ in losses(run)][:5] == [1, 2, 3, 4, 5]
 
 
 class Branch(nn.Module):
