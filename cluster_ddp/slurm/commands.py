@@ -31,6 +31,9 @@ _BUSY = (
 _PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""
 
+_MOST_WORDS = 4000
+"""Characters of an answer that are shown; the end says most."""
+
 _COMMAND_TIMEOUT = 100.0
 """Seconds; above MessageTimeout of a slow cluster, so that Slurm's own words come first."""
 
@@ -39,6 +42,15 @@ class SlurmError(ClusterDDPError):
     """Slurm refused, cannot be reached, or is not here."""
 
     exit_status = 3
+
+
+class SubmissionUnclear(SlurmError):
+    """sbatch was called, and whether its job is in the queue is not known."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}\nThe job may be in the queue all the same: look with squeue --me before you submit again."
+        )
 
 
 def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) -> str:
@@ -55,8 +67,10 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
 
     Raises
     ------
+    SubmissionUnclear
+        sbatch gives no answer in time, or one that is no job id.
     SlurmError
-        sbatch is missing, refuses, or answers with something that is no job id.
+        sbatch is missing, or refuses.
     """
     require("sbatch")
     answer = _call(
@@ -70,10 +84,7 @@ def parse_job_id(answer: str) -> str:
     lines = answer.strip().splitlines()
     job_id = lines[-1].split(";")[0].strip() if lines else ""
     if not job_id.isdigit():
-        raise SlurmError(
-            f"sbatch answered without a job id: {answer.strip()!r}.\n"
-            "The job may be in the queue all the same: look with squeue --me before you submit again."
-        )
+        raise SubmissionUnclear(f"sbatch answered without a job id: {answer.strip()[-_MOST_WORDS:]!r}")
     return job_id
 
 
@@ -234,12 +245,13 @@ def _call_once(command: list[str], environment: Mapping[str, str] | None, second
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(
+        kind = SubmissionUnclear if command[0] == "sbatch" else SlurmError
+        raise kind(
             f"{command[0]} gave no answer in {seconds:.0f} s; is Slurm's controller up? (scontrol ping)"
         ) from None
     except OSError as error:
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error
     if done.returncode != 0:
-        words = done.stderr.strip() or done.stdout.strip() or "no message"
+        words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MOST_WORDS:]
         raise SlurmError(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
     return done.stdout

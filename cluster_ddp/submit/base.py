@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster_ddp.run.directory import RunDirectory, create_run, runs_dir_of
 from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
+from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear
 from cluster_ddp.spec.errors import ClusterDDPError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     ------
     ClusterDDPError
         A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then.
+    SlurmError
+        The job may be in the queue or not; then the run directory stays, lest the job finds it gone.
     """
     runs_dir = runs_dir_of(spec)
     check_writable(runs_dir)
@@ -59,6 +62,8 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     run = create_run(spec, runs_dir=runs_dir, via=submission.via, script=submission.text)
     try:
         job_id = submission.send(run)
+    except SubmissionUnclear as error:
+        raise SlurmError(f"{error}\nIts run directory stays: {run.path}") from error
     except ClusterDDPError:
         # A run that was never in the queue would only confuse. It is seconds old and holds nothing of anybody's.
         shutil.rmtree(run.path, ignore_errors=True)

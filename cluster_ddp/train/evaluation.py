@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,12 +157,15 @@ class Evaluation:
         return dict(zip(names, (total / self._samples).tolist(), strict=True))
 
 
-def _add(sums: dict[str, Tensor], values: dict[str, Tensor], samples: int) -> None:
+def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
+    if not isinstance(values, dict):
+        raise TaskError(f"evaluate() gave a {type(values).__name__}; give a dict of metric names and tensors")
     for name, value in values.items():
-        if value.shape != (samples,):
+        if not isinstance(value, Tensor) or value.shape != (samples,):
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TaskError(
-                f"evaluate() gave '{name}' with shape {tuple(value.shape)} for a batch of {samples} samples; "
-                f"give one value per sample, shape ({samples},)"
+                f"evaluate() gave '{name}' with {what} for a batch of {samples} samples; "
+                f"give a tensor of one value per sample, shape ({samples},)"
             )
         exact = value.detach().float() if value.device.type == "mps" else value.detach().double()
         total = exact.sum()

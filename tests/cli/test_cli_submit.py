@@ -97,6 +97,23 @@ def test_when_sbatch_refuses_nothing_is_left(call: Call, here: Path, slurm: Slur
     assert list((here / "runs").iterdir()) == []
 
 
+@pytest.mark.parametrize("answer", ["exit 0", "echo 'Welcome to the cluster'", "exec sleep 30"])
+def test_when_the_job_may_be_queued_its_run_directory_stays(
+    call: Call, here: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr("cluster_ddp.slurm.commands._call.__kwdefaults__", {"environment": None, "seconds": 1.0})
+    slurm.program("sbatch", answer)
+    said = call("submit", "job.yaml")
+    assert said.status == 3
+    assert "squeue --me" in said.err and str(only_run(here).path) in said.err
+
+
+def test_a_long_refusal_is_shortened(call: Call, here: Path, slurm: Slurm) -> None:
+    slurm.program("sbatch", "printf 'noise %.0s' {1..50000} >&2; echo 'sbatch: error: the reason' >&2; exit 1")
+    said = call("submit", "job.yaml")
+    assert said.status == 3 and "the reason" in said.err and len(said.err) < 6000
+
+
 def test_without_slurm_the_status_is_3_and_nothing_is_made(call: Call, here: Path, no_slurm: None) -> None:
     said = call("submit", "job.yaml", "--json")
     assert said.status == 3

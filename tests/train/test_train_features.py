@@ -272,12 +272,21 @@ def test_losses_that_are_none_when_the_buckets_are_settled(loss: Any) -> None:
         Trainer._first_loss(trainer)
 
 
-def test_metrics_have_one_value_per_sample() -> None:
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"accuracy": torch.tensor(0.5)}, r"'accuracy' with shape \(\).*one value per sample"),
+        ({"accuracy": 0.5}, r"'accuracy' with a float.*one value per sample"),
+        ([0.5], r"evaluate\(\) gave a list; give a dict"),
+        (None, r"evaluate\(\) gave a NoneType; give a dict"),
+    ],
+)
+def test_metrics_have_one_value_per_sample(values: Any, message: str) -> None:
     class Wrong(Plain):
-        def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-            return {"accuracy": torch.tensor(0.5)}
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            return values
 
-    with pytest.raises(TaskError, match=r"'accuracy' with shape \(\).*one value per sample"):
+    with pytest.raises(TaskError, match=message):
         train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
 
 

@@ -13,6 +13,12 @@ class CheckpointError(ClusterDDPError):
     exit_status = 4
 
 
+class NoSuchCheckpoint(CheckpointError):
+    """What was asked for by name was never saved: the call is wrong."""
+
+    exit_status = 2
+
+
 class CheckpointDamaged(CheckpointError):
     """A checkpoint is not what was written.
 

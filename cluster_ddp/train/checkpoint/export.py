@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from cluster_ddp.run.storage import Storage
-from cluster_ddp.train.checkpoint.errors import CheckpointError
+from cluster_ddp.train.checkpoint.errors import CheckpointError, NoSuchCheckpoint
 from cluster_ddp.train.checkpoint.manifest import Manifest
 from cluster_ddp.train.checkpoint.shards import Entry, Item, header_length, lay_out, read_header
 
@@ -33,8 +33,10 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool, s
 
     Raises
     ------
+    NoSuchCheckpoint
+        The checkpoint holds no averages.
     CheckpointError
-        The checkpoint holds no averages, or the file cannot be written.
+        The file cannot be written.
     """
     sources = _sources(manifest, ema)
     items = [
@@ -73,7 +75,7 @@ def _sources(manifest: Manifest, ema: bool) -> dict[str, str]:
     if not ema:
         return model
     if not averages:
-        raise CheckpointError(f"the checkpoint of step {manifest.step} holds no averages: train.ema_decay was not set")
+        raise NoSuchCheckpoint(f"the checkpoint of step {manifest.step} holds no averages: train.ema_decay was not set")
     return {name: averages.get(name, stored) for name, stored in model.items()}
 
 

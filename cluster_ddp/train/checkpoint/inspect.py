@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointUnreadable
+from cluster_ddp.train.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointUnreadable,
+    NoSuchCheckpoint,
+)
 from cluster_ddp.train.checkpoint.folders import damaged_in, step_name, steps_in
 from cluster_ddp.train.checkpoint.manifest import Manifest
 from cluster_ddp.train.checkpoint.verify import open_checkpoint, verify
@@ -50,8 +55,10 @@ def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple
 
     Raises
     ------
+    NoSuchCheckpoint
+        None was saved, or none of `step`, when that is given.
     CheckpointError
-        There is none; or not the one of `step`, when that is given.
+        None of them is sound.
     """
     steps = [found for found in steps_in(directory) if step in (None, found)]
     passed_over: list[Listed] = []
@@ -61,10 +68,10 @@ def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple
             return listed.path, listed.manifest, passed_over
         passed_over.append(listed)
     wanted = "" if step is None else f" of step {step}"
-    if passed_over:
-        found = "".join(f"\n  {listed.path.name}: {'; '.join(listed.problems)}" for listed in passed_over)
-    else:
-        found = f" (there are: {', '.join(map(str, steps_in(directory))) or 'none'})"
+    if not passed_over:
+        there = ", ".join(map(str, steps_in(directory))) or "none"
+        raise NoSuchCheckpoint(f"no checkpoint{wanted} in {directory} (there are: {there})")
+    found = "".join(f"\n  {listed.path.name}: {'; '.join(listed.problems)}" for listed in passed_over)
     raise CheckpointError(f"no sound checkpoint{wanted} in {directory}{found}")
 
 

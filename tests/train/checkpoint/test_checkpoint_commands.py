@@ -124,6 +124,13 @@ def test_export_of_the_averages(run: Path) -> None:
     assert torch.equal(read["norm.running_var"], model.norm.running_var)
 
 
+def test_export_of_what_was_never_saved_is_a_wrong_call(run: Path) -> None:
+    done = call(run, "export", RUN, "--step", "7", "-o", "model.safetensors")
+    assert done.returncode == 2
+    assert "no checkpoint of step 7" in done.stderr and "10" in done.stderr
+    assert not (run.parent / "model.safetensors").exists()
+
+
 def test_export_passes_over_damage(run: Path) -> None:
     damage(run)
     done = call(run, "export", RUN, "-o", "model.safetensors")
