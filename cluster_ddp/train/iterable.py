@@ -6,8 +6,8 @@ The contract of the set, for a training that is resumed exactly and sees each it
   process. It does not shard by rank or by worker: the trainer takes each rank's items out of the one stream, whose
   order is the order of the global batches.
 - ``set_epoch(epoch)``, when it has one, is called before each pass over it.
-- ``skip(items)``, when it has one, is called after that, and lets the next pass begin so many items later; without it
-  the items before the place of a resume are read and dropped.
+- ``skip(items)``, when it has one, is called after that: the pass is to begin so many items later. Without it the items
+  before the place of a resume are read and dropped.
 - torch, random and numpy are seeded by (seed, epoch, position) before each item is asked for, so random augmentation
   in ``__iter__`` is exact too (not with ``skip``, if an item draws numbers for the next one).
 
@@ -159,7 +159,7 @@ class _Reader:
         if set_epoch is not None:
             set_epoch(epoch)
         skip = getattr(self._data, "skip", None)
-        if taken and skip is not None:
+        if skip is not None:
             skip(taken)
             return iter(self._data)
         items = iter(self._data)

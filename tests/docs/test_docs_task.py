@@ -1,0 +1,57 @@
+"""docs/task.md tells the truth: its task is stopped and resumed without a trace, and it names all there is to write."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+from documented import FINDS_RANKS, PROJECT, Call, block, finish, hold_rank_0, wait_for
+
+from cluster_ddp.train import Task
+
+PAGE = "docs/task.md"
+STEPS = 600
+JOB = f"""\
+name: line
+task: line.py:Line
+launch: {{procs_per_node: 2}}
+train: {{steps: {STEPS}, global_batch: 16, lr: 0.05, workers: 1}}
+"""
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["train/loss"] for row in rows}
+
+
+@FINDS_RANKS
+def test_the_iterable_set_is_stopped_and_resumed_exactly(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "line.py").write_text(block(PAGE, "python"))
+    (tmp_path / "line.yaml").write_text(JOB)
+    (tmp_path / "calm.yaml").write_text(JOB.replace("name: line", "name: calm"))
+    finish(call("cluster_ddp", "local", "calm.yaml"))
+    (calm,) = tmp_path.glob("runs/calm*")
+
+    running = call("cluster_ddp", "local", "line.yaml")
+    run = wait_for(lambda: next(tmp_path.glob("runs/line*"), None))
+    held = hold_rank_0(run)
+    finish(call("cluster_ddp", "stop", "line"))
+    node = run / "events" / "node-0.jsonl"
+    wait_for(lambda: "stop-requested" in node.read_text())
+    os.kill(held, signal.SIGCONT)
+    finish(running, status=5)
+    status = json.loads(finish(call("cluster_ddp", "status", "line", "--json")))
+    assert 10 <= status["step"] == status["last_checkpoint"] < STEPS
+    finish(call("cluster_ddp", "resume", "line"))
+
+    assert losses(run) == losses(calm)
+    assert len(losses(calm)) == STEPS // 10
+
+
+def test_every_method_of_a_task_is_on_the_page() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (PROJECT / PAGE).read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)\(", row)}
+    assert named == {name for name in vars(Task) if not name.startswith("_")} - {"weight_decay"}
