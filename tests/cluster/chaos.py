@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos_faults import FAULTS, TIME_LIMIT, Scene, Strike
+from chaos_faults import FAULTS, TIME_LIMIT, NoVictim, Scene, Strike
 from slurm_cluster import SlurmCluster
 from training_job import EPOCHS, STEPS_PER_EPOCH, TrainingJob, submit
 
 EVERY_STEPS = 5
 RECOVERY_SECONDS = 240
+_TRIES = 3
 _STEPS_PER_FAULT = 20  # the most that a schedule waits for, the steps of a full disk or a slow stop, and some more
 
 
@@ -60,12 +61,18 @@ def submit_chaos(cluster: SlurmCluster, folder: Path, *, faults: int, braked: bo
 
 def endure(scene: Scene, strikes: Sequence[Strike]) -> list[Cost]:
     """Strike the run with one fault after the other, each when training is under way again."""
-    costs: list[Cost] = []
-    for strike in strikes:
-        reached = _newest(scene)
-        _wait(scene, lambda goal=reached + strike.after: _newest(scene) >= goal, f"{strike.after} steps more")
-        costs.append(_suffer(scene, strike))
-    return costs
+    return [_strike(scene, strike) for strike in strikes]
+
+
+def _strike(scene: Scene, strike: Strike) -> Cost:
+    for _ in range(_TRIES):
+        goal = _newest(scene) + strike.after
+        _wait(scene, lambda goal=goal: _newest(scene) >= goal, f"{strike.after} steps more")
+        try:
+            return _suffer(scene, strike)
+        except NoVictim as none:
+            story = str(none)
+    raise AssertionError(f"nothing to strike, {_TRIES} times: {strike}\n{story}")
 
 
 def _suffer(scene: Scene, strike: Strike) -> Cost:

@@ -43,6 +43,13 @@ class Strike:
     seed: int
 
 
+class NoVictim(Exception):
+    """At this moment there is nothing to strike: Slurm itself has just ended something on that node.
+
+    A message to a node that was away (end that job) can reach it later, when the same job is back there.
+    """
+
+
 @dataclass(frozen=True)
 class Scene:
     """What a fault finds: the cluster, the run, and the folder of the small disk that the run is on."""
@@ -131,7 +138,8 @@ def _kill_node_program(scene: Scene, strike: Strike) -> None:
 
 
 def _kill(scene: Scene, found: list[Process]) -> None:
-    assert found, f"nothing to kill\n{scene.training.story()}"
+    if not found:
+        raise NoVictim(scene.training.story())
     scene.cluster.kill(found[0])
 
 
