@@ -218,9 +218,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     RunAlive, RunEnded
         As `begin_attempt` says.
     """
-    attempt = begin_attempt(
-        run, host=os.uname().nodename, pid=os.getpid(), nodes=start.nodes, procs=start.procs
-    )
+    attempt = begin_attempt(run, host=os.uname().nodename, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
     supervisor = Supervisor(attempt, start, show=show)
     supervisor.run()
     speak_for_script(attempt, EventWriter(run, login_writer()))

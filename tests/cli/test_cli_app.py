@@ -116,9 +116,7 @@ def shell(line: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment |= {"PYTHONPATH": str(CHECKOUT), "CLUSTER_DDP_RUNS": "runs", **variables}
     script = f'ddp() {{ "{sys.executable}" -m cluster_ddp "$@"; }}\n{line}'
-    return subprocess.run(
-        ["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("arguments", ["list --json", "templates", "--help", "submit multi-node --dry-run"])

@@ -162,5 +162,3 @@ def most_repeated(strike: Strike) -> int:
     if FAULTS[strike.kind].graceful:
         return 0
     return (3 if strike.kind == "damaged checkpoint" else 2) * EVERY_STEPS
-
-

@@ -176,9 +176,7 @@ class SlurmCluster:
     ) -> subprocess.CompletedProcess[str]:
         """Like `run`, but whatever the exit status, with all the outcome."""
         env = {**self.env, **(env or {})}
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False, env=env
-        )
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False, env=env)
 
     def cli(
         self, *arguments: str, check: bool = True, timeout: float = 60, cwd: Path | None = None,

@@ -134,9 +134,7 @@ def test_ranks_that_are_done_do_not_hang(board: Board, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.READY, Phase.TRAINING, Phase.EVALUATING])
-def test_after_a_stop_request_a_stuck_rank_is_given_up_after_a_minute(
-    board: Board, clock: Clock, phase: Phase
-) -> None:
+def test_after_a_stop_request_a_stuck_rank_is_given_up_after_a_minute(board: Board, clock: Clock, phase: Phase) -> None:
     watchdog = Watchdog("auto", JOIN)
     for slot in board.slots:
         slot.set_phase(phase)
