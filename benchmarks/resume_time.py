@@ -258,8 +258,9 @@ def event_time(run: RunDirectory, name: str, attempt: int, **fields: Any) -> flo
 
 
 def last_step(run: RunDirectory) -> int:
-    """Give the last step in the metrics."""
-    return max((json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()), default=0)
+    """Give the last step that rank 0 has trained: it notes its samples at once, its metrics a moment later."""
+    files = run.path.glob("attempts/*/samples-rank0.jsonl")
+    return max((json.loads(line)["step"] for file in files for line in file.read_text().splitlines()), default=0)
 
 
 def last_checkpoint(run: RunDirectory) -> int:
@@ -310,7 +311,7 @@ class Measurement:
             "requeue": {"max_requeues": 0},  # the benchmark resumes by itself
             "train": {"steps": 1_000_000, "batch_size": 8, "lr": 1e-4},
             "checkpoint": {"every_steps": SAVE_EVERY},
-            "log": {"every_steps": 1, "wandb": {"mode": "disabled"}},
+            "log": {"every_steps": 1, "sample_ids": True, "wandb": {"mode": "disabled"}},
         }
         self.job_file.write_text(json.dumps(job))  # JSON is YAML
 

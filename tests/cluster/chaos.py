@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_faults import FAULTS, TIME_LIMIT, NoVictim, Scene, Strike
+from same_training import trained_steps
 from slurm_cluster import SlurmCluster
 from training_job import EPOCHS, STEPS_PER_EPOCH, TrainingJob, submit
 
@@ -90,11 +91,11 @@ def _suffer(scene: Scene, strike: Strike) -> Cost:
         return next((row for row in rows if row["attempt"] > attempt and row["step"] > known), None)
 
     row = _wait(scene, new_step, f"training goes on after: {strike}")
-    rows = _rows(scene)
-    known = max(row["step"] for row in rows if row["attempt"] <= attempt)
-    repeated = {(row["attempt"], row["step"]) for row in rows if row["attempt"] > attempt and row["step"] <= known}
-    pause = _longest_pause(rows, since=began, until=row["time"])
-    return Cost(strike, step, row["attempt"] - attempt, len(repeated), pause)
+    trained = trained_steps(scene.training.run)
+    known = max(max(steps) for number, steps in trained.items() if number <= attempt and steps)
+    repeated = sum(len([one for one in steps if one <= known]) for number, steps in trained.items() if number > attempt)
+    pause = _longest_pause(_rows(scene), since=began, until=row["time"])
+    return Cost(strike, step, row["attempt"] - attempt, repeated, pause)
 
 
 def _longest_pause(rows: Sequence[dict[str, Any]], *, since: float, until: float) -> float:

@@ -57,11 +57,15 @@ def logged(run: Path) -> Logged:
     return best
 
 
+def trained_steps(run: Path) -> dict[int, set[int]]:
+    """The steps that each attempt trained, as rank 0 noted them at once; metrics are written a moment later."""
+    files = {int(attempt.name): attempt / "samples-rank0.jsonl" for attempt in (run / "attempts").iterdir()}
+    return {number: {line["step"] for line in lines(file)} for number, file in files.items() if file.exists()}
+
+
 def repeated_steps(run: Path) -> list[int]:
-    """The steps that more than one attempt trained and logged a loss for."""
-    attempts = Counter(
-        step for step, _ in {(x["step"], x["attempt"]) for x in lines(run / "metrics.jsonl") if "train/loss" in x}
-    )
+    """The steps that more than one attempt trained."""
+    attempts = Counter(step for steps in trained_steps(run).values() for step in steps)
     return sorted(step for step, count in attempts.items() if count > 1)
 
 
