@@ -6,6 +6,7 @@ the ranks have saved and ended, the run's own verdict decides, and submitit's ha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -218,13 +219,31 @@ class _NodeOfRun:
             request_stop(self._attempt, reason=PREEMPTION, by="Slurm")
         verdict = end(self._attempt, writer=f"submitit-{self._job_id or os.getpid()}")
         print(f"cluster-ddp: attempt {self._attempt.number}: {verdict.action}: {verdict.reason}", flush=True)
-        if verdict.action == "requeue" and self._requeued:
-            sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
         if verdict.action == "requeue":
-            requeue(_submitit_signal(), None)  # asks `checkpoint` for what to requeue, requeues, and ends this process
+            try:
+                if self._requeued:
+                    sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
+                requeue(_submitit_signal(), None)  # asks `checkpoint` what to requeue, requeues, and ends this process
+            finally:
+                self._exclude_suspects()
         if verdict.action in ("done", "stop"):
             return verdict.action
         raise SubmititRunFailed(f"run {self._run.id}: {verdict.action}: {verdict.reason}")
+
+    def _exclude_suspects(self) -> None:
+        """Keep the job, which is queued again, from the hosts that have failed it more than once."""
+        from cluster_ddp.run.history import read_history
+        from cluster_ddp.run.suspects import suspects
+        from cluster_ddp.slurm.commands import SlurmError, exclude_hosts
+
+        assert self._attempt is not None
+        if self._job_id is None:
+            return
+        hosts = suspects(read_history(self._run), self._attempt.number)
+        partition, nodes = os.environ["SLURM_JOB_PARTITION"], int(os.environ["SLURM_JOB_NUM_NODES"])
+        with contextlib.suppress(SlurmError):  # the job is queued; that is what counts
+            if hosts and exclude_hosts(self._job_id, hosts, partition=partition, nodes=nodes):
+                print(f"cluster-ddp: {' '.join(hosts)} failed more than once: excluded from now on", flush=True)
 
 
 def _submitit_signal() -> signal.Signals:

@@ -24,7 +24,12 @@ PATIENCE = 180
 
 
 def submit(
-    cluster: SlurmCluster, folder: Path, *, fault: dict[str, Any] | None = None, braked: bool = False, **sections: Any
+    cluster: SlurmCluster,
+    folder: Path,
+    *options: str,
+    fault: dict[str, Any] | None = None,
+    braked: bool = False,
+    **sections: Any,
 ) -> TrainingJob:
     """Submit digits, with a fault of its own (parameters of `FaultyDigits`) or with the brake on."""
     small = {"train": {"epochs": 2}, "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1}}
@@ -35,7 +40,7 @@ def submit(
         job["task"] = f"{Path(__file__).with_name('faulty_digits.py')}:FaultyDigits"
         job["params"] = {"width": 8, **fault}
         path.write_text(yaml.safe_dump(job))
-    answer = json.loads(cluster.cli("submit", str(path), "--json", cwd=folder).stdout.splitlines()[-1])
+    answer = json.loads(cluster.cli("submit", str(path), "--json", *options, cwd=folder).stdout.splitlines()[-1])
     return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), folder / "brake")
 
 
@@ -96,13 +101,14 @@ def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
     return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
 
 
-def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
-    training = submit(cluster, tmp_path, braked=True)
+@pytest.mark.parametrize("via", ["sbatch", "submitit"])
+def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
     for attempt in (0, 1):
         training.wait_for_step(12 + 5 * attempt, attempt=attempt, timeout=PATIENCE)
         cluster.kill(next(iter(cluster.ranks("node2").values())))
         training.wait_for_restart(attempt + 1)
-    assert cluster.job_info(training.job)["ExcNodeList"] == "node2", training.story()
+    cluster.wait_for(lambda: cluster.job_info(training.job)["ExcNodeList"] == "node2", 20, "node2 is excluded")
     finish(training, calm, attempts=3)
     third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
     assert third == {"node1", "node3"}

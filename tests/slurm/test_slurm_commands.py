@@ -11,6 +11,7 @@ from cluster_ddp.slurm.commands import (
     SlurmError,
     cancel_job,
     child_environment,
+    exclude_hosts,
     kill_wait,
     parse_job_id,
     query_jobs,
@@ -120,6 +121,20 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
         'echo >"$here/second"; echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
     )
     assert query_jobs(["11"])["11"].state == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("known", "nodes", "expected"),
+    [("(null)", 2, "ExcNodeList=b"), ("old[1-2]", 2, "ExcNodeList=old[1-2],b"), ("(null)", 3, None)],
+)
+def test_hosts_are_excluded_as_long_as_enough_others_are_left(
+    slurm: Path, known: str, nodes: int, expected: str | None
+) -> None:
+    stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
+    stand_in(slurm, "scontrol", f"[[ $1 == show ]] && echo 'JobId=7 ExcNodeList={known} NodeList=a'; true")
+    assert exclude_hosts("7", ["b"], partition="p", nodes=nodes) is (expected is not None)
+    updates = [call for call in calls(slurm) if "update" in call]
+    assert [update.split()[-1] for update in updates] == ([expected] if expected else [])
 
 
 def test_a_controller_that_is_gone(slurm: Path) -> None:
