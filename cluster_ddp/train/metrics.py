@@ -81,7 +81,10 @@ class StepLoss:
 
 
 class TotalLosses:
-    """The losses of several steps over their global batches; added up over the ranks while training goes on.
+    """The losses of several steps over their global batches; collected from the ranks while training goes on.
+
+    A loss is the same to the last bit whichever steps it is collected with: the ranks' parts are added in the order of
+    the ranks, where the order within an all-reduce would depend on how many there are.
 
     Parameters
     ----------
@@ -90,9 +93,18 @@ class TotalLosses:
     """
 
     def __init__(self, losses: Sequence[StepLoss]) -> None:
-        self._sums = torch.stack([loss.sums() for loss in losses])
-        self._work = dist.all_reduce(self._sums, async_op=True) if dist.is_initialized() else None
-        self._copy = HostCopy(self._sums.flatten()) if self._work is None else None
+        own = torch.stack([loss.sums() for loss in losses])
+        self._parts = [own]
+        self._work: dist.Work | None = None
+        self._copy: HostCopy | None = None
+        if dist.is_initialized():
+            self._parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            self._work = dist.all_gather(self._parts, own, async_op=True)
+        if self._work is not None and own.is_cuda:
+            self._work.wait()  # the stream waits, not the host
+            self._work = None
+        if self._work is None:
+            self._copy = self._add_up()
 
     @property
     def arrived(self) -> bool:
@@ -101,12 +113,18 @@ class TotalLosses:
 
     def read(self) -> list[float]:
         """The loss of each step."""
-        if self._copy is None:
-            assert self._work is not None
+        if self._work is not None:
             self._work.wait()
-            self._copy = HostCopy(self._sums.flatten())
-        values = self._copy.read()
+            self._work = None
+        copy = self._copy or self._add_up()
+        values = copy.read()
         return [total / weight if weight else math.nan for total, weight in zip(values[::2], values[1::2], strict=True)]
+
+    def _add_up(self) -> HostCopy:
+        total = self._parts[0]
+        for part in self._parts[1:]:
+            total = total + part
+        return HostCopy(total.flatten())
 
 
 class Speed:
