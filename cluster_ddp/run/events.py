@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import math
 import os
 import re
 import socket
@@ -107,12 +106,16 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     return events
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that can be reckoned with: finite, and no whole number beyond all floats."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def _is_event(value: dict[str, Any]) -> bool:
     moment, attempt = value.get("time"), value.get("attempt")
     return (
         isinstance(value.get("event"), str)
-        and isinstance(moment, (int, float))
-        and math.isfinite(moment)
+        and is_number(moment)
         and (attempt is None or (isinstance(attempt, int) and not isinstance(attempt, bool)))
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.run.events import is_number
 from cluster_ddp.run.lines import parse_object
 
 # A long run's file is too long to read at each look; this much of its end holds tens of thousands of lines.
@@ -47,9 +47,9 @@ def read_latest(path: Path) -> LatestMetrics:
         latest.step, latest.attempt = row["step"], _whole(row.get("attempt")) or 0
         latest.samples = _whole(row.get("samples"))
         latest.steps[latest.attempt] = row["step"]
-        if _is_number(row.get("time")):
+        if is_number(row.get("time")):
             latest.times[latest.attempt] = max(float(row["time"]), latest.times.get(latest.attempt, 0.0))
-        latest.values.update({key: value for key, value in row.items() if key not in _POSITION and _is_number(value)})
+        latest.values.update({key: value for key, value in row.items() if key not in _POSITION and is_number(value)})
     return latest
 
 
@@ -66,8 +66,4 @@ def _tail(path: Path) -> list[bytes]:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if isinstance(value, int) and is_number(value) else None

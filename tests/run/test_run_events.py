@@ -46,11 +46,26 @@ def test_a_torn_line_is_passed_over_and_does_not_take_the_next_with_it(run: RunD
 @pytest.mark.parametrize(
     "line",
     ["[]", "3", "null", '{"event": "x"}', '{"time": "now", "event": "x"}', '{"time": NaN, "event": "x"}',
-     '{"time": 1, "event": 4}', '{"time": 1, "event": "x", "attempt": "0"}', '{"a":' * 100_000],
+     '{"time": 1, "event": 4}', '{"time": 1, "event": "x", "attempt": "0"}', '{"a":' * 100_000,
+     f'{{"time": {10**400}, "event": "x"}}'],
 )  # fmt: skip
 def test_what_is_no_event_is_passed_over(run: RunDirectory, line: str) -> None:
     (run.events / "strange.jsonl").write_text(line + '\n{"time": 1, "event": "submitted"}\n')
     assert [event["event"] for event in read_events(run)] == ["submitted"]
+
+
+def test_a_whole_number_beyond_all_floats_is_no_metric(run: RunDirectory) -> None:
+    huge = 10**400
+    lines = [
+        {"attempt": 0, "step": 3, "time": 5.0, "train/loss": 0.5, "train/tokens": 7},
+        {"attempt": 0, "step": 4, "time": huge, "train/loss": huge, "train/tokens": -huge},
+        {"attempt": 0, "step": huge, "time": 6.0},
+    ]
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    latest = read_latest(run.metrics_file)
+    assert latest.values == {"train/loss": 0.5, "train/tokens": 7}
+    assert latest.times == {0: 5.0}
+    assert describe(run, {}).step == 4
 
 
 def test_storage_that_refuses_is_reported_and_does_not_raise(
