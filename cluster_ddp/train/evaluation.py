@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from cluster_ddp.spec import BatchPlan, TrainSpec
 from cluster_ddp.train.data import Loader
@@ -79,6 +79,8 @@ class Evaluation:
         data = task.eval_data()
         if data is None:
             return None
+        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+            raise DataError("eval_data() gave a set without a length; give a map-style set, or None for no evaluation")
         return cls(
             task,
             data,
@@ -148,6 +150,7 @@ class Evaluation:
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
         # A rank without a batch knows no names; rank 0 always has the first batch.
         names = broadcast_object(list(sums))
+        _check_names(sums, names)
         total = torch.zeros(len(names), dtype=torch.float64)
         for position, name in enumerate(names):
             if name in sums:
@@ -157,11 +160,21 @@ class Evaluation:
         return dict(zip(names, (total / self._samples).tolist(), strict=True))
 
 
+def _check_names(names: Collection[str], others: Collection[str]) -> None:
+    """A metric that some batches lack would be averaged over samples that it was never computed for."""
+    if names and others and set(names) != set(others):
+        raise TaskError(
+            f"evaluate() gave the metrics {', '.join(sorted(names))} for one batch and {', '.join(sorted(others))} for "
+            "another; give the same names for every batch, on all ranks"
+        )
+
+
 def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise TaskError(f"evaluate() gave a {type(values).__name__}; give a dict of metric names and tensors")
+    _check_names(values, sums)
     for name, value in values.items():
-        if not isinstance(value, Tensor) or value.shape != (samples,):
+        if not isinstance(value, Tensor) or value.shape != (samples,) or value.is_complex():
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TaskError(
                 f"evaluate() gave '{name}' with {what} for a batch of {samples} samples; "

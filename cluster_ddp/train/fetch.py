@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import derive, mix, seed_host
 from cluster_ddp.train.sampler import Indices
+from cluster_ddp.train.task import Task
 
+_DEFAULT_COLLATES = (default_collate, Task.collate)
 _MOST_AT_ONCE = 32
 _BYTES_AT_ONCE = 1 << 19
 
@@ -36,7 +38,8 @@ class Fetcher:
         self._data, self._positions = _unwrap(data)
         self._collate = collate
         self._base = derive(*seed_words)
-        if isinstance(self._data, TensorDataset):
+        self._by_rows = _is_plain(self._data) and getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
+        if self._by_rows:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
         elif callable(getattr(self._data, "__getitems__", None)):
             self._read = self._by_batch
@@ -58,9 +61,9 @@ class Fetcher:
 
         Picking a few small rows out of a tensor costs more for the call than for the rows.
         """
-        if not isinstance(self._data, TensorDataset):
+        if not self._by_rows:
             return 1
-        size = sum(tensor[:1].nbytes for tensor in self._data.tensors) * samples
+        size = sum(tensor[:1].nbytes for tensor in self._data.tensors) * samples  # type: ignore[attr-defined]
         return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, size)))
 
     def together(self, keys: Sequence[tuple[int, Indices]]) -> Iterable[Any]:
@@ -98,6 +101,11 @@ class Fetcher:
                 f"samples {_named(indices)} do not make a batch: {error}\n"
                 "    give items of the same structure and shapes, or write collate() of the task"
             ) from error
+
+
+def _is_plain(data: Dataset[Any]) -> bool:
+    """Whether a set is nothing but rows of tensors; a TensorDataset with an ``__getitem__`` of its own is more."""
+    return isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__
 
 
 def _unwrap(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:

@@ -155,16 +155,23 @@ class Log:
         self._exchanging = None
         for row, loss in zip(rows, losses.read(), strict=True):
             values = {"train/loss": loss, **row.values}
-            samples = self._feed.consumed(row.step)
-            self._report.log(step=row.step, samples=samples, epoch=row.epoch, values=values, measured=row.measured)
+            self._keep(row, values)
         self._report.show(row.step, row.epoch, values)
 
+    def _keep(self, row: _Row, values: Mapping[str, float]) -> None:
+        samples = self._feed.consumed(row.step)
+        self._report.log(step=row.step, samples=samples, epoch=row.epoch, values=values, measured=row.measured)
+
     def _pass_on_what_is_here(self) -> None:
-        """Pass on what needs no other rank: they may be gone."""
+        """Pass on what needs no other rank: they may be gone. The last rows are then without their losses."""
         if self._world.world_size == 1:
             self.flush()
-        elif self._exchanging is not None and self._exchanging[1].arrived:
+        if self._exchanging is not None and self._exchanging[1].arrived:
             self._pass_on()
+        without = [*(self._exchanging[0] if self._exchanging is not None else ()), *self._rows]
+        self._rows, self._exchanging = [], None
+        for row in without:
+            self._keep(row, row.values)
 
     def _measured(self, step: int, update: Update, lr: float) -> dict[str, float]:
         values = {"lr": lr, **self._speed.read(step, self._feed.consumed(step), self._feed.waited)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ class Objective:
             raise TaskError(f"loss() gave a tuple of {len(loss)}; give a scalar, or the pair (sum, weight)")
         total, counts = scalar_loss(loss[0]), bool(share.samples)
         exact = torch.float32 if total.device.type == "mps" else torch.float64
+        if not isinstance(loss[1], (Tensor, Real)):
+            raise TaskError(f"loss() gave a {type(loss[1]).__name__} as the weight of a batch; give a number")
         weight = torch.as_tensor(loss[1], dtype=exact, device=total.device).detach() * counts
         if log is not None:
             log.add(total.detach() * counts, weight)

@@ -93,10 +93,15 @@ class Saving:
                 f"checkpoint.keep_best.metric: there is no {best.metric}; evaluate() of the task gives {known}"
             )
 
-    def save(self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float]) -> None:
-        """Begin to save the state after `step` steps; nothing when that has been done."""
+    def save(
+        self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float], again: bool = False
+    ) -> None:
+        """Begin to save the state after `step` steps; nothing when that has been done, unless it is to be done again.
+
+        Again, when an evaluation has come to the state since: by its metrics the checkpoint is kept or not.
+        """
         self._since = time.monotonic()
-        if self._checkpointer is None or self._saved == step:
+        if self._checkpointer is None or (self._saved == step and not again):
             return
         self._saved = step
         self._checkpointer.save(

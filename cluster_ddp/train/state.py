@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.task import given
 from cluster_ddp.train.update import Update
 
 
@@ -140,7 +141,7 @@ class State:
         return named | {f"task.{name}": value for name, value in self._task_tensors.items()}
 
     def _task_state(self) -> Mapping[str, Any]:
-        return self._task.state_dict()
+        return given(self._task.state_dict(), dict, "state_dict() of the task")
 
     def _plain_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps per parameter besides tensors, such as a count of its own."""

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, default_collate
 
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import adamw
+
+T = TypeVar("T")
 
 
 class Task:
@@ -39,8 +41,8 @@ class Task:
         """Give the data set to train on; map-style, or iterable as `cluster_ddp.train.iterable` describes.
 
         An item is a tensor, or a tuple, list or dict of tensors. torch, random and numpy are seeded by (seed, epoch,
-        sample index) before ``__getitem__``, whichever process fetches the sample. A TensorDataset, and a set with
-        ``__getitems__(indices)``, is fetched by batch and not reseeded; what ``__getitems__`` gives is collated when it
+        sample index) before ``__getitem__``, whichever process fetches the sample. A plain TensorDataset with the
+        default `collate`, and a set with ``__getitems__(indices)``, is fetched by batch and not reseeded; what ``__getitems__`` gives is collated when it
         is a list of items, and is the batch itself when it is anything else.
         """
         raise NotImplementedError(f"{type(self).__name__} has no train_data()")
@@ -88,6 +90,19 @@ class Task:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+
+def given(value: Any, kind: type[T], by: str) -> T:
+    """What a method of a task gave, when it is of the kind that it should be.
+
+    Raises
+    ------
+    TaskError
+        It is not.
+    """
+    if not isinstance(value, kind):
+        raise TaskError(f"{by} gave a {type(value).__name__}; give a {kind.__name__}")
+    return value
 
 
 def load_task(target: str, params: Mapping[str, Any]) -> Task:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from cluster_ddp.run import events
 from cluster_ddp.run.board import Phase
 from cluster_ddp.run.directory import RunDirectory
@@ -16,7 +19,7 @@ from cluster_ddp.spec import BatchPlan, JobSpec
 from cluster_ddp.train.batching import agree_on_batches
 from cluster_ddp.train.distributed import barrier, find_world
 from cluster_ddp.train.ema import Ema
-from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.errors import NonFiniteError, TrainError
 from cluster_ddp.train.evaluation import Evaluation
 from cluster_ddp.train.feed import Feed, open_feed
 from cluster_ddp.train.guard import Guard
@@ -32,7 +35,7 @@ from cluster_ddp.train.saving import Saving, synchronise_buffers
 from cluster_ddp.train.schedule import Schedule, scaled_lr
 from cluster_ddp.train.state import State
 from cluster_ddp.train.stop import AT_ONCE, Agreed, Agreement
-from cluster_ddp.train.task import Task
+from cluster_ddp.train.task import Task, given
 from cluster_ddp.train.update import Update
 from cluster_ddp.train.warmup import settle_buckets
 from cluster_ddp.train.wrapping import prepare_model, without_sync, wrap
@@ -93,7 +96,9 @@ class Trainer:
         try:
             agreed = self._train()
             return self._end(agreed)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NonFiniteError):  # which all ranks raise after the same step
+                self.log.flush()
             self.log.close(failed=True)
             raise
         finally:
@@ -111,7 +116,7 @@ class Trainer:
         self.plan: BatchPlan = agree_on_batches(train, self.directory, world)
 
         seed_everything(derive(Use.BUILD, train.seed))
-        self.model = prepare_model(self.task.model(), train, device)
+        self.model = prepare_model(given(self.task.model(), nn.Module, "model()"), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
         self.feed: Feed = open_feed(self.task, train, self.plan, world, device)
@@ -120,7 +125,7 @@ class Trainer:
 
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
-        self.optimizer = self.task.optimizer(self.model, lr)
+        self.optimizer = given(self.task.optimizer(self.model, lr), Optimizer, "optimizer()")
         self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.feed.total_steps)
         scaler = make_scaler(train, self.precision)
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -227,7 +232,7 @@ class Trainer:
             agreed = self._evaluate()
             evaluated = not agreed.level
         if agreed.save or self.saving.is_due(self.step) or (evaluated and self.job.checkpoint.keep_best is not None):
-            self._save()
+            self._save(again=evaluated)
         return agreed
 
     def _evaluation_is_due(self) -> bool:
@@ -263,7 +268,7 @@ class Trainer:
         self.process.beat.enter(Phase.TRAINING)
         return agreed
 
-    def _save(self) -> None:
+    def _save(self, *, again: bool = False) -> None:
         self.guard.check_weights(self.step)
         self.log.flush()
         before = self.process.beat.phase
@@ -276,6 +281,7 @@ class Trainer:
             samples=self.feed.consumed(self.step),
             epoch=self.feed.epoch(self.step),
             metrics=metrics,
+            again=again,
         )
         self.process.beat.enter(before)
 

@@ -73,6 +73,27 @@ def test_small_batches_are_fetched_together_and_stay_apart() -> None:
     assert Fetcher(Noisy(), default_collate, 1).at_once(1) == 1
 
 
+class Shifted(TensorDataset):
+    """Rows of tensors that are changed on their way."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, label = super().__getitem__(index)
+        return inputs + 7.0, label
+
+
+def test_what_is_more_than_rows_of_tensors_is_not_read_as_such() -> None:
+    inputs, labels = samples()
+    assert torch.equal(Fetcher(Shifted(inputs, labels), default_collate, 1)(0, np.array([3]))[0], inputs[[3]] + 7.0)
+
+    def named(items: list[Any]) -> dict[str, Tensor]:
+        return {"labels": torch.stack([label for _, label in items])}
+
+    fetcher = Fetcher(TensorDataset(inputs, labels), named, 1)
+    assert torch.equal(fetcher(0, np.array([3, 4]))["labels"], labels[[3, 4]])
+    assert fetcher.at_once(1) == 1
+    assert Fetcher(TensorDataset(inputs), Plain().collate, 1).at_once(8) == 32
+
+
 class ByBatch(Dataset[Any]):
     def __init__(self, as_items: bool) -> None:
         self.as_items = as_items

@@ -12,10 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_ranks import run_ranks
-from train_tasks import CLASSES, FEATURES, Everything, Exploding, Plain, differences, final_state, job, new_run, train
+from train_tasks import (
+    CLASSES,
+    FEATURES,
+    Everything,
+    Exploding,
+    Plain,
+    StopAt,
+    differences,
+    final_state,
+    job,
+    new_run,
+    train,
+)
 
 from cluster_ddp.run.lines import read_json_lines
-from cluster_ddp.train import TaskError, TrainError
+from cluster_ddp.train import DataError, TaskError, TrainError
+from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.trainer import Trainer
 from cluster_ddp.train.wrapping import checkpoint_blocks, prepare_model
 
@@ -242,9 +255,38 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted({f"step-{best:08d}", "step-00000010"})
 
 
+class StoppedInEvaluation(Plain):
+    """The score of its first evaluation is the best; a stop comes in the middle of that one."""
+
+    def __init__(self, wish: StopAt) -> None:
+        self.wish = wish
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        trainer = self.wish.trainer
+        assert trainer is not None
+        if self.wish.step == trainer.step:
+            self.wish.step = 0  # now
+        return {"score": torch.full((len(batch[0]),), -float(trainer.step))}
+
+
+def test_the_best_checkpoint_stays_when_a_stop_cut_its_evaluation_short(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "train": {"steps": 6, "global_batch": 24, "evaluate_every": "2 steps"},
+        "checkpoint": {"keep_best": {"metric": "val/score", "mode": "max"}, "keep_last": 1},
+    }
+    run = new_run(tmp_path, **sections)
+    for attempt, stop_at in enumerate((2, 1000)):
+        wish = StopAt()
+        wish.trainer = Trainer(job(**sections), StoppedInEvaluation(wish), run, attempt, process=RankProcess(stop=wish))
+        wish.step = stop_at
+        wish.trainer.run()
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000002", "step-00000006"]
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        (lambda model, batch: (model(batch[0]).sum(), None), "NoneType as the weight"),
         (lambda model, batch: model(batch[0]), r"tensor of shape \(24, 3\); give a scalar"),
         (lambda model, batch: 3.0, "gave a float"),
         (lambda model, batch: torch.zeros(()), "no parameter leads to"),
@@ -270,6 +312,38 @@ def test_losses_that_are_none_when_the_buckets_are_settled(loss: Any) -> None:
     trainer.task.loss.return_value = loss
     with pytest.raises(TaskError, match=r"loss\(\) gave"):
         Trainer._first_loss(trainer)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("model", r"model\(\) gave a NoneType; give a Module"),
+        ("optimizer", r"optimizer\(\) gave a NoneType; give a Optimizer"),
+        ("state_dict", r"state_dict\(\) of the task gave a NoneType; give a dict"),
+    ],
+)
+def test_methods_that_give_nothing(tmp_path: Path, method: str, message: str) -> None:
+    wrong = type("Wrong", (Plain,), {method: lambda self, *arguments: None})
+    with pytest.raises(TaskError, match=message):
+        train(wrong(), job(train={"steps": 1, "global_batch": 24}), new_run(tmp_path))
+
+
+def test_an_iterable_set_to_evaluate_on() -> None:
+    class Wrong(Plain):
+        def eval_data(self) -> Any:
+            return iter(())
+
+    with pytest.raises(DataError, match=r"eval_data\(\) gave a set without a length; give a map-style set"):
+        train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
+
+
+def test_all_batches_have_the_same_metrics() -> None:
+    class Wrong(Plain):
+        def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {f"of_{len(batch[0])}": torch.zeros(len(batch[0]))}
+
+    with pytest.raises(TaskError, match=r"of_5 for one batch and of_6 for another.*the same names"):
+        train(Wrong(), job(train={"steps": 1, "global_batch": 24, "batch_size": 6}))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from train_ranks import run_ranks
 from train_tasks import Exploding, Plain, final_state, job, losses, new_run, train
 
-from cluster_ddp.train import NonFiniteError
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.train import NonFiniteError, Trainer, stop
 
 
 def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
@@ -61,6 +64,45 @@ def test_the_losses_before_a_failure_are_in_the_metrics(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError):
         train(Exploding(*range(5, 9)), job(**sections), run)
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+LOGGED: dict[str, Any] = {
+    "train": {"steps": 300, "global_batch": 24, "max_bad_steps": 2, "evaluate_every": "end"},
+    "log": {"every_steps": 1},
+}
+
+
+class Raising(Exploding):
+    """Raises where `Exploding` explodes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.calls - 1 in self.steps and int(os.environ["RANK"]) == self.rank:
+            raise RuntimeError("this rank has had enough")
+        return super().loss(model, batch)
+
+
+def failing(kind: type[Exploding], run: RunDirectory) -> str:
+    stop._MOST_STEPS = 1000
+    trainer = Trainer(job(**LOGGED), kind(*range(102, 300), rank=1), run, 0)
+    try:
+        trainer.run()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "last", "last_loss"), [(Exploding, "NonFiniteError", 102, 102), (Raising, "RuntimeError", 100, 1)]
+)
+def test_the_last_steps_before_a_failure_are_in_the_metrics_of_many_ranks(
+    tmp_path: Path, kind: type[Exploding], error: str, last: int, last_loss: int
+) -> None:
+    """Of a failure on all ranks with the losses; of one rank's own, of the other ranks' at least the steps."""
+    run = new_run(tmp_path, **LOGGED)
+    assert run_ranks(failing, 2, kind, run) == [error] * 2
+    steps = [row["step"] for row in read_json_lines(run.metrics_file)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= last
+    assert len(losses(run)) >= last_loss
 
 
 class Branch(nn.Module):
