@@ -21,6 +21,10 @@ _REFRESH_SECONDS = 2.0
 # Many people watching at once must not slow Slurm's controller down: the run directories tell most of what changes.
 _ASK_SLURM_SECONDS = 15.0
 _METRICS_SHOWN = 4
+# What a narrow terminal shows first, after the run and its state; metrics and reasons get the room that is left.
+_BY_IMPORTANCE = ("STEP", "JOB", "CHECKPOINT", "GOODPUT", "ATTEMPTS")
+_GAP = 2  # between two columns
+_LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
 
 
 def command(
@@ -82,8 +86,13 @@ def _print(found: list[RunStatus], look: _Look) -> None:
     else:
         from rich.console import Console
 
-        # Cut to the terminal's width for a person; whole for a pipe.
-        Console(width=None if sys.stdout.isatty() else 240).print(_table(found))
+        columns = _columns(found)
+        if sys.stdout.isatty():
+            console = Console()
+            console.print(_table(columns, _fitted(columns, console.width)))
+        else:  # a pipe takes lines of any length, and its reader the columns that it knows
+            widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
+            Console(width=sum(widths.values()) + _GAP * len(widths)).print(_table(columns, widths))
 
 
 def _watch(look: _Look, *, as_json: bool) -> None:
@@ -127,28 +136,68 @@ def _detail(status: RunStatus) -> str:
     return "\n".join([status.run_id, *(f"  {name:<16} {text}" for name, text in rows)])
 
 
-def _table(found: list[RunStatus]) -> Table:
+def _columns(found: list[RunStatus]) -> dict[str, list[str]]:
+    """The cells of the table by heading, each whole and in one line."""
+    rows = [
+        {
+            "RUN": status.run_id,
+            "STATE": status.state.value,
+            "STEP": _progress(status),
+            "CHECKPOINT": "-" if status.last_checkpoint is None else str(status.last_checkpoint),
+            "ATTEMPTS": str(status.attempts),
+            "JOB": status.slurm_job_id or "-",
+            "GOODPUT": "-" if status.goodput.ratio is None else f"{status.goodput.ratio:.0%}",
+            "METRICS": _metrics(status, _METRICS_SHOWN),
+            "REASON": " ".join((status.reason or "").split()),
+        }
+        for status in found
+    ]
+    return {heading: [row[heading] for row in rows] for heading in rows[0]}
+
+
+def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:
+    """The columns that a terminal of `width` shows, and how wide each is.
+
+    States are whole, then run ids, wherever that is possible at all. Of the others come, as far as there is room, those
+    that say anything for any run.
+    """
+    widths = {"STATE": min(_width("STATE", columns["STATE"]), width)}
+    room = width - widths["STATE"]
+    widths["RUN"] = max(min(_width("RUN", columns["RUN"]), room - _GAP), 1)
+    room -= widths["RUN"] + _GAP
+    telling = {heading: _width(heading, cells) for heading, cells in columns.items() if set(cells) - {"", "-"}}
+    for heading in _BY_IMPORTANCE:
+        if heading in telling and telling[heading] + _GAP <= room:
+            widths[heading] = telling[heading]
+            room -= telling[heading] + _GAP
+    cut = [heading for heading in ("REASON", "METRICS") if heading in telling]
+    if room < len(cut) * (_LEAST_ROOM + _GAP):
+        cut = cut[:1]
+    for sharing, heading in zip(range(len(cut), 0, -1), sorted(cut, key=telling.__getitem__), strict=True):
+        share = min(telling[heading], room // sharing - _GAP)
+        if share >= min(telling[heading], _LEAST_ROOM):
+            widths[heading] = share
+            room -= share + _GAP
+    return {heading: widths[heading] for heading in columns if heading in widths}
+
+
+def _table(columns: dict[str, list[str]], widths: dict[str, int]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("RUN", "STATE", "STEP", "CHECKPOINT", "ATTEMPTS", "JOB", "GOODPUT", "METRICS", "REASON"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis" if heading in ("METRICS", "REASON") else "fold")
-    for status in found:
-        good = status.goodput.ratio
-        cells = (
-            status.run_id,
-            status.state.value,
-            _progress(status),
-            "-" if status.last_checkpoint is None else str(status.last_checkpoint),
-            str(status.attempts),
-            status.slurm_job_id or "-",
-            "-" if good is None else f"{good:.0%}",
-            _metrics(status, _METRICS_SHOWN),
-            status.reason or "",
-        )
-        table.add_row(*map(Text, cells))
+    # Each width is given: rich would make all columns narrower alike, the states to nothing.
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for heading, width in widths.items():
+        table.add_column(heading, width=width, no_wrap=True, overflow="ellipsis")
+    for cells in zip(*(columns[heading] for heading in widths), strict=True):
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
     return table
+
+
+def _width(heading: str, cells: list[str]) -> int:
+    from rich.cells import cell_len
+
+    return max(map(cell_len, (heading, *cells)))
 
 
 def _line(status: RunStatus) -> str:

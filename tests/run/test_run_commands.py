@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +95,71 @@ def test_status_for_people(ddp: Ddp, run: RunDirectory, runs_dir: Path, say: Say
     assert "960" in ddp("status", run.id).stdout and "productive" in ddp("status", run.id).stdout
     create_run(job(), runs_dir=runs_dir, via="local", script=None)
     assert len(ddp("status").stdout.splitlines()) == 3
+
+
+def on_terminal(columns: int, runs_dir: Path, *arguments: str) -> list[str]:
+    """The lines that a command shows on a terminal of that width, without colours."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 12, columns, 0, 0))
+    environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "TERM": "xterm", "PATH": ""}
+    for name in ("COLUMNS", "LINES"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "cluster_ddp", *arguments]
+    shown = b""
+    with subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL) as called:
+        os.close(theirs)
+        try:
+            while piece := os.read(ours, 65536):
+                shown += piece
+        except OSError:
+            pass  # this is how Linux tells that the other side is gone
+        finally:
+            os.close(ours)
+    assert called.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown.decode()).splitlines()
+
+
+@pytest.fixture
+def long_told(run: RunDirectory, runs_dir: Path, say: Say) -> tuple[str, str]:
+    """The ids of a run with long metrics and a long reason, and of one that waits."""
+    begin_dead(run)
+    say("started", 0, at=0, step=0, total_steps=80)
+    values = {f"val/a-metric-with-a-long-name-{number}": 0.123456789 for number in range(4)}
+    run.metrics_file.write_text(json.dumps({"step": 30, "samples": 960, "attempt": 0, **values}) + "\n")
+    say("failed", 0, at=10, step=31, rank=3, host="n2", error="ValueError: " + "much to say " * 30 + "and the end")
+    return run.id, create_run(job(), runs_dir=runs_dir, via="local", script=None).id
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--watch"]])
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_a_terminal_shows_whole_ids_and_states(
+    long_told: tuple[str, str], runs_dir: Path, columns: int, arguments: list[str]
+) -> None:
+    if "--watch" in arguments:
+        cancel = [sys.executable, "-m", "cluster_ddp", "cancel", long_told[1]]
+        subprocess.run(cancel, env={**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir)}, check=True, capture_output=True)
+    heading, *lines = on_terminal(columns, runs_dir, *arguments)
+    assert heading.split()[:3] == ["RUN", "STATE", "STEP"]
+    waiting = "CANCELLED" if "--watch" in arguments else "PENDING"
+    assert {tuple(line.split()[:2]) for line in lines} == {(long_told[0], "FAILED"), (long_told[1], waiting)}
+    assert all(len(line) <= columns for line in (heading, *lines))
+    assert "JOB" not in heading and "CHECKPOINT" not in heading, "nothing is told there"
+    (failed,) = (line.rstrip() for line in lines if "FAILED" in line)
+    assert ("REASON" in heading) == failed.endswith("…")
+    assert ("REASON" in heading) >= (columns >= 120) and ("METRICS" in heading) >= (columns >= 200)
+
+
+def test_a_terminal_too_narrow_for_an_id_cuts_it_and_says_so(long_told: tuple[str, str], runs_dir: Path) -> None:
+    _, *lines = on_terminal(30, runs_dir, "status")
+    assert sorted(line.split()[1] for line in lines) == ["FAILED", "PENDING"]
+    assert all(line.split()[0].endswith("…") for line in lines)
+
+
+def test_a_pipe_gets_everything_whole(ddp: Ddp, long_told: tuple[str, str]) -> None:
+    heading, *lines = ddp("status").stdout.splitlines()
+    assert len(lines) == 2 and "…" not in "".join(lines) and "JOB" in heading
+    (failed,) = (line for line in lines if "FAILED" in line)
+    assert "val/a-metric-with-a-long-name-3 0.1235" in failed and failed.rstrip().endswith("and the end")
 
 
 def test_watching_ends_when_nothing_is_left_to_happen(ddp: Ddp, run: RunDirectory, say: Say) -> None:
