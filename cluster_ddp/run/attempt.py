@@ -128,20 +128,29 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
     return False if _has_signed_off(history, record) else None
 
 
-def request_resume(run: RunDirectory, *, by: str) -> None:
+def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -> None:
     """Record that a person wants the run to go on.
 
     It clears cancelled, stalled, failed and stopped, and the stall guard and the count of requeues begin anew. The
     caller has made sure that no attempt is alive.
+
+    Parameters
+    ----------
+    by
+        Who wants it.
+    seen
+        The run as it was before the caller made sure; by default as it is now. What has happened since is not
+        cleared: an attempt that somebody else has begun meanwhile counts, and a cancelling holds.
 
     Raises
     ------
     RunError
         The event cannot be written.
     """
-    last = last_attempt(run)
-    number = last.number if last is not None else None
-    if not EventWriter(run, login_writer()).write(RESUME_REQUESTED, attempt=number, by=by):
+    seen = seen or read_history(run)
+    number = seen.last.number if seen.last is not None else None
+    cancels = len(seen.cancels)
+    if not EventWriter(run, login_writer()).write(RESUME_REQUESTED, attempt=number, by=by, cancels=cancels):
         raise RunError(f"cannot write to {run.events}, so the run cannot be resumed")
 
 

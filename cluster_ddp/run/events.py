@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The names of all events. `started` and `resumed` (rank 0 of training) carry step, world_size, total_steps;
 # `checkpoint` step, samples; `stopped` step, reason; `completed` step; `failed` step (or null), rank, node, error,
 # phase; `rank-failed` rank, node, host, error, and signal when one killed it; `resume-requested` the last attempt
-# before it.
+# before it, and cancels: how many `cancelled` there were.
 SUBMITTED = "submitted"
 STARTED = "started"
 RESUMED = "resumed"

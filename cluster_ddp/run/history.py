@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import CANCELLED, CHECKPOINT, CHECKPOINT_DAMAGED, RESUME_REQUESTED, read_events
+from cluster_ddp.run.events import CANCELLED, CHECKPOINT, CHECKPOINT_DAMAGED, RESUME_REQUESTED, is_number, read_events
 
 Event = dict[str, Any]
 
@@ -36,27 +36,36 @@ class History:
         """The latest attempt; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
+    # What people asked for is ordered by what they had seen, not by time: the clocks of two hosts may differ by more
+    # than lies between a `cancel` on one and a `resume` on the other.
+
     @cached_property
-    def _resume_request(self) -> Event | None:
-        return next((event for event in reversed(self.events) if event["event"] == RESUME_REQUESTED), None)
+    def resume_requests(self) -> tuple[Event, ...]:
+        """The events of all requests to resume."""
+        return tuple(event for event in self.events if event["event"] == RESUME_REQUESTED)
+
+    @cached_property
+    def cancels(self) -> tuple[Event, ...]:
+        """The events of all cancellings, also of those that a person has taken back."""
+        return tuple(event for event in self.events if event["event"] == CANCELLED)
 
     @cached_property
     def first_number(self) -> int:
         """Number of the first attempt since a person last asked to resume; those before it are forgiven."""
-        request = self._resume_request
-        if request is None:
-            return 0
-        if request.get("attempt") is not None:
-            return int(request["attempt"]) + 1
-        return 1 + max((one.number for one in self.attempts if one.begun <= request["time"]), default=-1)
+        seen = (one["attempt"] for one in self.resume_requests if one.get("attempt") is not None)
+        return 1 + max(seen, default=-1)
 
     @cached_property
     def cancelled(self) -> Event | None:
         """The event of the owner's cancelling, unless a person has asked to resume since."""
-        request = self._resume_request
-        since = request["time"] if request else 0.0
-        found = (one for one in reversed(self.events) if one["event"] == CANCELLED and one["time"] >= since)
-        return next(found, None)
+        taken_back = max(map(self._cancels_taken_back, self.resume_requests), default=0)
+        return self.cancels[-1] if len(self.cancels) > taken_back else None
+
+    def _cancels_taken_back(self, request: Event) -> int:
+        count = as_step(request.get("cancels"))
+        if count is None:  # by a version that did not count them
+            count = sum(one["time"] < request["time"] for one in self.cancels)
+        return count
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """The events of one attempt by time; only those of the given names, if any are given."""
@@ -100,4 +109,4 @@ def read_history(run: RunDirectory) -> History:
 
 def as_step(value: Any) -> int | None:
     """A step from an event or a metrics line; None when it is no whole number."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and is_number(value) else None

@@ -20,6 +20,7 @@ from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.state import RunState, describe
 
 Say = Callable[..., None]
 
@@ -29,6 +30,11 @@ def make_remote(run: RunDirectory, number: int) -> None:
     path = run.attempt(number).record_file
     value = json.loads(path.read_text())
     path.write_text(json.dumps({**value, "host": "n7", "boot_id": "another machine", "started": "1"}))
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, *, behind: float) -> None:
+    """Let this host's clock be behind from here on."""
+    monkeypatch.setattr("time.time", lambda true=time.time: true() - behind)
 
 
 def test_the_first_attempt_is_0_and_notes_who_began_it(run: RunDirectory) -> None:
@@ -175,6 +181,61 @@ def test_a_cancelled_run_stays_cancelled_until_a_person_resumes_it(run: RunDirec
     say("cancelled", 1, by="me@login")
     with pytest.raises(RunEnded, match="was cancelled"):
         begin(run, slurm_job_id="6", restart_count=1)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_cancelled_run_is_resumed_from_a_host_whose_clock_is_behind(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    if begun:
+        begin_dead(run)
+    say("cancelled", 0 if begun else None, by="me@login-a")
+    clock(monkeypatch, behind=30)
+    request_resume(run, by="me@login-b")
+    assert describe(run, None).state is RunState.PENDING
+    assert begin(run).number == int(begun)
+    assert describe(run, None).state is RunState.RUNNING
+
+
+def test_a_cancel_holds_though_the_resume_before_it_came_from_a_host_whose_clock_is_ahead(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        clock(elsewhere, behind=-60)
+        request_resume(run, by="me@login-b")
+    say("cancelled", None, by="me@login-a")
+    with pytest.raises(RunEnded, match="was cancelled"):
+        begin(run)
+
+
+def test_a_stopped_run_is_resumed_again_from_a_host_whose_clock_is_behind(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        end_attempt(begin(run))
+        say("stopped", number, step=5, reason="person")
+        clock(monkeypatch, behind=60 * number)
+        request_resume(run, by="me")
+    assert begin(run).number == 2
+
+
+def test_an_attempt_begun_by_a_host_whose_clock_is_behind_is_not_forgiven(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say("cancelled", None, by="me@login")
+    request_resume(run, by="me@login")
+    clock(monkeypatch, behind=60)
+    begin(run)
+    assert describe(run, None).state is RunState.RUNNING
+
+
+def test_a_resume_by_a_version_that_did_not_count_cancels_undoes_those_before_it(run: RunDirectory, say: Say) -> None:
+    say("cancelled", None, at=1, by="me@login")
+    say("resume-requested", None, at=2, by="me@login")
+    assert begin_dead(run).number == 0
+    say("cancelled", 0, at=3, by="me@login")
+    with pytest.raises(RunEnded, match="was cancelled"):
+        begin(run)
 
 
 def test_a_run_cancelled_in_the_queue_does_not_begin(run: RunDirectory, say: Say) -> None:
