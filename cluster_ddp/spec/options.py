@@ -35,9 +35,9 @@ _OWN_KEYS = {
     "export": "network.env",
     "export-file": "network.env",
     "dependency": "the option --after of submit",
-    "array": "the command sweep",
 }
 _RENDERED = {
+    "array": "one run is one job: call submit once for each task, with --set for what differs",
     "output": "the run directory holds the output",
     "error": "the run directory holds the output",
     "open-mode": "a requeued attempt has to append to the output",

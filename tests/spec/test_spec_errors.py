@@ -109,7 +109,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(mistakes: Mistak
         ("{ntasks-per-node: 4}", "use launch.procs_per_node"),
         ("{requeue: true}", "use requeue.max_requeues"),
         ("{export: ALL}", "use network.env"),
-        ("{array: 0-3}", "use the command sweep"),
+        ("{array: 0-3}", "call submit once for each task, with --set"),
         ("{--mail-user: x}", "write mail-user"),
         ("{mail_user: x}", "write mail-user"),
         ("{'a b': x}", "an option as sbatch(1) names it"),
