@@ -8,7 +8,8 @@ import typer
 
 from cluster_ddp.cli.answer import answer, remark, tell
 from cluster_ddp.cli.described import describe_runs
-from cluster_ddp.run.directory import RunDirectory, find_run, runs_dir_of
+from cluster_ddp.run.directory import find_run, runs_dir_of
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.spec import load_resolved, unknown_keys
 from cluster_ddp.submit import resume
@@ -27,6 +28,7 @@ def command(
 ) -> None:
     """Go on with a run from its last checkpoint: in the queue, or here if it is a local one."""
     found = find_run(run, runs_dir_of(None))
+    seen = read_history(found)  # before it is judged: what happens from here on was not seen, and is not forgiven
     (status,) = describe_runs([found])
     resume.refuse_alive(found, status)
     local = read_record(found).via == "local"
@@ -41,12 +43,12 @@ def command(
         return
     remark(remarks)
     if local:
-        resume.check_size(found, spec, nodes, procs)
-        if changed:
-            resume.write_job(found, spec)
-        _here(found, nodes, procs, as_json=as_json)
-        return
-    job_id = resume.send_again(found, spec, changed=changed)
+        exit_status = resume.resume_here(seen, spec, nodes, procs, changed=changed, quiet=as_json)
+        if as_json:
+            (status,) = describe_runs([found])
+            answer(found, None, status.state.value)
+        raise typer.Exit(exit_status)
+    job_id = resume.send_again(seen, spec, changed=changed)
     from cluster_ddp.cli.submit import report_submitted
 
     report_submitted(found.id, str(found.path), job_id)
@@ -57,11 +59,3 @@ def command(
 def _size(nodes: int | None, procs: int | None) -> list[str]:
     settings = {"slurm.nodes": nodes, "launch.procs_per_node": procs}
     return [f"{key}={value}" for key, value in settings.items() if value is not None]
-
-
-def _here(run: RunDirectory, nodes: int | None, procs: int | None, *, as_json: bool) -> None:
-    exit_status = resume.resume_here(run, nodes, procs, quiet=as_json)
-    if as_json:
-        (status,) = describe_runs([run])
-        answer(run, None, status.state.value)
-    raise typer.Exit(exit_status)

@@ -148,9 +148,8 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
         The event cannot be written.
     """
     seen = seen or read_history(run)
-    number = seen.last.number if seen.last is not None else None
-    cancels = len(seen.cancels)
-    if not EventWriter(run, login_writer()).write(RESUME_REQUESTED, attempt=number, by=by, cancels=cancels):
+    writer = EventWriter(run, login_writer())
+    if not writer.write(RESUME_REQUESTED, attempt=seen.last_number, by=by, cancels=len(seen.cancels)):
         raise RunError(f"cannot write to {run.events}, so the run cannot be resumed")
 
 

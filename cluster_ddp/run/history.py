@@ -36,6 +36,11 @@ class History:
         """The latest attempt; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
+    @property
+    def last_number(self) -> int | None:
+        """Number of the latest attempt; None before the first."""
+        return self.last.number if self.last else None
+
     # What people asked for is ordered by what they had seen, not by time: the clocks of two hosts may differ by more
     # than lies between a `cancel` on one and a `resume` on the other.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.state import RunState, RunStatus, last_checkpoint
 from cluster_ddp.run.storage import Storage, replace_file
@@ -36,6 +37,25 @@ def refuse_alive(run: RunDirectory, status: RunStatus) -> None:
         raise SubmitError(
             f"run {run.id} is {status.state.value}{job} and goes on by itself.\n"
             f"To start it anew, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
+        )
+
+
+def refuse_overtaken(seen: History) -> None:
+    """Raise when the run has been resumed, or has gone on, since it was seen.
+
+    Between the look at a run and what follows from it lies a second of planning, in which a second call of `resume`
+    would see no sign of life either.
+
+    Raises
+    ------
+    SubmitError
+        Nothing may be changed any more: another call does what was wanted.
+    """
+    now = read_history(seen.run)
+    if (now.last_number, len(now.resume_requests)) != (seen.last_number, len(seen.resume_requests)):
+        raise SubmitError(
+            f"run {seen.run.id} was resumed a moment ago by another call, and this one has changed nothing.\n"
+            f"See how it goes on: cluster-ddp status {seen.run.id}"
         )
 
 
@@ -112,11 +132,18 @@ def nothing_to_do(run: RunDirectory, status: RunStatus, before: JobSpec, after: 
     return not grown and not _last_is_damaged(run)
 
 
-def send_again(run: RunDirectory, spec: JobSpec, *, changed: bool) -> str | None:
+def send_again(seen: History, spec: JobSpec, *, changed: bool) -> str | None:
     """Submit a run again, the way it was submitted first, to the same run directory; the new Slurm job id.
 
     The batch script of the run is sent as it lies there, with whatever a person has edited; only changed settings make
     a new one.
+
+    Parameters
+    ----------
+    seen
+        The run as it was before anybody made sure that nothing of it is alive.
+    spec, changed
+        The job, and whether it is another than the run's.
 
     Raises
     ------
@@ -127,6 +154,7 @@ def send_again(run: RunDirectory, spec: JobSpec, *, changed: bool) -> str | None
     from cluster_ddp.submit.sbatch import SbatchSubmission
     from cluster_ddp.submit.submitit import SubmititSubmission
 
+    run = seen.run
     via = read_record(run).via
     submission: Submission
     if via == SbatchSubmission.via:
@@ -135,34 +163,60 @@ def send_again(run: RunDirectory, spec: JobSpec, *, changed: bool) -> str | None
         submission = SubmititSubmission(spec)
     else:
         raise SubmitError(
-            f"run {run.id} was started by hand on each node; go on the same way:\n"
-            f"cluster-ddp launch {run.job_file} --run {run.id} ..."
+            f"run {run.id} was started by hand on each node; resume starts only what submit or local has started.\n"
+            f"It can be started again only by hand, with its run directory: {run.path}\n"
+            f"Its weights, if it has saved any, for use elsewhere: cluster-ddp export {run.id} -o {run.id}.safetensors"
         )
     submission.check()
+    refuse_overtaken(seen)
     if changed:
         write_job(run, spec)
         replace_file(Storage(), run.script, submission.text.encode(), mode=0o700)
-    _record_wish(run)
+    _record_wish(seen)
     job_id = submission.send(run)
     note_submitted(run, via, job_id)
     return job_id
 
 
-def resume_here(run: RunDirectory, nodes: int | None, procs: int | None, *, quiet: bool) -> int:
-    """Go on with a local run in the foreground; its exit status."""
+def resume_here(
+    seen: History, spec: JobSpec, nodes: int | None, procs: int | None, *, changed: bool, quiet: bool
+) -> int:
+    """Go on with a local run in the foreground; its exit status.
+
+    Parameters
+    ----------
+    seen
+        The run as it was before anybody made sure that nothing of it is alive.
+    spec, changed
+        The job, and whether it is another than the run's.
+    nodes, procs
+        Default: those of the last attempt.
+    quiet
+        Show progress on standard error.
+
+    Raises
+    ------
+    ClusterDDPError
+        It cannot go on with so many ranks, or another call is going on with it.
+    """
     import sys
 
     from cluster_ddp.submit.local import resume_local
 
-    _record_wish(run)
+    run = seen.run
+    check_size(run, spec, nodes, procs)
+    refuse_overtaken(seen)
+    if changed:
+        write_job(run, spec)
+    _record_wish(seen)
     return resume_local(run, nodes, procs, show=sys.stderr if quiet else sys.stdout)
 
 
-def _record_wish(run: RunDirectory) -> None:
+def _record_wish(seen: History) -> None:
     from cluster_ddp.run.attempt import request_resume
     from cluster_ddp.run.events import caller
 
-    request_resume(run, by=caller())
+    request_resume(seen.run, by=caller(), seen=seen)
 
 
 def _check_global_batch(run: RunDirectory, before: JobSpec, after: JobSpec) -> None:

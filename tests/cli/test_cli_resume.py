@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_stage import Call, Slurm
 
-from cluster_ddp.run.attempt import begin_attempt, end_attempt
+from cluster_ddp.cli.app import COMMANDS
+from cluster_ddp.run.attempt import begin_attempt, end_attempt, request_resume
 from cluster_ddp.run.directory import RunDirectory, create_run
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import read_record, update_record
+from cluster_ddp.run.state import RunState, describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.spec import load_job, load_resolved
 from cluster_ddp.submit import local
+from cluster_ddp.submit.sbatch import SbatchSubmission
 from cluster_ddp.train.checkpoint import inspect
 from cluster_ddp.train.checkpoint.errors import CheckpointError
 
@@ -221,7 +227,71 @@ def test_a_run_that_was_started_by_hand(call: Call, here: Path, slurm: Slurm) ->
     made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="manual", script=None)
     said = call("resume", made.id)
     assert said.status == 2
-    assert "by hand" in said.err
+    assert "by hand" in said.err and str(made.path) in said.err
+    assert set(re.findall("cluster-ddp ([a-z]+)", said.err)) <= COMMANDS.keys()
+
+
+def stopped_here(folder: Path) -> RunDirectory:
+    """A local run with one attempt, which a person has stopped."""
+    made = create_run(load_job("job.yaml").spec, runs_dir=folder / "runs", via="local", script=None)
+    attempt = begin_attempt(made, host="here", pid=0, nodes=1, procs=1)
+    request_stop(attempt, reason="person", by="test")
+    EventWriter(made, "rank-0").write("stopped", attempt=0, step=7, reason="person")
+    end_attempt(attempt)
+    return made
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_second_resume_while_the_first_plans_changes_nothing(
+    call: Call, here: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    made = stopped_here(here)
+    before = made.job_file.read_bytes()
+
+    def plan(*_: Any, **__: Any) -> None:
+        request_resume(made, by="the other")
+        if begun:
+            begin_attempt(made, host="here", pid=os.getpid(), nodes=1, procs=1)
+
+    monkeypatch.setattr(local, "plan_local", plan)
+    said = call("resume", made.id, "--set", "train.lr=0.5")
+    assert said.status == 2
+    assert "resumed a moment ago by another call" in said.err and f"cluster-ddp status {made.id}" in said.err
+    assert made.job_file.read_bytes() == before and not (made.path / "job.yaml.1").exists()
+    assert [event["by"] for event in read_events(made) if event["event"] == "resume-requested"] == ["the other"]
+    assert describe(made, None).state is (RunState.RUNNING if begun else RunState.PENDING)
+
+
+def test_a_resume_that_loses_at_the_last_moment_does_not_forgive_the_attempt_of_the_winner(
+    call: Call, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stopped_here(here)
+
+    def overtaken() -> str:  # the last thing before the wish is written
+        request_resume(made, by="the other")
+        begin_attempt(made, host="here", pid=os.getpid(), nodes=1, procs=1)
+        return "the loser"
+
+    monkeypatch.setattr(local, "plan_local", lambda *_, **__: SimpleNamespace(nodes=1, procs=1))
+    with monkeypatch.context() as while_it_asks_who_calls:
+        while_it_asks_who_calls.setattr("getpass.getuser", overtaken)
+        said = call("resume", made.id)
+    assert said.status == 2 and "is alive: attempt 1" in said.err
+    assert describe(made, None).state is RunState.RUNNING
+    assert call("stop", made.id).status == 0
+    EventWriter(made, "rank-0").write("completed", attempt=1, step=20)
+    end_attempt(made.attempt(1))
+    assert describe(made, None).state is RunState.COMPLETED
+
+
+def test_of_two_that_send_a_run_to_the_queue_one_does(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run.job_file.read_bytes()
+    monkeypatch.setattr(SbatchSubmission, "check", lambda _: request_resume(run, by="the other"))
+    said = call("resume", run.id, "--set", "slurm.partition=long")
+    assert said.status == 2 and "resumed a moment ago by another call" in said.err
+    assert run.job_file.read_bytes() == before and len(slurm.submissions()) == 1
 
 
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
