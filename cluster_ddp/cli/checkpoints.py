@@ -20,10 +20,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
 ) -> None:
     """List the checkpoints of a run, the oldest first, with what is wrong with them."""
-    from cluster_ddp.train.checkpoint.inspect import list_checkpoints
+    from cluster_ddp.train.checkpoint.inspect import list_checkpoints, owner_of
 
     found = find_run(run, runs_dir_of(None))
-    listed = list_checkpoints(found.checkpoints, found.id, read_all=verify)
+    listed = list_checkpoints(found.checkpoints, owner_of(found), read_all=verify)
     if as_json:
         print(json.dumps([_row(one) for one in listed], indent=2))
     elif not listed:

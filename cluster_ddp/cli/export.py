@@ -21,7 +21,7 @@ def command(
 ) -> None:
     """Write the model's weights, verified, under the model's own names; safetensors.torch.load_file reads them."""
     from cluster_ddp.train.checkpoint.export import export_model
-    from cluster_ddp.train.checkpoint.inspect import newest_sound
+    from cluster_ddp.train.checkpoint.inspect import newest_sound, owner_of
 
     found = find_run(run, runs_dir_of(None))
     if not output.parent.is_dir():
@@ -30,8 +30,8 @@ def command(
         raise RunError(f"cannot write {output}: it is a folder or a device, not a file")
     if output.exists() and not force:
         raise RunError(f"{output} exists; --force replaces it")
-    folder, manifest, passed_over = newest_sound(found.checkpoints, found.id, step)
-    for damaged in passed_over:
-        print(f"passed over {damaged.path.name}: {'; '.join(damaged.problems)}", file=sys.stderr)
+    folder, manifest, passed_over = newest_sound(found.checkpoints, owner_of(found), step)
+    for other in passed_over:
+        print(f"passed over {other.path.name}: {'; '.join(other.problems)}", file=sys.stderr)
     count = export_model(folder, manifest, output, ema=ema)
     print(f"{output}: {count} tensors of step {manifest.step}")

@@ -14,6 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import CheckpointSpec, JobSpec
 from cluster_ddp.train.checkpoint import Checkpointer, Restored
+from cluster_ddp.train.checkpoint.inspect import owner_of
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state import State
@@ -48,7 +49,7 @@ class Saving:
 
         self._checkpointer = self._unprepared = Checkpointer(
             run.checkpoints,
-            run_id=run.id,
+            run_id=owner_of(run),
             job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
             settings=job.checkpoint,
             rank=world.rank,

@@ -47,7 +47,7 @@ class Checkpointer:
     directory
         ``<run>/checkpoints``, on storage that all ranks see.
     run_id, job_digest
-        Recorded in each checkpoint; one of another run is never loaded.
+        Recorded in each checkpoint; one of another run is never loaded, renamed or removed.
     settings
         The job's ``checkpoint:`` section.
     store
@@ -195,7 +195,8 @@ class Checkpointer:
         """Fill the live tensors from the newest sound checkpoint; all ranks take the same one.
 
         A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
-        files, and the one before it is taken. The names and bytes are read and verified in one pass.
+        files, and the one before it is taken. One that another run has saved is reported and passed over, and stays
+        where it is. The names and bytes are read and verified in one pass.
 
         Parameters
         ----------
@@ -257,6 +258,8 @@ class Checkpointer:
         if event == events.CHECKPOINT_FAILED:
             why = f"{fields['file']}, rank {fields['rank']}: {fields['error']}"
             _warn(f"the save of step {fields['step']} failed ({why}); training goes on, the checkpoints before it stay")
+        elif event == events.CHECKPOINT_DAMAGED:
+            _warn(f"the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
         self._unreported.append((event, fields))
         try:
             while self._unreported and self._hand_in(*self._unreported[0]) is not False:

@@ -33,6 +33,14 @@ class CheckpointDamaged(CheckpointError):
         self.problems = problems
 
 
+class CheckpointOfAnotherRun(CheckpointError):
+    """A checkpoint that another run has saved: not for this run, and nothing of this run's to change."""
+
+    def __init__(self, folder: str, theirs: str, ours: str) -> None:
+        self.problem = f"of another run, {theirs}; this run is {ours}"
+        super().__init__(f"checkpoint {folder} is {self.problem}")
+
+
 class CheckpointUnreadable(CheckpointError):
     """A checkpoint cannot be read by this version, which says nothing against it."""
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.record import read_record
 from cluster_ddp.train.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
+    CheckpointOfAnotherRun,
     CheckpointUnreadable,
     NoSuchCheckpoint,
 )
@@ -24,7 +28,8 @@ class Listed:
     ----------
     state
         ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``,
-        ``unreadable`` (the storage refused), or ``set-aside`` (was found damaged before, and renamed).
+        ``unreadable`` (the storage refused), ``other-run`` (another run has saved it), or ``set-aside`` (was found
+        damaged before, and renamed).
     problems
         By file, what is wrong.
     """
@@ -34,6 +39,18 @@ class Listed:
     step: int | None = None
     manifest: Manifest | None = None
     problems: tuple[str, ...] = field(default_factory=tuple)
+
+
+def owner_of(run: RunDirectory) -> str:
+    """The run id in the checkpoints of a run: that of its record, for a person may have renamed the folder.
+
+    The folder's name when there is no record to read: a script under a bare torchrun has none, and from a run that lost
+    it the weights can still be rescued.
+    """
+    try:
+        return read_record(run).id
+    except RunError:
+        return run.id
 
 
 def list_checkpoints(directory: Path, run_id: str, *, read_all: bool = False) -> list[Listed]:
@@ -51,7 +68,7 @@ def list_checkpoints(directory: Path, run_id: str, *, read_all: bool = False) ->
 
 
 def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple[Path, Manifest, list[Listed]]:
-    """The newest checkpoint all of whose bytes are right, and those passed over for being damaged.
+    """The newest checkpoint all of whose bytes are right, and those passed over for being damaged or another run's.
 
     Raises
     ------
@@ -81,6 +98,8 @@ def _look(directory: Path, step: int, run_id: str, read_all: bool) -> Listed:
         manifest = verify(path, run_id) if read_all else open_checkpoint(path, run_id)
     except CheckpointDamaged as error:
         return Listed(path, "damaged", step, problems=tuple(error.problems))
+    except CheckpointOfAnotherRun as error:
+        return Listed(path, "other-run", step, problems=(error.problem,))
     except (OSError, CheckpointUnreadable) as error:
         return Listed(path, "unreadable", step, problems=(str(error),))
     return Listed(path, "verified" if read_all else "complete", step, manifest)

@@ -62,6 +62,8 @@ def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor], *, fit: bool)
     ------
     CheckpointDamaged
         A file is not what was written; the live tensors may hold anything.
+    CheckpointOfAnotherRun
+        Another run has saved it; none of the live tensors was touched.
     CheckpointMismatch
         The live tensors are others than those stored; none was touched.
     OSError

@@ -16,6 +16,7 @@ from cluster_ddp.train.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMismatch,
+    CheckpointOfAnotherRun,
     CheckpointUnreadable,
 )
 from cluster_ddp.train.checkpoint.folders import (
@@ -37,7 +38,7 @@ class _Finding:
 
     restored: Restored | None = None
     damage: tuple[str, ...] = ()  # by file
-    unreadable: str = ""
+    unreadable: str = ""  # or another run's: it is passed over and stays as it is
     mismatch: CheckpointMismatch | None = None
 
 
@@ -106,6 +107,8 @@ class Restoring:
             return _Finding(load(self.directory / step_name(step), self.run_id, tensors, fit=self.fit))
         except CheckpointDamaged as error:
             return _Finding(damage=tuple(error.problems))
+        except CheckpointOfAnotherRun as error:
+            return _Finding(unreadable=error.problem)
         except (OSError, CheckpointUnreadable) as error:
             return _Finding(unreadable=f"cannot be read: {getattr(error, 'strerror', None) or error}")
         except CheckpointMismatch as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from cluster_ddp.train.checkpoint.errors import CheckpointDamaged, CheckpointOfAnotherRun, CheckpointUnreadable
 from cluster_ddp.train.checkpoint.folders import MANIFEST, step_of
 from cluster_ddp.train.checkpoint.manifest import Manifest, ManifestDamaged, Shard, UnknownFormat, read_manifest
 from cluster_ddp.train.checkpoint.shards import Entry, ShardDamaged, header_length, read_header
@@ -36,6 +36,8 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
     ------
     CheckpointDamaged
         Names every file that is missing, too much, or of another size.
+    CheckpointOfAnotherRun
+        Its manifest is whole and names another run; its other files are not looked at.
     CheckpointUnreadable
         Another version of cluster_ddp wrote it.
     OSError
@@ -54,9 +56,9 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
         raise CheckpointDamaged(folder.name, [f"{MANIFEST}: {error}"]) from error
     except UnknownFormat as error:
         raise CheckpointUnreadable(f"{MANIFEST}: {error}") from error
-    problems = []
     if run_id is not None and manifest.run_id != run_id:
-        problems.append(f"{MANIFEST}: belongs to run {manifest.run_id}, not to {run_id}")
+        raise CheckpointOfAnotherRun(folder.name, manifest.run_id, run_id)
+    problems = []
     if manifest.step != step_of(folder.name):
         problems.append(f"{MANIFEST}: belongs to step {manifest.step}")
     for name, shard in sorted(manifest.shards.items()):

@@ -201,6 +201,15 @@ class Writer:
         with _created(storage, temporary / MANIFEST) as fd:
             storage.write(fd, manifest.to_bytes())
         storage.fsync_dir(temporary)
+        if final.exists() and (theirs := self._foreign(save.step)):
+            raise SaveFailed(
+                {
+                    "file": MANIFEST,
+                    "rank": 0,
+                    "host": socket.gethostname(),
+                    "error": f"{final} is of another run, {theirs}, and stays; move it out of this run's folder",
+                }
+            )
         if final.exists():  # from before a crash or a fall-back; a folder that is not empty cannot be renamed onto
             storage.rename(final, self._directory / replaced_name(save.step, self._receipts.owner))
             storage.fsync_dir(self._directory)
@@ -218,9 +227,10 @@ class Writer:
         settings, owner = self._settings, self._receipts.owner
         with contextlib.suppress(OSError):
             best = settings.keep_best
+            steps = [step for step in steps_in(self._directory) if not self._foreign(step)]
             for step in surplus(
-                steps_in(self._directory),
-                self._metrics_of(steps_in(self._directory)) if best else {},
+                steps,
+                {step: self._metrics[step] for step in steps if step in self._metrics} if best else {},
                 newest_proven=newest,
                 keep_last=settings.keep_last,
                 keep_every=settings.keep_every,
@@ -231,15 +241,21 @@ class Writer:
             self._storage.fsync_dir(self._directory)
             remove_left_overs(self._storage, self._directory, own=owner)
 
-    def _metrics_of(self, steps: list[int]) -> dict[int, dict[str, float]]:
-        for step in steps:
-            if step not in self._metrics:
-                try:
-                    manifest = read_manifest((self._directory / step_name(step) / MANIFEST).read_bytes())
-                except (OSError, ManifestDamaged, UnknownFormat):
-                    continue  # not rated: whether it is damaged is for a restore to find
-                self._metrics[step] = manifest.metrics
-        return self._metrics
+    def _foreign(self, step: int) -> str | None:
+        """The run that has saved the checkpoint of a step, when it is another one: theirs is not for us to remove.
+
+        Notes the metrics of our own.
+        """
+        if step in self._metrics:
+            return None
+        try:
+            manifest = read_manifest((self._directory / step_name(step) / MANIFEST).read_bytes())
+        except (OSError, ManifestDamaged, UnknownFormat):
+            return None  # not rated: whether it is damaged is for a restore to find
+        if manifest.run_id != self._run_id:
+            return manifest.run_id
+        self._metrics[step] = manifest.metrics
+        return None
 
     def _temporary(self, save: Save) -> Path:
         return self._directory / temporary_name(save.step, self._receipts.owner)

@@ -15,7 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.spec import JobSpec
+from cluster_ddp.train.checkpoint.inspect import owner_of
+from cluster_ddp.train.distributed import World
+from cluster_ddp.train.saving import Saving
+
 RUN = "digits-20260101-000000-abcd"
+JOB = JobSpec(name="digits", task="cluster_ddp.tasks.digits:Digits", train={"steps": 30})
 
 
 class Tied(nn.Module):
@@ -32,7 +39,8 @@ def run(tmp_path: Path) -> Path:
     """A run with two checkpoints of a model with tied weights, BatchNorm and averages."""
     folder = tmp_path / RUN
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "run.json").write_text("{}")
+    record = {"id": RUN, "name": "digits", "created": 0, "via": "local", "wandb_id": "1"}
+    (folder / "run.json").write_text(json.dumps(record))
     target = checkpointer(folder / "checkpoints", run_id=RUN)
     for step in (10, 20):
         torch.manual_seed(step)
@@ -74,6 +82,42 @@ def test_list(run: Path) -> None:
         (20, "verified", 160),
     ]
     assert rows[0]["metrics"] == {"val/accuracy": 0.1} and rows[0]["problems"] == [] and rows[0]["bytes"] > 0
+
+
+def test_a_renamed_run_keeps_its_checkpoints(run: Path) -> None:
+    renamed = run.rename(run.parent / "my-best-digits")
+    rows = json.loads(call(renamed, "checkpoints", "my-best", "--verify", "--json").stdout)
+    assert [(row["step"], row["state"]) for row in rows] == [(10, "verified"), (20, "verified")]
+    assert owner_of(RunDirectory(renamed)) == RUN
+    done = call(renamed, "export", "my-best", "-o", "model.safetensors")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_training_goes_on_in_a_renamed_run(run: Path) -> None:
+    renamed = RunDirectory(run.rename(run.parent / "my-best-digits"))
+    saving = Saving(JOB, renamed, None, 1, World(0, 0, 1))
+    assert saving._checkpointer is not None
+    restored = saving._checkpointer.restore({}, fit=True)
+    assert restored is not None and restored.step == 20
+
+
+def test_a_checkpoint_of_another_run_is_named_and_is_no_damage(run: Path) -> None:
+    other = checkpointer(run / "checkpoints", run_id="other-20260101-000000-0000")
+    save(other, 30, {"model.x": torch.zeros(3)})
+    other.finish()
+    shown = call(run, "checkpoints", RUN, "--verify")
+    assert shown.returncode == 0
+    assert "other-run   of another run, other-20260101-000000-0000" in shown.stdout
+    done = call(run, "export", RUN, "-o", "model.safetensors")
+    assert done.returncode == 0 and "step 20" in done.stdout
+    assert "passed over step-00000030: of another run" in done.stderr
+    refused = call(run, "export", RUN, "--step", "30", "-o", "other.safetensors")
+    assert refused.returncode == 4 and "of another run" in refused.stderr
+
+
+def test_without_a_record_the_folder_tells_whose_they_are(run: Path) -> None:
+    (run / "run.json").write_text("{}")
+    assert call(run, "export", RUN, "-o", "model.safetensors").returncode == 0
 
 
 def test_list_tells_damage(run: Path) -> None:

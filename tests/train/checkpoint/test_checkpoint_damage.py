@@ -14,9 +14,10 @@ import torch
 from checkpoint_cases import RUN_ID, Recorder, blank, checkpointer, same, save, state
 
 from cluster_ddp.train.checkpoint import CheckpointError, CheckpointMismatch
-from cluster_ddp.train.checkpoint.inspect import list_checkpoints
+from cluster_ddp.train.checkpoint.inspect import list_checkpoints, newest_sound
 from cluster_ddp.train.checkpoint.manifest import digest, encode
 
+OTHER_ID = "other-20260101-000000-0000"
 OLD, NEW = state(1, size=200), state(2, size=200)
 SHARD = "shard-0000.safetensors"
 
@@ -25,7 +26,7 @@ SHARD = "shard-0000.safetensors"
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of this run, and one of another run at the same step with the same tensors."""
     folder = tmp_path_factory.mktemp("sound")
-    for directory, run_id in ((folder / "checkpoints", RUN_ID), (folder / "other", "other-20260101-000000-0000")):
+    for directory, run_id in ((folder / "checkpoints", RUN_ID), (folder / "other", OTHER_ID)):
         target = checkpointer(directory, run_id=run_id, background=False)
         save(target, 10, OLD)
         save(target, 20, NEW)
@@ -50,6 +51,27 @@ def _check(sound: Path, tmp_path: Path, damage: Callable[[Path], None], file: st
     assert told["step"] == 20 and any(text.startswith(f"{file}:") for text in told["problems"])
     assert told["set_aside"].startswith("damaged-")
     assert sorted(path.name for path in (directory / told["set_aside"]).iterdir()) == left, "something was deleted"
+
+
+def _check_foreign(sound: Path, tmp_path: Path, replace: Callable[[Path], None]) -> None:
+    """The old checkpoint is loaded; the new one is named as another run's, and stays under its name as it is."""
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(sound / "checkpoints", directory)
+    newest = directory / "step-00000020"
+    replace(newest)
+    before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    listed = {one.step: one for one in list_checkpoints(directory, RUN_ID, read_all=True)}
+    assert listed[20].state == "other-run" and OTHER_ID in listed[20].problems[0]
+    assert newest_sound(directory, RUN_ID)[0].name == "step-00000010"
+    events, live = Recorder(), blank(OLD)
+    restored = checkpointer(directory, events).restore(live)
+    assert restored is not None and restored.step == 10 and same(live, OLD)
+    (told,) = events.of("checkpoint-damaged")
+    assert told["step"] == 20 and told["set_aside"] is None
+    assert told["problems"] == [f"of another run, {OTHER_ID}; this run is {RUN_ID}"]
+    assert {path.name: path.read_bytes() for path in newest.iterdir()} == before
+    fit = checkpointer(directory).restore(blank(OLD), fit=True)
+    assert fit is not None and fit.step == 10
 
 
 def _lengths(size: int) -> Iterator[int]:
@@ -106,16 +128,58 @@ def test_replaced_by_another(sound: Path, tmp_path: Path, file: str, source: str
         and (sound / source / file).read_bytes() == (sound / "checkpoints/step-00000020" / file).read_bytes()
     ):
         return  # the same state at the same step has the same bytes: nothing to notice
-    _check(sound, tmp_path, lambda folder: shutil.copy(sound / source / file, folder / file), file)
+
+    def replace(folder: Path) -> None:
+        shutil.copy(sound / source / file, folder / file)
+
+    if file != SHARD and source.startswith("other"):
+        _check_foreign(sound, tmp_path, replace)
+    else:
+        _check(sound, tmp_path, replace, file)
 
 
-@pytest.mark.parametrize("source", ["checkpoints/step-00000010", "other/step-00000020"])
+@pytest.mark.parametrize("source", ["checkpoints/step-00000010", "other/step-00000020", "other/step-00000010"])
 def test_replaced_whole(sound: Path, tmp_path: Path, source: str) -> None:
     def replace(folder: Path) -> None:
         shutil.rmtree(folder)
         shutil.copytree(sound / source, folder)
 
-    _check(sound, tmp_path, replace, "manifest.json")
+    if source.startswith("other"):
+        _check_foreign(sound, tmp_path, replace)
+    else:
+        _check(sound, tmp_path, replace, "manifest.json")
+
+
+def test_only_those_of_another_run_is_a_clear_failure_that_touches_nothing(sound: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(sound / "other", directory)
+    before = sorted(directory.rglob("*"))
+    with pytest.raises(CheckpointError, match=rf"step-00000020: of another run, {OTHER_ID}; this run is {RUN_ID}"):
+        checkpointer(directory).restore(blank(OLD))
+    assert sorted(directory.rglob("*")) == before
+
+
+def test_saving_leaves_those_of_another_run_alone(
+    sound: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are neither replaced by a save of their step, nor removed, nor counted among those that are kept."""
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(sound / "other", directory)
+    theirs = {path: path.read_bytes() for path in directory.rglob("*.*")}
+    events = Recorder()
+    target = checkpointer(directory, events, background=False, keep_last=2)
+    durable = []
+    for step in (5, 10, 15, 20, 25):
+        save(target, step, OLD)
+        durable.append(target.finish())
+    assert durable == [True, False, True, False, True]
+    assert [(told["step"], OTHER_ID in told["error"]) for told in events.of("checkpoint-failed")] == [
+        (10, True),
+        (20, True),
+    ]
+    assert "move it out of this run's folder" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in theirs} == theirs
+    assert sorted(path.name for path in directory.iterdir()) == [f"step-{step:08d}" for step in (10, 15, 20, 25)]
 
 
 def test_file_too_much(sound: Path, tmp_path: Path) -> None:
