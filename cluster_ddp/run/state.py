@@ -265,10 +265,12 @@ def _unseen(job_id: str | None, host: str) -> str:
 def _jobs(run: RunDirectory, ids: list[str], slurm_jobs: Mapping[str, SlurmJobLike] | None) -> list[_Job]:
     """The run's own jobs that Slurm knows; a job id that Slurm has given to another run since is not one."""
     known = [(job_id, slurm_jobs[job_id]) for job_id in ids if job_id in slurm_jobs] if slurm_jobs else []
+    record = _record_of(run)
+    own = {None, run.id, record.id if record else run.id}  # a person may have renamed the folder since
     return [
         _Job(job_id, job.state.upper(), None if job.reason in ("", "None") else job.reason)
         for job_id, job in known
-        if job.run_id in (None, run.id)
+        if job.run_id in own
     ]
 
 

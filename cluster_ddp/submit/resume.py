@@ -236,12 +236,12 @@ def _flat(spec: JobSpec) -> dict[str, Any]:
 
 def _last_is_damaged(run: RunDirectory) -> bool:
     from cluster_ddp.train.checkpoint.errors import CheckpointError
-    from cluster_ddp.train.checkpoint.inspect import newest_sound
+    from cluster_ddp.train.checkpoint.inspect import newest_sound, owner_of
 
     if last_checkpoint(run) is None:
         return False  # a script of the user's keeps its checkpoints itself
     try:
-        _, _, passed_over = newest_sound(run.checkpoints, run.id)
+        _, _, passed_over = newest_sound(run.checkpoints, owner_of(run))
     except CheckpointError:
         return True
-    return bool(passed_over)
+    return any(listed.state == "damaged" for listed in passed_over)

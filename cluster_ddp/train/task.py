@@ -42,8 +42,8 @@ class Task:
 
         An item is a tensor, or a tuple, list or dict of tensors. torch, random and numpy are seeded by (seed, epoch,
         sample index) before ``__getitem__``, whichever process fetches the sample. A plain TensorDataset with the
-        default `collate`, and a set with ``__getitems__(indices)``, is fetched by batch and not reseeded; what ``__getitems__`` gives is collated when it
-        is a list of items, and is the batch itself when it is anything else.
+        default `collate`, and a set with ``__getitems__(indices)``, is fetched by batch and not reseeded; what
+        ``__getitems__`` gives is collated when it is a list of items, and is the batch itself when it is anything else.
         """
         raise NotImplementedError(f"{type(self).__name__} has no train_data()")
 

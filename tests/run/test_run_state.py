@@ -114,6 +114,8 @@ def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDire
     assert state_of(run, {"7": Job("RUNNING", run_id="another-run")}) == "STOPPED"
     assert state_of(run, {"7": Job("RUNNING", run_id=run.id)}) == "RUNNING"
     assert living_jobs(run, {"7": Job("RUNNING", run_id="another-run")}) == []
+    renamed = RunDirectory(run.path.rename(run.path.with_name("my-best")))
+    assert state_of(renamed, {"7": Job("RUNNING", run_id=run.id)}) == "RUNNING"
 
 
 def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) -> None:
