@@ -24,6 +24,7 @@ from cluster_ddp.spec import load_job, load_resolved
 from cluster_ddp.submit import local
 from cluster_ddp.submit.sbatch import SbatchSubmission
 from cluster_ddp.train.checkpoint import inspect
+from cluster_ddp.train.checkpoint.inspect import Listed
 from cluster_ddp.train.checkpoint.errors import CheckpointError
 
 
@@ -150,10 +151,11 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_goes_on(
     complete(run)
     (run.checkpoints / "step-00000020").mkdir()
 
-    def newest_sound(*_: Any) -> tuple[None, None, list[str]]:
+    def newest_sound(*_: Any) -> tuple[None, None, list[Listed]]:
         if damage == "all":
             raise CheckpointError("none is sound")
-        return None, None, ["step-00000020"] if damage == "newest" else []
+        newest = Listed(run.checkpoints / "step-00000020", "damaged", 20)
+        return None, None, [newest] if damage == "newest" else []
 
     monkeypatch.setattr(inspect, "newest_sound", newest_sound)
     assert call("resume", run.id).status == 0
