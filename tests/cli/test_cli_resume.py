@@ -24,8 +24,8 @@ from cluster_ddp.spec import load_job, load_resolved
 from cluster_ddp.submit import local
 from cluster_ddp.submit.sbatch import SbatchSubmission
 from cluster_ddp.train.checkpoint import inspect
-from cluster_ddp.train.checkpoint.inspect import Listed
 from cluster_ddp.train.checkpoint.errors import CheckpointError
+from cluster_ddp.train.checkpoint.inspect import Listed
 
 
 @pytest.fixture
