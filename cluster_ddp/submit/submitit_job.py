@@ -220,6 +220,7 @@ class _NodeOfRun:
         verdict = end(self._attempt, writer=f"submitit-{self._job_id or os.getpid()}")
         print(f"cluster-ddp: attempt {self._attempt.number}: {verdict.action}: {verdict.reason}", flush=True)
         if verdict.action == "requeue":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's, for the requeue, would end the calls below, too
             try:
                 if self._requeued:
                     sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
