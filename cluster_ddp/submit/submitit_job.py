@@ -240,9 +240,9 @@ class _NodeOfRun:
         assert self._attempt is not None
         if self._job_id is None:
             return
-        hosts = suspects(read_history(self._run), self._attempt.number)
         partition, nodes = os.environ["SLURM_JOB_PARTITION"], int(os.environ["SLURM_JOB_NUM_NODES"])
-        with contextlib.suppress(SlurmError):  # the job is queued; that is what counts
+        with contextlib.suppress(SlurmError, OSError):  # the job is queued; that is what counts
+            hosts = suspects(read_history(self._run), self._attempt.number)
             if hosts and exclude_hosts(self._job_id, hosts, partition=partition, nodes=nodes):
                 print(f"cluster-ddp: {' '.join(hosts)} failed more than once: excluded from now on", flush=True)
 

@@ -51,6 +51,16 @@ def hold_rank_0(run: Path) -> int:
     return rank
 
 
+def stop_in_the_middle(call: Call, running: subprocess.Popen[str], name: str, run: Path) -> None:
+    """Stop a local run after some of its steps and before the last, by the command."""
+    held = hold_rank_0(run)
+    finish(call("cluster_ddp", "stop", name))
+    node = run / "events" / "node-0.jsonl"
+    wait_for(lambda: "stop-requested" in node.read_text())
+    os.kill(held, signal.SIGCONT)
+    finish(running, status=5)
+
+
 def _rank_0(run: Path) -> int | None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

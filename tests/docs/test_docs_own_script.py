@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from documented import FINDS_RANKS, Call, block, finish, hold_rank_0, wait_for
+from documented import FINDS_RANKS, Call, block, finish, stop_in_the_middle, wait_for
 from safetensors.numpy import load_file
 
 PAGE = "docs/own-script.md"
@@ -40,12 +38,7 @@ def test_the_script_is_stopped_and_resumed_exactly(here: Path, call: Call, ranks
     changes = (f"--procs={ranks}", "--set", f"args=['{steps}']")
     running = call("cluster_ddp", "local", "by-hand.yaml", *changes)
     run = wait_for(lambda: next(here.glob("runs/*"), None))
-    held = hold_rank_0(run)
-    finish(call("cluster_ddp", "stop", "by-hand"))
-    node = run / "events" / "node-0.jsonl"
-    wait_for(lambda: "stop-requested" in node.read_text())
-    os.kill(held, signal.SIGCONT)
-    finish(running, status=5)
+    stop_in_the_middle(call, running, "by-hand", run)
 
     status = json.loads(finish(call("cluster_ddp", "status", "by-hand", "--json")))
     assert (status["state"], status["total_steps"]) == ("STOPPED", steps)

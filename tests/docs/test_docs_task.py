@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
-from documented import FINDS_RANKS, PROJECT, Call, block, finish, hold_rank_0, wait_for
+from documented import FINDS_RANKS, PROJECT, Call, block, finish, stop_in_the_middle, wait_for
 
 from cluster_ddp.train import Task
 
@@ -37,12 +35,7 @@ def test_the_iterable_set_is_stopped_and_resumed_exactly(tmp_path: Path, call: C
 
     running = call("cluster_ddp", "local", "line.yaml")
     run = wait_for(lambda: next(tmp_path.glob("runs/line*"), None))
-    held = hold_rank_0(run)
-    finish(call("cluster_ddp", "stop", "line"))
-    node = run / "events" / "node-0.jsonl"
-    wait_for(lambda: "stop-requested" in node.read_text())
-    os.kill(held, signal.SIGCONT)
-    finish(running, status=5)
+    stop_in_the_middle(call, running, "line", run)
     status = json.loads(finish(call("cluster_ddp", "status", "line", "--json")))
     assert 10 <= status["step"] == status["last_checkpoint"] < STEPS
     finish(call("cluster_ddp", "resume", "line"))
