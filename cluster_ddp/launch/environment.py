@@ -6,7 +6,6 @@ A variable that is set already wins: the batch script, or the person at the keyb
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -143,6 +142,8 @@ def _masked(name: str, value: str) -> str:
 
 
 def _versions() -> dict[str, str]:
+    import importlib.metadata  # only now: a tenth of what the node program imports
+
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

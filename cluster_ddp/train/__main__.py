@@ -10,14 +10,20 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.train.program import End, run_rank
+from cluster_ddp.train import garbage
+
+if TYPE_CHECKING:
+    from cluster_ddp.train.program import End
 
 
 def main(arguments: list[str]) -> End:
     """Run a rank; `arguments` is the run directory, else $CLUSTER_DDP_RUN names it."""
+    garbage.put_off()
+    from cluster_ddp.train.program import End, run_rank  # this takes seconds: it brings torch
+
     place = arguments[0] if arguments else os.environ.get("CLUSTER_DDP_RUN")
     if place is None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
