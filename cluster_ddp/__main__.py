@@ -1,6 +1,20 @@
-"""``python -m cluster_ddp``: the same as the command ``cluster-ddp``."""
+"""The entry point of ``cluster-ddp`` and of ``python -m cluster_ddp``."""
 
-from cluster_ddp.cli.app import main
+import gc
+from typing import NoReturn
+
+from cluster_ddp.leave import leave
+
+_RARELY = 100_000
+
+
+def main() -> NoReturn:
+    """Run a command. What its imports make stays to the end: looking for garbage among it would only take time."""
+    gc.set_threshold(_RARELY, *gc.get_threshold()[1:])
+    from cluster_ddp.cli import app
+
+    leave(app.main())
+
 
 if __name__ == "__main__":
     main()

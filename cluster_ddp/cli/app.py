@@ -85,8 +85,8 @@ def _options(
         raise typer.Exit()
 
 
-def main() -> None:
-    """Entry point of ``cluster-ddp`` and of ``python -m cluster_ddp``."""
+def main() -> int:
+    """Run the command that `sys.argv` names, and give its exit status."""
     _prepare_streams()
     status = _status_of_call()
     try:
@@ -97,15 +97,15 @@ def main() -> None:
         _complain(error, _describe(error))
         discard_output()
         status = status or ClusterDDPError.exit_status
-    sys.exit(status)
+    return status
 
 
-def _status_of_call() -> Any:
+def _status_of_call() -> int:
     try:
         app(prog_name="cluster-ddp")
     except SystemExit as end:  # how typer ends, also when the reader (head, a pager) has seen enough
         if not isinstance(end.__context__, BrokenPipeError):
-            return end.code
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
         discard_output()
     except BrokenPipeError:
         discard_output()

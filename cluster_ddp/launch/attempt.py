@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster_ddp.launch.lost import record_lost_nodes
+from cluster_ddp.leave import leave
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
@@ -201,4 +202,4 @@ def _refuse(error: ClusterDDPError, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

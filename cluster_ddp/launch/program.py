@@ -102,10 +102,10 @@ class NodeProgram:
         self._reporter: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the guard and the agent. To be called from a thread that lives until the end."""
+        """Start the agent and the guard. To be called from a thread that lives until the end."""
         self._began = time.monotonic()
-        self._guard = Guard(self._board.path)
         self._agent = Agent(self._command, self._environment.variables, self._log_dir / "agent.log", self._survives)
+        self._guard = Guard(self._board.path)  # the agent takes a second to become more than one process
         self._failures = Failures(self._ranks, self._agent, self._events, self._attempt, self._node_rank)
         self._events.write(
             events.NODE_STARTED,

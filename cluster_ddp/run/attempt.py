@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Callable
 
@@ -160,7 +160,7 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
     record.
     """
     storage = Storage()
-    draft = run.attempts / f".begin-{secrets.token_hex(6)}"
+    draft = run.attempts / f".begin-{os.urandom(6).hex()}"
     storage.mkdir(draft)
     try:
         write_json(storage, draft / _RECORD_NAME, record.to_json())

@@ -11,7 +11,6 @@ import contextlib
 import enum
 import mmap
 import os
-import secrets
 import signal
 import struct
 import tempfile
@@ -121,7 +120,7 @@ class Board:
         if path is None:
             shm = Path("/dev/shm")
             folder = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-            path = folder / f"cluster-ddp-{os.getpid()}-{secrets.token_hex(8)}"
+            path = folder / f"cluster-ddp-{os.getpid()}-{os.urandom(8).hex()}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, (1 + slots) * _LINE_WORDS * _WORD)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +162,7 @@ def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -
 
 def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
     while True:
-        run = RunDirectory(runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+        run = RunDirectory(runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
         try:
             storage.mkdir(run.path)
         except FileExistsError:

@@ -6,11 +6,9 @@ writes events has a file of its own. A reader takes what it can: a torn or damag
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import re
-import socket
 import sys
 import time
 from pathlib import Path
@@ -83,11 +81,16 @@ def login_writer() -> str:
 
     Two of them at once on one host append to one local page cache, where O_APPEND is atomic.
     """
+    import socket  # not for a dry run
+
     return f"login-{socket.gethostname()}"
 
 
 def caller() -> str:
     """Who calls a command, for events and stop requests; a container may know users by number only."""
+    import getpass
+    import socket
+
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

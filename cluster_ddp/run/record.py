@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -71,7 +70,7 @@ def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
         name=spec.name,
         created=time.time(),
         via=via,
-        wandb_id=secrets.token_hex(6),
+        wandb_id=os.urandom(6).hex(),
         git_revision=_git_revision(_code_folder(spec)),
         versions=_versions(),
         nodes=spec.slurm.nodes,

@@ -11,7 +11,6 @@ import errno
 import functools
 import json
 import os
-import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o644) -
     OSError
         As the file system reports it. The old content is then still there, or the new one is complete.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         fd = storage.open_write(temporary, mode)
         try:

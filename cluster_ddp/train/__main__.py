@@ -6,12 +6,12 @@ events.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from cluster_ddp.leave import leave
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train import garbage
 
@@ -31,18 +31,6 @@ def main(arguments: list[str]) -> End:
     return run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get("CLUSTER_DDP_ATTEMPT", "0")))
 
 
-def leave(end: End) -> NoReturn:
-    """End the process without the interpreter's finalization.
-
-    Gloo's threads may still hold Python objects; a thread that wants Python's lock while the interpreter is being taken
-    down aborts the process ("terminate called without an active exception"), with all work done.
-    """
-    if not end.at_once:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(end.status)
-
-
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    end = main(sys.argv[1:])
+    leave(end.status, at_once=end.at_once)

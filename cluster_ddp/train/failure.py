@@ -9,7 +9,6 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from cluster_ddp.run import events
 from cluster_ddp.run.events import EventWriter
@@ -49,6 +48,8 @@ def record_failure(
         return
     text = explain(error)
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # a rank that works needs none
+
         get_error_handler().record_exception(error)
     if not isinstance(error, ClusterDDPError):
         traceback.print_exception(error)

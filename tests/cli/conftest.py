@@ -17,11 +17,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
     def called(*arguments: str) -> Said:
         monkeypatch.setattr(sys, "argv", ["cluster-ddp", *arguments])
-        status = 0
-        try:
-            app.main()
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = app.main()
         said = capfd.readouterr()
         return Said(status, said.out, said.err)
 

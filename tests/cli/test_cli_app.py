@@ -25,7 +25,7 @@ def modules_after(*arguments: str, cwd: Path) -> set[str]:
         "import atexit, sys\n"
         "atexit.register(lambda: print('MODULES', *sorted(sys.modules), file=sys.stderr))\n"
         f"sys.argv = ['cluster-ddp', *{list(arguments)!r}]\n"
-        "from cluster_ddp.cli.app import main\n"
+        "from cluster_ddp.__main__ import main\n"
         "main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "CLUSTER_DDP_RUNS": str(cwd / "runs")}

@@ -49,8 +49,9 @@ def test_every_run_has_a_wandb_id_of_its_own_that_stays(runs_dir: Path) -> None:
 
 def test_runs_of_the_same_second_get_folders_of_their_own(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = iter(["aaaa", "aaaa", "aaaa", "bbbb"])
+    urandom = os.urandom
     monkeypatch.setattr(directory.time, "strftime", lambda form: "20260101-000000")
-    monkeypatch.setattr(directory.secrets, "token_hex", lambda size: next(drawn) if size == 2 else "x")
+    monkeypatch.setattr(os, "urandom", lambda size: bytes.fromhex(next(drawn)) if size == 2 else urandom(size))
     ids = [create_run(job(), runs_dir=runs_dir, via="local", script=None).id for _ in range(2)]
     assert ids == ["digits-20260101-000000-aaaa", "digits-20260101-000000-bbbb"]
 

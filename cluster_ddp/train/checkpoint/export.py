@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 
 from cluster_ddp.run.storage import Storage
@@ -46,7 +45,7 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool, s
     layout = lay_out(items, note)
     entries = {shard: _entries(folder / shard) for shard in manifest.shards}
     storage = storage or Storage()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     try:
         fd = storage.open_write(temporary)
         try:
