@@ -14,8 +14,8 @@ works at a time. A step's time is taken between two entries into the model's for
 steps a contender's figure is the time per step over the whole round, periodic work included; the table shows the median
 over the rounds of that figure, of its difference to the bare loop in the same round (with the lowest and the highest),
 of its ratio to it, then of the differences of the median step, which periodic work does not touch, of the processor
-time, which other processes disturb least, and of the peak memory. The line "bare loop, again" is the bare loop a second
-time: what it differs from zero is noise.
+time, which other processes disturb least, and of the peak memory. The bare loop runs twice in each round, in processes
+of their own, and all are compared with the mean of the two: what those two lines differ from each other is noise.
 
 Where there is a CUDA GPU, the throughput of a larger network in bf16 follows, against a bare loop
 (`gpu_throughput.py`); the tables themselves are of the CPU everywhere.
@@ -32,6 +32,7 @@ import os
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,6 +41,7 @@ from benchmarks.contenders import BATCH, CONTENDERS
 from benchmarks.workers import Group, Round
 
 BARE = "bare loop"
+AGAIN = "bare loop, again"
 ONE_BY_ONE = ("default DataLoader", "this Trainer, sample by sample")
 
 
@@ -65,10 +67,16 @@ def measure(names: list[str], world: int, rounds: int, steps: int) -> dict[str, 
     return results
 
 
+def mean(rounds: Sequence[Round]) -> Round:
+    """Give the mean of each figure."""
+    fields = ("mean_us", "median_us", "cpu_us", "peak_mib")
+    return Round(**{field: statistics.fmean(getattr(one, field) for one in rounds) for field in fields})
+
+
 def show(results: dict[str, list[Round]], world: int, steps: int) -> None:
     """Print the table of one world size."""
     rounds = len(results[BARE])
-    bare = results[BARE]
+    bare = [mean(pair) for pair in zip(results[BARE], results[AGAIN], strict=True)]
     print(f"\n{world} process{'es' if world > 1 else ''}, {rounds} rounds of {steps} steps each, microseconds per step")
     heading = ("per step", "over bare", "lowest", "highest", "ratio", "median step", "CPU time", "peak MiB")
     print(" " * 32 + "".join(f"{word:>12}" for word in heading))
@@ -120,7 +128,7 @@ def main() -> None:
     parser.add_argument("--growth", action="store_true", help="memory over 10,000 steps instead of the table")
     parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="numbers of ranks (default: 1 2)")
     parser.add_argument("--rounds", type=int, help="rounds (default: 40; --quick: 3)")
-    parser.add_argument("--only", nargs="*", help=f"contenders besides the bare loop; of: {', '.join(CONTENDERS)}")
+    parser.add_argument("--only", nargs="*", help=f"contenders besides the two bare loops; of: {', '.join(CONTENDERS)}")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.growth:
@@ -129,7 +137,7 @@ def main() -> None:
     rounds = options.rounds or (3 if options.quick else 40)
     names = []
     for name, contender in CONTENDERS.items():
-        if options.only is not None and name not in options.only and name != BARE:
+        if options.only is not None and name not in (BARE, AGAIN, *options.only):
             continue
         if is_installed(contender.needs):
             names.append(name)
