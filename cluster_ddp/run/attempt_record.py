@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.lines import read_json_object
+from cluster_ddp.run.lines import is_number, read_json_object
 from cluster_ddp.run.liveness import ProcessIdentity, read_identity
 from cluster_ddp.run.storage import Storage, write_json
 
@@ -112,8 +111,7 @@ def _folder_time(attempt: AttemptDirectory) -> float:
 
 
 def _time(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number(value) else None
 
 
 def _count(value: Any) -> int | None:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.run.lines import is_number, read_json_lines
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
@@ -107,11 +107,6 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     events = [event for path in files for event in read_json_lines(path) if _is_event(event)]
     events.sort(key=lambda event: float(event["time"]))
     return events
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number that can be reckoned with: finite, and no whole number beyond all floats."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_event(value: dict[str, Any]) -> bool:

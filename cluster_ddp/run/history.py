@@ -8,7 +8,8 @@ from typing import Any
 
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import CANCELLED, CHECKPOINT, CHECKPOINT_DAMAGED, RESUME_REQUESTED, is_number, read_events
+from cluster_ddp.run.events import CANCELLED, CHECKPOINT, CHECKPOINT_DAMAGED, RESUME_REQUESTED, read_events
+from cluster_ddp.run.lines import is_number
 
 Event = dict[str, Any]
 

@@ -1,8 +1,9 @@
-"""Reading files of JSON lines that another node may be writing at this moment."""
+"""Reading JSON that another node may be writing at this moment, or that somebody has edited."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,8 @@ def parse_object(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     return value if isinstance(value, dict) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that can be reckoned with: finite, and no whole number beyond all floats."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.run.events import is_number
-from cluster_ddp.run.lines import parse_object
+from cluster_ddp.run.lines import is_number, parse_object
 
 # A long run's file is too long to read at each look; this much of its end holds tens of thousands of lines.
 _TAIL_BYTES = 4 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.lines import is_number
 from cluster_ddp.run.storage import Storage, write_json
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def _check_kinds(record: RunRecord) -> None:
     counts = (one for one in (record.nodes, record.procs, record.global_batch) if one is not None)
     right = (
         all(isinstance(text, str) for text in texts)
-        and isinstance(record.created, (int, float))
-        and math.isfinite(record.created)
+        and is_number(record.created)
         and all(isinstance(count, int) and count > 0 for count in counts)
         and isinstance(record.slurm_job_ids, (list, tuple))
     )

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.run.lines import parse_object
+from cluster_ddp.run.lines import is_number, parse_object
 from cluster_ddp.run.storage import Storage, write_json
 
 if TYPE_CHECKING:
@@ -111,4 +111,4 @@ def _request(value: dict[str, Any]) -> StopRequest:
 
 
 def _seconds(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return float(value) if is_number(value) else None

@@ -292,3 +292,12 @@ def test_a_process_that_ended_is_dead_even_before_it_is_reaped() -> None:
             time.sleep(0.01)
     assert is_alive(identity) is False
     assert is_alive(identify(process.pid)) is False
+
+
+def test_times_in_an_attempts_record_that_are_no_times_count_as_unknown(run: RunDirectory) -> None:
+    attempt = begin(run)
+    record = json.loads(attempt.record_file.read_text())
+    attempt.record_file.write_text(json.dumps({**record, "begun": 10**400, "ended": -(10**400)}))
+    found = read_attempt(attempt)
+    assert found.ended is None
+    assert abs(found.begun - time.time()) < 60  # the folder's

@@ -139,7 +139,11 @@ def test_a_run_that_one_may_not_look_into_hides_no_other(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"created": "x"}, {"created": float("nan")}, {"nodes": "a"}, {"procs": -1}, {"name": 5}, {"via": None}]
+    "wrong",
+    [
+        *({"created": value} for value in ("x", float("nan"), 10**400)),
+        *({"nodes": "a"}, {"procs": -1}, {"name": 5}, {"via": None}),
+    ],
 )
 def test_a_record_with_a_value_of_the_wrong_kind_is_damaged(runs_dir: Path, wrong: dict[str, Any]) -> None:
     run = create_run(job(), runs_dir=runs_dir, via="local", script=None)

@@ -62,6 +62,8 @@ def test_the_batch_scripts_own_words_are_understood(run: RunDirectory) -> None:
     assert read_stop(attempt) == StopRequest("preemption", 1, None, "x", 1700000000.0)
     attempt.stop_file.write_text(json.dumps({"reason": "no such reason", "level": 9}))
     assert read_stop(attempt) == StopRequest("person", 2)
+    attempt.stop_file.write_text(json.dumps({"reason": "preemption", "grace": 10**400, "time": float("nan")}))
+    assert read_stop(attempt) == StopRequest("preemption", 1)
 
 
 def test_a_reason_that_does_not_exist_is_refused(run: RunDirectory) -> None:
