@@ -7,7 +7,6 @@ from typing import NamedTuple
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.spec import JobSpec, load_resolved
-from cluster_ddp.train import garbage
 from cluster_ddp.train.distributed import cleanup_distributed, find_world
 from cluster_ddp.train.failure import record_failure
 from cluster_ddp.train.randomness import Use, derive, seed_everything
@@ -40,7 +39,6 @@ def run_rank(run: RunDirectory, attempt: int) -> End:
         job = load_resolved(run.job_file)
         process = become_rank(world, run.attempt(attempt), job.requeue.signal)
         trainer = _make_trainer(job, run, attempt, process)
-        garbage.take_up()
         outcome = trainer.run()
     except BaseException as error:
         record_failure(
