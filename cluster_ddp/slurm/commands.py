@@ -6,11 +6,13 @@ about with one call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from cluster_ddp.slurm.states import SlurmJob
@@ -202,6 +204,21 @@ def exclude_hosts(job_id: str, hosts: Sequence[str], *, partition: str, nodes: i
     excluded = ",".join([*([known[1]] if known else []), *hosts])
     _call(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"])
     return True
+
+
+def seconds_left(job_id: str) -> float:
+    """Seconds until SIGKILL, at the least, when Slurm ends a job, told as in the batch script.
+
+    It is KillWait, or the grace of a preemption where that is longer: whoever gives it, partition or QOS, Slurm sets
+    EndTime to its end and lets the job run.
+    """
+    left = 0.0
+    with contextlib.suppress(SlurmError, ValueError, OverflowError):
+        job = f" {_call(['scontrol', 'show', 'job', '-o', job_id])}"
+        found = re.search(r" JobState=RUNNING .* EndTime=(\S+) .* PreemptTime=\d", job)
+        if found:
+            left = datetime.fromisoformat(found[1]).timestamp() - time.time()
+    return max(left, kill_wait())
 
 
 def kill_wait() -> float:

@@ -135,7 +135,7 @@ class _NodeOfRun:
 
     def _stop_for_term(self) -> None:
         from cluster_ddp.run.stopfile import PREEMPTION, TERMINATED, request_stop
-        from cluster_ddp.slurm.commands import kill_wait
+        from cluster_ddp.slurm.commands import seconds_left
 
         assert self._attempt is not None
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it more than once
@@ -145,7 +145,7 @@ class _NodeOfRun:
             return
         reason = self._slurm_says()
         self._requeued = reason == _REQUEUED
-        grace = max(1.0, kill_wait() - _MARGIN_SECONDS)
+        grace = max(1.0, seconds_left(self._job_id) - _MARGIN_SECONDS)
         request_stop(self._attempt, reason=PREEMPTION if self._requeued else reason, grace=grace, by=by)
 
     def _slurm_says(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cluster_ddp.slurm.commands import (
     kill_wait,
     parse_job_id,
     query_jobs,
+    seconds_left,
     submit_script,
     termination_reason,
 )
@@ -194,6 +196,33 @@ def test_kill_wait(slurm: Path) -> None:
     assert kill_wait() == 30.0
     stand_in(slurm, "scontrol", "printf 'KillOnBadExit           = 0\\nKillWait                = 5 sec\\n'")
     assert kill_wait() == 5.0
+
+
+def moment(when: float | str) -> str:
+    """A moment so many seconds from now, as Slurm writes it; words stay words."""
+    return when if isinstance(when, str) else time.strftime("%FT%T", time.localtime(time.time() + when))
+
+
+@pytest.mark.parametrize(
+    ("state", "end", "seconds"),
+    [
+        ("RUNNING", 300, 297.0),  # a grace, of the partition or of a QOS
+        ("RUNNING", 3, 5.0),  # KILL comes KillWait after it
+        ("RUNNING", "Unknown", 5.0),  # the job has no time limit
+        ("RUNNING", "2026-31-31T", 5.0),
+        ("COMPLETING", 7200, 5.0),  # no grace, or its end
+    ],
+)
+def test_seconds_until_slurm_kills(slurm: Path, state: str, end: float | str, seconds: float) -> None:
+    job = f"JobId=7 JobState={state} Restarts=0 EndTime={moment(end)} Deadline=N/A PreemptTime=2026-11-20T18:09:09 S=1"
+    answers = f"case $2 in job) echo '{job}' ;; config) echo 'KillWait                = 5 sec' ;; esac"
+    stand_in(slurm, "scontrol", answers)
+    assert seconds_left("7") == pytest.approx(seconds, abs=3 if seconds > 5 else 0)
+
+
+def test_a_job_that_is_not_preempted_has_killwait(slurm: Path) -> None:
+    stand_in(slurm, "scontrol", f"echo 'JobId=7 JobState=RUNNING A=b EndTime={moment(300)} A=b PreemptTime=None S=1'")
+    assert seconds_left("7") == 30.0
 
 
 def test_a_job_inside_a_job_keeps_how_to_reach_slurm_and_nothing_of_the_parent() -> None:

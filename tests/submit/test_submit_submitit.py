@@ -22,6 +22,7 @@ from cluster_ddp.run.attempt import list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.spec import JobSpec
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.submitit import SubmititSubmission
@@ -195,9 +196,13 @@ def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
     run = place.submit()
     task = place.start_task(run)
     wait_for_steps(run)
-    place.says(PREEMPTED)
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 200))
+    place.says(PREEMPTED.replace(" PreemptTime", f" EndTime={end} Deadline=N/A PreemptTime"))
     task.send_signal(signal.SIGTERM)
     task.wait(PATIENCE)
+    request = read_stop(list_attempts(run)[0])
+    assert request is not None and request.grace is not None
+    assert 150 < request.grace < 200, "the grace that Slurm gives, and a margin"
     assert place.requeues() == [JOB_ID], place.log()
     assert {"stopped", "requeued"} <= set(names(run, 0))
     place.says(QUIET.replace("Restarts=0", "Restarts=1"))
