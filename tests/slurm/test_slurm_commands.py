@@ -13,6 +13,7 @@ from cluster_ddp.slurm.commands import (
     cancel_job,
     child_environment,
     exclude_hosts,
+    has_enough_others,
     kill_wait,
     parse_job_id,
     query_jobs,
@@ -125,18 +126,17 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
     assert query_jobs(["11"])["11"].state == "RUNNING"
 
 
-@pytest.mark.parametrize(
-    ("known", "nodes", "expected"),
-    [("(null)", 2, "ExcNodeList=b"), ("old[1-2]", 2, "ExcNodeList=old[1-2],b"), ("(null)", 3, None)],
-)
-def test_hosts_are_excluded_as_long_as_enough_others_are_left(
-    slurm: Path, known: str, nodes: int, expected: str | None
-) -> None:
-    stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
+@pytest.mark.parametrize(("known", "excluded"), [("(null)", "b,d"), ("old[1-2]", "old[1-2],b,d")])
+def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, excluded: str) -> None:
     stand_in(slurm, "scontrol", f"[[ $1 == show ]] && echo 'JobId=7 ExcNodeList={known} NodeList=a'; true")
-    assert exclude_hosts("7", ["b"], partition="p", nodes=nodes) is (expected is not None)
-    updates = [call for call in calls(slurm) if "update" in call]
-    assert [update.split()[-1] for update in updates] == ([expected] if expected else [])
+    exclude_hosts("7", ["b", "d"])
+    assert calls(slurm)[-1] == f"scontrol update JobId=7 ExcNodeList={excluded}"
+
+
+@pytest.mark.parametrize(("nodes", "enough"), [(2, True), (3, False)])
+def test_whether_a_partition_has_enough_others(slurm: Path, nodes: int, enough: bool) -> None:
+    stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
+    assert has_enough_others(["b", "elsewhere"], partition="p", nodes=nodes) is enough
 
 
 def test_a_controller_that_is_gone(slurm: Path) -> None:
