@@ -1,6 +1,8 @@
 """``python -m cluster_ddp.launch.attempt``: what a batch script does around the ranks, in three short calls.
 
-    begin RUN_DIR                        prints the number of the attempt that this allocation now is
+    begin RUN_DIR                        prints the number of the attempt that this allocation now is, or begins none
+                                         and prints avoid and the hosts that have failed more than once, if this
+                                         allocation has one of them; it does so once
     stop RUN_DIR N --reason ...          asks all nodes of the attempt to save and end
     end RUN_DIR N                        judges the attempt and prints one word: done, requeue, stop, fail or stall,
                                          and behind requeue the hosts that have failed more than once, if any
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster_ddp.launch.avoid import hosts_to_avoid
 from cluster_ddp.launch.lost import record_lost_nodes
 from cluster_ddp.leave import leave
 from cluster_ddp.run.attempt import begin_attempt
@@ -177,7 +180,8 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory(parsed.run.absolute())
     try:
         if parsed.command == "begin":
-            print(_begin_when_there_is_room(run, parsed.patience).number)
+            bad = hosts_to_avoid(run)
+            print(" ".join(["avoid", *bad]) if bad else _begin_when_there_is_room(run, parsed.patience).number)
         elif parsed.command == "stop":
             by = f"{parsed.command} on {socket.gethostname()}"
             attempt = run.attempt(parsed.number)

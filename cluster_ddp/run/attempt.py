@@ -38,6 +38,7 @@ __all__ = [
     "begin_attempt",
     "end_attempt",
     "find_attempt",
+    "is_earlier_start",
     "last_attempt",
     "list_attempts",
     "read_attempt",
@@ -95,7 +96,7 @@ def begin_attempt(
             same = slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count)
             if same and last.number >= history.first_number:
                 return run.attempt(last.number)
-            if not _is_earlier_start(last, slurm_job_id, restart_count):
+            if not is_earlier_start(last, slurm_job_id, restart_count):
                 _refuse_alive(run, history, last, job_alive)
             verdict = _judge_late(history, last)
         number = last.number + 1 if last is not None else 0
@@ -126,6 +127,11 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
     if record.number < history.first_number:
         return False  # a person's resume has made sure of that
     return False if _has_signed_off(history, record) else None
+
+
+def is_earlier_start(last: AttemptRecord, slurm_job_id: str | None, restart_count: int) -> bool:
+    """Whether `last` belongs to an earlier start of the same job: Slurm restarts a job only when it has ended."""
+    return slurm_job_id is not None and last.slurm_job_id == slurm_job_id and last.restart_count < restart_count
 
 
 def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -> None:
@@ -190,11 +196,6 @@ def _judge_late(history: History, last: AttemptRecord) -> Verdict | None:
         record_verdict(attempt, verdict, writer=login_writer())
         raise RunEnded(f"run {history.run.id} has stalled: {verdict.reason}", "STALLED")
     return verdict
-
-
-def _is_earlier_start(last: AttemptRecord, slurm_job_id: str | None, restart_count: int) -> bool:
-    """Whether `last` belongs to an earlier start of the same job: Slurm restarts a job only when it has ended."""
-    return slurm_job_id is not None and last.slurm_job_id == slurm_job_id and last.restart_count < restart_count
 
 
 def _refuse_alive(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # The names of all events. `started` and `resumed` (rank 0 of training) carry step, world_size, total_steps;
 # `checkpoint` step, samples; `stopped` step, reason; `completed` step; `failed` step (or null), rank, node, error,
 # phase; `rank-failed` rank, node, host, error, and signal when one killed it; `resume-requested` the last attempt
-# before it, and cancels: how many `cancelled` there were.
+# before it, and cancels: how many `cancelled` there were; `host-suspected` the last attempt before it, host and
+# slurm_job_id: Slurm has given the job a host that failed more than once, and the job was asked to avoid it.
 SUBMITTED = "submitted"
 STARTED = "started"
 RESUMED = "resumed"
@@ -44,6 +45,7 @@ CHECKPOINT_FAILED = "checkpoint-failed"
 CHECKPOINT_DAMAGED = "checkpoint-damaged"
 CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
 RESUME_REQUESTED = "resume-requested"
+HOST_SUSPECTED = "host-suspected"
 
 
 class EventWriter:

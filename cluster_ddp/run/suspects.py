@@ -38,4 +38,5 @@ def _culprits(history: History, number: int) -> set[str]:
     root = root_failure(failures)
     host, error = root.get("host"), str(root.get("error") or "")
     broken = root.get("signal") in _SIGNALS or _BROKEN.search(error)
-    return {host} if isinstance(host, str) and broken else set()
+    # A rank may know its host by the full name, where Slurm and its lost nodes have the short one.
+    return {host.split(".")[0]} if isinstance(host, str) and broken else set()

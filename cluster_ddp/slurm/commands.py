@@ -6,11 +6,13 @@ about with one call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from cluster_ddp.slurm.states import SlurmJob
@@ -181,27 +183,45 @@ def termination_reason(job_id: str, restart_count: int) -> str:
     return "terminated" if " JobState=RUNNING " in job else "cancel"
 
 
-def exclude_hosts(job_id: str, hosts: Sequence[str], *, partition: str, nodes: int) -> bool:
-    """Keep a queued job from some hosts, besides those that it is kept from, as the batch script does.
+def has_enough_others(hosts: Iterable[str], *, partition: str, nodes: int) -> bool:
+    """Whether a partition has so many nodes besides some hosts, as the batch script counts them.
 
-    Returns
-    -------
-    bool
-        Whether it was done: not where the partition has less than `nodes` others.
+    Raises
+    ------
+    SlurmError
+        Slurm does not answer.
+    """
+    states = "--states=idle,mixed,allocated,completing"
+    up = _call(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]).split()
+    return len(set(up) - set(hosts)) >= nodes
+
+
+def exclude_hosts(job_id: str, hosts: Sequence[str]) -> None:
+    """Keep a queued job from some hosts, besides those that it is kept from, as the batch script does.
 
     Raises
     ------
     SlurmError
         Slurm does not answer, or refuses.
     """
-    states = "--states=idle,mixed,allocated,completing"
-    up = _call(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]).split()
-    if len(set(up) - set(hosts)) < nodes:
-        return False
     known = re.search(r" ExcNodeList=([^ (]+)", _call(["scontrol", "show", "job", "-o", job_id]))
     excluded = ",".join([*([known[1]] if known else []), *hosts])
     _call(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"])
-    return True
+
+
+def seconds_left(job_id: str) -> float:
+    """Seconds until SIGKILL, at the least, when Slurm ends a job, told as in the batch script.
+
+    It is KillWait, or the grace of a preemption where that is longer: whoever gives it, partition or QOS, Slurm sets
+    EndTime to its end and lets the job run.
+    """
+    left = 0.0
+    with contextlib.suppress(SlurmError, ValueError, OverflowError):
+        job = f" {_call(['scontrol', 'show', 'job', '-o', job_id])}"
+        found = re.search(r" JobState=RUNNING .* EndTime=(\S+) .* PreemptTime=\d", job)
+        if found:
+            left = datetime.fromisoformat(found[1]).timestamp() - time.time()
+    return max(left, kill_wait())
 
 
 def kill_wait() -> float:

@@ -101,6 +101,8 @@ class _NodeOfRun:
 
         requeue = signal.getsignal(_submitit_signal())
         try:
+            if self._node == 0:
+                self._give_back_suspects(requeue)
             self._attempt = self._begin() if self._node == 0 else self._join()
         except RunEnded as error:
             if error.state == "COMPLETED":
@@ -135,7 +137,7 @@ class _NodeOfRun:
 
     def _stop_for_term(self) -> None:
         from cluster_ddp.run.stopfile import PREEMPTION, TERMINATED, request_stop
-        from cluster_ddp.slurm.commands import kill_wait
+        from cluster_ddp.slurm.commands import seconds_left
 
         assert self._attempt is not None
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it more than once
@@ -145,13 +147,29 @@ class _NodeOfRun:
             return
         reason = self._slurm_says()
         self._requeued = reason == _REQUEUED
-        grace = max(1.0, kill_wait() - _MARGIN_SECONDS)
+        grace = max(1.0, seconds_left(self._job_id) - _MARGIN_SECONDS)
         request_stop(self._attempt, reason=PREEMPTION if self._requeued else reason, grace=grace, by=by)
 
     def _slurm_says(self) -> str:
         from cluster_ddp.slurm.commands import termination_reason
 
         return termination_reason(str(self._job_id), self._restart_count)
+
+    def _give_back_suspects(self, requeue: Any) -> None:
+        """Queue the job again, before an attempt has begun, if Slurm has given it hosts that failed more than once.
+
+        The other nodes, which wait to join, end with the requeue.
+        """
+        from cluster_ddp.launch.avoid import hosts_to_avoid
+
+        hosts = hosts_to_avoid(self._run)
+        if not hosts:
+            return
+        bad = " ".join(hosts)
+        if self._has_enough_others(hosts):
+            print(f"cluster-ddp: this allocation has hosts that failed more than once ({bad}): starting again without")
+            self._queue_again(requeue, hosts)
+        print(f"cluster-ddp: {bad} failed more than once, but the partition has too few other nodes: going on")
 
     def _begin(self) -> AttemptDirectory:
         from cluster_ddp.launch.attempt import begin
@@ -220,31 +238,45 @@ class _NodeOfRun:
         verdict = end(self._attempt, writer=f"submitit-{self._job_id or os.getpid()}")
         print(f"cluster-ddp: attempt {self._attempt.number}: {verdict.action}: {verdict.reason}", flush=True)
         if verdict.action == "requeue":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's, for the requeue, would end the calls below, too
-            try:
-                if self._requeued:
-                    sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
-                requeue(_submitit_signal(), None)  # asks `checkpoint` what to requeue, requeues, and ends this process
-            finally:
-                self._exclude_suspects()
+            self._queue_again(requeue, self._suspects())
         if verdict.action in ("done", "stop"):
             return verdict.action
         raise SubmititRunFailed(f"run {self._run.id}: {verdict.action}: {verdict.reason}")
 
-    def _exclude_suspects(self) -> None:
-        """Keep the job, which is queued again, from the hosts that have failed it more than once."""
+    def _queue_again(self, requeue: Any, bad: list[str]) -> None:
+        """Have the job queued again, keep it from the bad hosts, and end this process."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's, for the requeue, would end the calls below, too
+        try:
+            if self._requeued:
+                sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
+            requeue(_submitit_signal(), None)  # asks `checkpoint` what to requeue, requeues, and ends this process
+        finally:
+            self._exclude(bad)
+
+    def _suspects(self) -> list[str]:
         from cluster_ddp.run.history import read_history
         from cluster_ddp.run.suspects import suspects
-        from cluster_ddp.slurm.commands import SlurmError, exclude_hosts
 
         assert self._attempt is not None
-        if self._job_id is None:
+        return suspects(read_history(self._run), self._attempt.number)
+
+    def _has_enough_others(self, hosts: list[str]) -> bool:
+        from cluster_ddp.slurm.commands import SlurmError, has_enough_others
+
+        partition, nodes = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ["SLURM_JOB_NUM_NODES"])
+        with contextlib.suppress(SlurmError):
+            return has_enough_others(hosts, partition=partition, nodes=nodes)
+        return False
+
+    def _exclude(self, hosts: list[str]) -> None:
+        """Keep the job, which is queued again, from some hosts, as long as enough others are left."""
+        from cluster_ddp.slurm.commands import SlurmError, exclude_hosts
+
+        if self._job_id is None or not hosts or not self._has_enough_others(hosts):
             return
-        partition, nodes = os.environ["SLURM_JOB_PARTITION"], int(os.environ["SLURM_JOB_NUM_NODES"])
-        with contextlib.suppress(SlurmError, OSError):  # the job is queued; that is what counts
-            hosts = suspects(read_history(self._run), self._attempt.number)
-            if hosts and exclude_hosts(self._job_id, hosts, partition=partition, nodes=nodes):
-                print(f"cluster-ddp: {' '.join(hosts)} failed more than once: excluded from now on", flush=True)
+        with contextlib.suppress(SlurmError):  # the job is queued; that is what counts
+            exclude_hosts(self._job_id, hosts)
+            print(f"cluster-ddp: {' '.join(hosts)} failed more than once: excluded from now on", flush=True)
 
 
 def _submitit_signal() -> signal.Signals:

@@ -17,6 +17,10 @@ from same_training import assert_same_training, checkpoints, repeated_steps
 from slurm_cluster import SlurmCluster
 from training_job import STEPS_PER_EPOCH, TrainingJob, write_job
 
+from cluster_ddp.run.attempt import begin_attempt, end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import NODE_LOST, EventWriter
+
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 2 * STEPS_PER_EPOCH
@@ -112,6 +116,27 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: Training
     finish(training, calm, attempts=3)
     third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
     assert third == {"node1", "node3"}
+
+
+def test_batch_host_that_failed_twice_is_given_back(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+    """When the batch host dies, nobody can exclude it before Slurm starts the job again. (It only seems to die.)"""
+    training = submit(cluster, tmp_path, braked=True, slurm={"extra": {"hold": True}})
+    run = RunDirectory(training.run)
+    end_attempt(begin_attempt(run, slurm_job_id="1000000", host="elsewhere", pid=0, nodes=2, procs=1))
+    cluster.run("scontrol", "release", str(training.job))
+    training.wait_for_step(12, attempt=1, timeout=PATIENCE)
+    host = cluster.job_info(training.job)["BatchHost"]
+    cluster.run("scontrol", "requeue", str(training.job))
+    cluster.wait_for(lambda: cluster.state(training.job) == "PENDING", 60, "the script has ended")
+    for attempt in (0, 1):
+        EventWriter(run, "test").write(NODE_LOST, attempt=attempt, host=host, node=0)
+    assert cluster.job_info(training.job)["ExcNodeList"] == "(null)"
+    training.wait_for_restart(2)
+    cluster.wait_for(lambda: cluster.job_info(training.job)["ExcNodeList"] == host, 20, f"{host} is excluded")
+    finish(training, calm, attempts=3)
+    third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
+    assert third == set(cluster.nodes) - {host}
+    assert restarts(training) == 2
 
 
 def test_killed_rank_is_restarted_inside_the_allocation(

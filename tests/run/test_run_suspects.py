@@ -34,6 +34,13 @@ def test_a_host_that_fails_again_is_suspect_and_one_that_fails_once_is_not(run: 
     assert found(run, 1) == []
 
 
+def test_a_rank_may_know_its_host_by_the_full_name(run: RunDirectory, say: Say) -> None:
+    attempts(run, 2)
+    say("rank-failed", 0, host="n2.cluster.org", rank=1, error="ended by SIGKILL", signal="SIGKILL")
+    say("node-lost", 1, host="n2", node=1)
+    assert found(run, 1) == ["n2"]
+
+
 def test_who_lost_the_connection_is_no_suspect_but_who_was_lost_is(run: RunDirectory, say: Say) -> None:
     attempts(run, 2)
     for number in (0, 1):

@@ -31,7 +31,6 @@ record scontrol "$@"
 case "$1 $2" in
     'show job') cat "$stage/job" ;;
     'show config') echo 'KillOnBadExit           = 0'; echo "KillWait                = $(cat "$stage/kill_wait") sec" ;;
-    'show partition') echo "PartitionName=p AllowGroups=ALL GraceTime=$(cat "$stage/grace") Hidden=NO" ;;
     'show hostnames') cat "$stage/hostnames" ;;
     requeue*) exit "$(cat "$stage/requeue_status")" ;;
 esac
@@ -90,7 +89,7 @@ class Stage:
             program.write_text(text.replace("STAGE", str(folder), 1))
             program.chmod(0o755)
         self.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None X=y")
-        self.does(kill_wait="30", grace="0", hostnames="node-b\nnode-a\n", requeue_status="0")
+        self.does(kill_wait="30", hostnames="node-b\nnode-a\n", requeue_status="0")
         self.does(**{"training.sh": "exit 0", "end.sh": "echo done"})
         self.does(**{"begin.sh": f'mkdir -p "{self._quoted_run}/attempts/003"; echo 3'})
         self.does(**{"nodelist.sh": f'cd "{CHECKOUT}" && exec env PYTHONPATH="{CHECKOUT}" "{sys.executable}" "$@"'})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from cluster_ddp.slurm.commands import (
     cancel_job,
     child_environment,
     exclude_hosts,
+    has_enough_others,
     kill_wait,
     parse_job_id,
     query_jobs,
+    seconds_left,
     submit_script,
     termination_reason,
 )
@@ -123,18 +126,17 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
     assert query_jobs(["11"])["11"].state == "RUNNING"
 
 
-@pytest.mark.parametrize(
-    ("known", "nodes", "expected"),
-    [("(null)", 2, "ExcNodeList=b"), ("old[1-2]", 2, "ExcNodeList=old[1-2],b"), ("(null)", 3, None)],
-)
-def test_hosts_are_excluded_as_long_as_enough_others_are_left(
-    slurm: Path, known: str, nodes: int, expected: str | None
-) -> None:
-    stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
+@pytest.mark.parametrize(("known", "excluded"), [("(null)", "b,d"), ("old[1-2]", "old[1-2],b,d")])
+def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, excluded: str) -> None:
     stand_in(slurm, "scontrol", f"[[ $1 == show ]] && echo 'JobId=7 ExcNodeList={known} NodeList=a'; true")
-    assert exclude_hosts("7", ["b"], partition="p", nodes=nodes) is (expected is not None)
-    updates = [call for call in calls(slurm) if "update" in call]
-    assert [update.split()[-1] for update in updates] == ([expected] if expected else [])
+    exclude_hosts("7", ["b", "d"])
+    assert calls(slurm)[-1] == f"scontrol update JobId=7 ExcNodeList={excluded}"
+
+
+@pytest.mark.parametrize(("nodes", "enough"), [(2, True), (3, False)])
+def test_whether_a_partition_has_enough_others(slurm: Path, nodes: int, enough: bool) -> None:
+    stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
+    assert has_enough_others(["b", "elsewhere"], partition="p", nodes=nodes) is enough
 
 
 def test_a_controller_that_is_gone(slurm: Path) -> None:
@@ -194,6 +196,33 @@ def test_kill_wait(slurm: Path) -> None:
     assert kill_wait() == 30.0
     stand_in(slurm, "scontrol", "printf 'KillOnBadExit           = 0\\nKillWait                = 5 sec\\n'")
     assert kill_wait() == 5.0
+
+
+def moment(when: float | str) -> str:
+    """A moment so many seconds from now, as Slurm writes it; words stay words."""
+    return when if isinstance(when, str) else time.strftime("%FT%T", time.localtime(time.time() + when))
+
+
+@pytest.mark.parametrize(
+    ("state", "end", "seconds"),
+    [
+        ("RUNNING", 300, 297.0),  # a grace, of the partition or of a QOS
+        ("RUNNING", 3, 5.0),  # KILL comes KillWait after it
+        ("RUNNING", "Unknown", 5.0),  # the job has no time limit
+        ("RUNNING", "2026-31-31T", 5.0),
+        ("COMPLETING", 7200, 5.0),  # no grace, or its end
+    ],
+)
+def test_seconds_until_slurm_kills(slurm: Path, state: str, end: float | str, seconds: float) -> None:
+    job = f"JobId=7 JobState={state} Restarts=0 EndTime={moment(end)} Deadline=N/A PreemptTime=2026-11-20T18:09:09 S=1"
+    answers = f"case $2 in job) echo '{job}' ;; config) echo 'KillWait                = 5 sec' ;; esac"
+    stand_in(slurm, "scontrol", answers)
+    assert seconds_left("7") == pytest.approx(seconds, abs=3 if seconds > 5 else 0)
+
+
+def test_a_job_that_is_not_preempted_has_killwait(slurm: Path) -> None:
+    stand_in(slurm, "scontrol", f"echo 'JobId=7 JobState=RUNNING A=b EndTime={moment(300)} A=b PreemptTime=None S=1'")
+    assert seconds_left("7") == 30.0
 
 
 def test_a_job_inside_a_job_keeps_how_to_reach_slurm_and_nothing_of_the_parent() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from stage import Stage
-from test_slurm_script_performed import CANCELLED
+from test_slurm_script_performed import CANCELLED, TAKEN_BACK
 
 RUNNING = "JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None"
 
@@ -68,3 +68,71 @@ def test_a_scancel_while_the_attempt_is_judged_is_final(stage: Stage) -> None:
     stage.does(**{"end.sh": f"echo '{CANCELLED}' >{stage.folder}/job; echo requeue"})
     assert stage.perform(stage.write()) == 0, stage.output
     assert not stage.requeues()
+
+
+# -- found at the start: nobody could exclude it when the attempt before ended -----------------------------------------
+
+
+@pytest.fixture
+def restarted(stage: Stage) -> Stage:
+    """The job was given node-a again; `begin` says so once."""
+    begin = (stage.folder / "begin.sh").read_text()
+    once = f"[[ -e {stage.folder}/asked ]] || {{ touch {stage.folder}/asked; echo avoid node-a node-d; exit; }}"
+    stage.does(**{"begin.sh": f"{once}\n{begin}", "end.sh": "echo done"})
+    return stage
+
+
+def begun(stage: Stage) -> int:
+    return sum("begin" in call for call in stage.calls("python"))
+
+
+def test_a_job_that_is_given_such_a_host_again_gives_it_back_before_it_trains(restarted: Stage) -> None:
+    partition(restarted, "node-a", "node-b", "node-c", "node-d")
+    assert restarted.perform(restarted.write(slurm={"nodes": 2})) == 0, restarted.output
+    assert not restarted.calls("srun")
+    assert begun(restarted) == 1
+    assert restarted.requeues() == ["77"]
+    assert exclusions(restarted) == [["JobId=77", "ExcNodeList=old[1-2],node-a,node-d"]]
+    order = [call[0] for call in restarted.calls("scontrol") if call[0] in ("requeue", "update")]
+    assert order == ["requeue", "update"], "Slurm excludes nodes of a queued job only"
+    assert "failed more than once (node-a node-d): starting again without" in restarted.output
+
+
+def test_with_too_few_others_it_trains_all_the_same(restarted: Stage) -> None:
+    partition(restarted, "node-a", "node-b", "node-d")
+    assert restarted.perform(restarted.write(slurm={"nodes": 2})) == 0, restarted.output
+    assert begun(restarted) == 2
+    assert len(restarted.calls("srun")) == 1
+    assert not restarted.requeues()
+    assert exclusions(restarted) == []
+    assert "too few other nodes: going on" in restarted.output
+
+
+def test_a_second_begin_that_may_not_ends_the_job(restarted: Stage) -> None:
+    partition(restarted, "node-a")
+    begin = (restarted.folder / "begin.sh").read_text()
+    restarted.does(**{"begin.sh": f"{begin.splitlines()[1]}\nexit 76"})
+    assert restarted.perform(restarted.write()) == 76
+    assert not restarted.calls("srun")
+
+
+def test_a_refused_requeue_at_the_start_says_what_to_do(restarted: Stage) -> None:
+    partition(restarted, "node-b", "node-c")
+    restarted.does(requeue_status="1")
+    assert restarted.perform(restarted.write()) == 1
+    assert restarted.requeues() == ["77"] * 3
+    assert not restarted.calls("srun")
+    assert f"cluster-ddp resume {restarted.run}" in restarted.output
+
+
+def test_a_job_that_slurm_takes_back_meanwhile_is_not_requeued_a_second_time(restarted: Stage) -> None:
+    partition(restarted, "node-b", "node-c")
+    begin = (restarted.folder / "begin.sh").read_text()
+    restarted.does(**{"begin.sh": f"touch {restarted.folder}/training; sleep 0.5\n{begin}"})
+    process = restarted.start(restarted.write())
+    restarted.wait_for_training()
+    restarted.does(job=TAKEN_BACK)
+    process.terminate()
+    assert restarted.finish(process) == 0, restarted.output
+    assert not restarted.requeues()
+    assert exclusions(restarted) == [["JobId=77", "ExcNodeList=node-a,node-d"]]

@@ -122,13 +122,46 @@ def test_slurm_may_send_term_more_than_once_and_to_everything(stage: Stage) -> N
     assert stage.requeues() == ["77"]
 
 
-def test_a_preemption_has_the_grace_of_its_partition(stage: Stage) -> None:
-    stage.does(grace="90", **{"training.sh": UNTIL_STOPPED, "end.sh": "echo requeue"})
-    assert interrupt(stage, signal.SIGTERM, job=PREEMPTED) == 0, stage.output
+def preempted(end: float | str, *, state: str = "RUNNING") -> str:
+    """What Slurm 22.05 shows of a preempted job that ends in so many seconds, or whose EndTime is so."""
+    if not isinstance(end, str):
+        end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + end))
+    return (
+        f"JobId=77 JobName=x JobState={state} Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 "
+        f"RunTime=00:01:04 TimeLimit=10:00:00 TimeMin=N/A StartTime=2026-11-20T18:09:05 EndTime={end} Deadline=N/A "
+        "PreemptEligibleTime=2026-11-20T18:09:05 PreemptTime=2026-11-20T18:09:09 SuspendTime=None X=y"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_preemption_has_the_grace_that_slurm_gives_whoever_set_it(stage: Stage, number: signal.Signals) -> None:
+    """Where Slurm has preempt_send_user_signal, the warning signal tells of a preemption."""
+    stage.does(**{"training.sh": UNTIL_STOPPED, "end.sh": "echo requeue"})
+    assert interrupt(stage, number, job=preempted(90)) == 0, stage.output
+    request = read_stop(AttemptDirectory(stage.stop_file.parent))
+    assert request is not None and request.grace is not None
+    assert request.reason == "preemption"
+    assert 80 <= request.grace <= 90
+    assert stage.requeues() == ["77"]
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        (7200, "COMPLETING"),  # no grace, or its end
+        (-20, "RUNNING"),  # Slurm ends it up to 30 s late
+        (10, "RUNNING"),  # KILL comes KillWait after it
+        ("Unknown", "RUNNING"),  # the job has no time limit
+        ("31-31-2026T", "RUNNING"),
+        ("", "RUNNING"),
+    ],
+)
+def test_without_a_grace_that_is_longer_there_is_killwait(stage: Stage, end: float | str, state: str) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED, "end.sh": "echo requeue"})
+    assert interrupt(stage, signal.SIGTERM, job=preempted(end, state=state)) == 0, stage.output
     request = read_stop(AttemptDirectory(stage.stop_file.parent))
     assert request is not None
-    assert (request.reason, request.grace) == ("preemption", 90.0)
-    assert stage.requeues() == ["77"]
+    assert (request.reason, request.grace) == ("preemption", 30.0)
 
 
 def test_a_preemption_of_which_only_the_steps_were_told(stage: Stage) -> None:

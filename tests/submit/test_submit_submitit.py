@@ -18,10 +18,11 @@ from typing import TypeVar
 
 import pytest
 
-from cluster_ddp.run.attempt import list_attempts, read_attempt
+from cluster_ddp.run.attempt import begin_attempt, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import read_events
+from cluster_ddp.run.events import NODE_LOST, EventWriter, read_events
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.spec import JobSpec
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.submitit import SubmititSubmission
@@ -66,7 +67,7 @@ class Place:
         self.program("sbatch", f'cp "$1" "$here/script"; echo "Submitted batch job {JOB_ID}"')
         self.program("srun", "exit 1")
         self.program("squeue", "")
-        requeue = 'requeue) echo "$2" >>"$here/requeued" ;;'
+        requeue = 'requeue) echo "$2" >>"$here/requeued" ;; update) echo "$*" >>"$here/requeued" ;;'
         self.program("scontrol", f'case "$1" in {requeue} *) [[ $2 == job ]] && cat "$here/job" ;; esac')
 
     def says(self, job: str) -> None:
@@ -108,9 +109,9 @@ class Place:
         return "\n".join(file.read_text() for file in sorted(self.folder.glob("task-*.log")))
 
     def requeues(self) -> list[str]:
-        """What ``scontrol requeue`` was called for."""
+        """What ``scontrol requeue`` was called for, and what was updated."""
         file = self.bin / "requeued"
-        return file.read_text().split() if file.exists() else []
+        return file.read_text().splitlines() if file.exists() else []
 
 
 @pytest.fixture
@@ -195,9 +196,13 @@ def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
     run = place.submit()
     task = place.start_task(run)
     wait_for_steps(run)
-    place.says(PREEMPTED)
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 200))
+    place.says(PREEMPTED.replace(" PreemptTime", f" EndTime={end} Deadline=N/A PreemptTime"))
     task.send_signal(signal.SIGTERM)
     task.wait(PATIENCE)
+    request = read_stop(list_attempts(run)[0])
+    assert request is not None and request.grace is not None
+    assert 150 < request.grace < 200, "the grace that Slurm gives, and a margin"
     assert place.requeues() == [JOB_ID], place.log()
     assert {"stopped", "requeued"} <= set(names(run, 0))
     place.says(QUIET.replace("Restarts=0", "Restarts=1"))
@@ -229,6 +234,28 @@ def test_what_is_not_ours_to_requeue(place: Place, says: str, reason: str) -> No
     task.wait(PATIENCE)
     assert place.requeues() == [], place.log()
     assert next(event for event in read_events(run) if event["event"] == "stop-requested")["reason"] == reason
+
+
+@pytest.mark.parametrize("others", ["other", ""])
+def test_a_host_that_failed_twice_is_given_back_before_training_while_there_are_others(
+    place: Place, others: str
+) -> None:
+    place.add_slurm()
+    place.program("sinfo", f"printf '%s\\n' localhost {others}")
+    place.job.write_text(place.job.read_text().replace(f"'{STEPS}'", "'10'"))
+    run = place.submit()
+    for restarts in (0, 1):
+        begin_attempt(run, slurm_job_id=JOB_ID, restart_count=restarts, host="localhost", pid=0, nodes=1, procs=2)
+        EventWriter(run, "w").write(NODE_LOST, attempt=restarts, host="localhost", node=0)
+    place.start_task(run, restarts=2).wait(PATIENCE)
+    if others:
+        assert place.requeues() == [JOB_ID, f"update JobId={JOB_ID} ExcNodeList=localhost"], place.log()
+        assert len(list_attempts(run)) == 2
+        place.start_task(run, restarts=3).wait(PATIENCE)  # Slurm has not kept the job from it
+        assert len(place.requeues()) == 2
+    else:
+        assert place.requeues() == [], place.log()
+    assert "completed" in names(run, 2), place.log()
 
 
 def test_a_complete_run_is_not_trained_again(place: Place) -> None:
