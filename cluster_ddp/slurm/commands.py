@@ -183,8 +183,10 @@ def termination_reason(job_id: str, restart_count: int) -> str:
     return "terminated" if " JobState=RUNNING " in job else "cancel"
 
 
-def has_enough_others(hosts: Iterable[str], *, partition: str, nodes: int) -> bool:
-    """Whether a partition has so many nodes besides some hosts, as the batch script counts them.
+def has_enough_others(job_id: str, hosts: Iterable[str], *, partition: str, nodes: int) -> bool:
+    """Whether a partition has so many nodes besides some hosts and those that the job is kept from already.
+
+    The batch script counts them in the same way.
 
     Raises
     ------
@@ -193,7 +195,9 @@ def has_enough_others(hosts: Iterable[str], *, partition: str, nodes: int) -> bo
     """
     states = "--states=idle,mixed,allocated,completing"
     up = _call(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]).split()
-    return len(set(up) - set(hosts)) >= nodes
+    known = _excluded(job_id)
+    gone = _call(["scontrol", "show", "hostnames", known]).split() if known else []
+    return len(set(up) - set(hosts) - set(gone)) >= nodes
 
 
 def exclude_hosts(job_id: str, hosts: Sequence[str]) -> None:
@@ -204,9 +208,14 @@ def exclude_hosts(job_id: str, hosts: Sequence[str]) -> None:
     SlurmError
         Slurm does not answer, or refuses.
     """
-    known = re.search(r" ExcNodeList=([^ (]+)", _call(["scontrol", "show", "job", "-o", job_id]))
-    excluded = ",".join([*([known[1]] if known else []), *hosts])
+    excluded = ",".join(filter(None, [_excluded(job_id), *hosts]))
     _call(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"])
+
+
+def _excluded(job_id: str) -> str:
+    """The node list that a job is kept from; empty where there is none."""
+    known = re.search(r" ExcNodeList=([^ (]+)", _call(["scontrol", "show", "job", "-o", job_id]))
+    return known[1] if known else ""
 
 
 def seconds_left(job_id: str) -> float:

@@ -265,7 +265,7 @@ class _NodeOfRun:
 
         partition, nodes = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ["SLURM_JOB_NUM_NODES"])
         with contextlib.suppress(SlurmError):
-            return has_enough_others(hosts, partition=partition, nodes=nodes)
+            return has_enough_others(str(self._job_id), hosts, partition=partition, nodes=nodes)
         return False
 
     def _exclude(self, hosts: list[str]) -> None:

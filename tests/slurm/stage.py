@@ -17,7 +17,22 @@ from cluster_ddp.spec import JobSpec
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Everything that the script takes from the system. Slurm's own commands, which this machine may have, are not among it.
-TOOLS = ("bash", "realpath", "head", "sed", "grep", "date", "mv", "sleep", "timeout", "cat", "mkdir", "env", "touch")
+TOOLS = (
+    "bash",
+    "realpath",
+    "head",
+    "sed",
+    "grep",
+    "date",
+    "mv",
+    "sleep",
+    "timeout",
+    "cat",
+    "mkdir",
+    "env",
+    "touch",
+    "tr",
+)
 
 RECORD = r"""#!/bin/bash
 stage=STAGE
@@ -31,7 +46,7 @@ record scontrol "$@"
 case "$1 $2" in
     'show job') cat "$stage/job" ;;
     'show config') echo 'KillOnBadExit           = 0'; echo "KillWait                = $(cat "$stage/kill_wait") sec" ;;
-    'show hostnames') cat "$stage/hostnames" ;;
+    'show hostnames') if [[ $3 == "$SLURM_JOB_NODELIST" ]]; then cat "$stage/hostnames"; else tr , '\n' <<<"$3"; fi ;;
     requeue*) exit "$(cat "$stage/requeue_status")" ;;
 esac
 """

@@ -133,10 +133,17 @@ def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, exc
     assert calls(slurm)[-1] == f"scontrol update JobId=7 ExcNodeList={excluded}"
 
 
-@pytest.mark.parametrize(("nodes", "enough"), [(2, True), (3, False)])
-def test_whether_a_partition_has_enough_others(slurm: Path, nodes: int, enough: bool) -> None:
+@pytest.mark.parametrize(
+    ("known", "nodes", "enough"), [("(null)", 2, True), ("(null)", 3, False), ("[c-d]", 1, True), ("[c-d]", 2, False)]
+)
+def test_whether_a_partition_has_enough_others(slurm: Path, known: str, nodes: int, enough: bool) -> None:
     stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
-    assert has_enough_others(["b", "elsewhere"], partition="p", nodes=nodes) is enough
+    stand_in(
+        slurm,
+        "scontrol",
+        f"case $2 in job) echo 'JobId=7 ExcNodeList={known} X=y' ;; hostnames) [[ $3 == '[c-d]' ]] && printf 'c\nd\n' ;; esac",
+    )
+    assert has_enough_others("7", ["b", "elsewhere"], partition="p", nodes=nodes) is enough
 
 
 def test_a_controller_that_is_gone(slurm: Path) -> None:

@@ -51,6 +51,15 @@ def test_not_where_too_few_others_are_left(stage: Stage) -> None:
     assert exclusions(stage) == []
 
 
+def test_hosts_that_the_job_is_kept_from_are_no_others(stage: Stage) -> None:
+    """Else the job would wait in the queue for ever."""
+    stage.does(job=f"{RUNNING} ExcNodeList=node-c,node-d X=y")
+    partition(stage, "node-a", "node-b", "node-c", "node-d")
+    assert stage.perform(stage.write(slurm={"nodes": 2})) == 0, stage.output
+    assert stage.requeues() == ["77"]
+    assert exclusions(stage) == []
+
+
 def test_of_an_array_only_this_task(stage: Stage) -> None:
     partition(stage, "node-a", "node-b", "node-c")
     assert stage.perform(stage.write(), SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID="4") == 0
