@@ -141,7 +141,8 @@ def test_whether_a_partition_has_enough_others(slurm: Path, known: str, nodes: i
     stand_in(
         slurm,
         "scontrol",
-        f"case $2 in job) echo 'JobId=7 ExcNodeList={known} X=y' ;; hostnames) [[ $3 == '[c-d]' ]] && printf 'c\nd\n' ;; esac",
+        f"[[ $2 == job ]] && echo 'JobId=7 ExcNodeList={known} X=y'\n"
+        "[[ $2-$3 == hostnames-'[c-d]' ]] && printf 'c\nd\n'\ntrue",
     )
     assert has_enough_others("7", ["b", "elsewhere"], partition="p", nodes=nodes) is enough
 
