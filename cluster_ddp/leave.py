@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 from typing import NoReturn
 
 
@@ -19,11 +20,14 @@ def leave(status: int, *, at_once: bool = False) -> NoReturn:
     Parameters
     ----------
     at_once
-        Whether what was registered with `atexit` is passed over: it may wait for a network.
+        Whether threads and what was registered with `atexit` are passed over: they may wait for a network.
     """
+    # What the interpreter does first when it ends; there is no public name for either.
+    if status == 0 and not at_once:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads; after a failure perhaps for ever
     if not at_once:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody is left to read it
+        with contextlib.suppress(Exception):  # nobody is left to read it, or the user's code has put another there
             stream.flush()
     os._exit(status)

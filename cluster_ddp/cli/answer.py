@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def tell(*lines: str) -> None:
-    """Say something to a person. On standard error: standard output is for what programs read."""
-    for line in lines:
-        print(line, file=sys.stderr)
+    """Say something to a person, if it can be said. On standard error: standard output is for what programs read."""
+    with contextlib.suppress(OSError):  # what the command did, its exit status tells
+        for line in lines:
+            print(line, file=sys.stderr)
 
 
 def remark(remarks: Iterable[str]) -> None:
@@ -24,12 +26,17 @@ def remark(remarks: Iterable[str]) -> None:
 
 
 def answer(run: RunDirectory, slurm_job_id: str | None, state: str) -> None:
-    """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it."""
+    """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it.
+
+    Where it cannot be written the exit status stays what it was: that the job was not submitted, say, would be wrong.
+    """
     fields = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": slurm_job_id, "state": state}
     try:
         print(json.dumps(fields), flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         discard_output()
+        if not isinstance(error, BrokenPipeError):
+            tell(f"cluster-ddp: the line of --json could not be written: {error.strerror}")
 
 
 def discard_output() -> None:

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster_ddp import __version__
-from cluster_ddp.cli.answer import discard_output
+from cluster_ddp.cli.answer import discard_output, tell
 from cluster_ddp.spec.errors import ClusterDDPError
 
 COMMANDS: dict[str, str] = {
@@ -157,4 +157,4 @@ def _complain(error: BaseException, message: str) -> None:
         import traceback
 
         traceback.print_exception(error)
-    print(f"cluster-ddp: {message}", file=sys.stderr)
+    tell(f"cluster-ddp: {message}")

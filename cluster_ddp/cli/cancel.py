@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory, find_run, runs_dir_of
 from cluster_ddp.run.errors import RunError
@@ -24,7 +24,7 @@ def command(
     found = find_run(run, runs_dir_of(None))
     history = read_history(found)
     if history.current(COMPLETED):
-        print(f"run {found.id} is complete: there is nothing to cancel", file=sys.stderr)
+        tell(f"run {found.id} is complete: there is nothing to cancel")
         return
     # The event comes first: from now on nothing begins another attempt, however far what follows gets.
     number = history.last.number if history.last else None
@@ -33,7 +33,7 @@ def command(
     _stop_last_attempt(found, history)
     ended = _cancel_jobs(found)
     jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
-    print(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})", file=sys.stderr)
+    tell(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})")
 
 
 def _stop_last_attempt(run: RunDirectory, history: History) -> None:
@@ -44,7 +44,7 @@ def _stop_last_attempt(run: RunDirectory, history: History) -> None:
     try:
         request_stop(run.attempt(last.number), reason=CANCEL, level=AT_ONCE, by=caller())
     except OSError as error:
-        print(f"cluster-ddp: cannot write the stop file of attempt {last.number}: {error}", file=sys.stderr)
+        tell(f"cluster-ddp: cannot write the stop file of attempt {last.number}: {error}")
 
 
 def _cancel_jobs(run: RunDirectory) -> list[str]:

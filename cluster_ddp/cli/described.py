@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe, slurm_job_ids
 from cluster_ddp.slurm.commands import SlurmError, query_jobs
@@ -26,5 +26,5 @@ def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJobLike] | None
         return query_jobs(job_ids, seconds=_PATIENCE) if job_ids else {}
     except SlurmError as error:
         first_line = str(error).splitlines()[0]
-        print(f"cluster-ddp: told from the run directories alone: {first_line}", file=sys.stderr)
+        tell(f"cluster-ddp: told from the run directories alone: {first_line}")
         return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.run.directory import find_run, runs_dir_of
 from cluster_ddp.run.errors import RunError
 
@@ -20,8 +20,8 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Write the model's weights, verified, under the model's own names; safetensors.torch.load_file reads them."""
-    from cluster_ddp.train.checkpoint.export import export_model
-    from cluster_ddp.train.checkpoint.inspect import newest_sound, owner_of
+    from cluster_ddp.train.checkpoint.export import export_newest
+    from cluster_ddp.train.checkpoint.inspect import owner_of
 
     found = find_run(run, runs_dir_of(None))
     if not output.parent.is_dir():
@@ -30,8 +30,7 @@ def command(
         raise RunError(f"cannot write {output}: it is a folder or a device, not a file")
     if output.exists() and not force:
         raise RunError(f"{output} exists; --force replaces it")
-    folder, manifest, passed_over = newest_sound(found.checkpoints, owner_of(found), step)
+    count, manifest, passed_over = export_newest(found.checkpoints, owner_of(found), output, step=step, ema=ema)
     for other in passed_over:
-        print(f"passed over {other.path.name}: {'; '.join(other.problems)}", file=sys.stderr)
-    count = export_model(folder, manifest, output, ema=ema)
+        tell(f"passed over {other.path.name}: {'; '.join(other.problems)}")
     print(f"{output}: {count} tensors of step {manifest.step}")

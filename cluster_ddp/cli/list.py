@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import Annotated, Any
 
 import typer
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.run.directory import RunDirectory, list_runs, runs_dir_of
 from cluster_ddp.run.errors import RunError
@@ -26,7 +26,7 @@ def command(
     if as_json:
         print(json.dumps(rows, indent=2))
     elif not rows:
-        print(f"no runs in {runs_dir} (CLUSTER_DDP_RUNS names another folder)", file=sys.stderr)
+        tell(f"no runs in {runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     else:
         width = max(len(row["run_id"]) for row in rows)
         print(f"{'RUN':<{width}}  {'STATE':<9}  {'CREATED':<16}  {'VIA':<8}  ATTEMPTS  CHECKPOINT")

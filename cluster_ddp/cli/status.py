@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import ask_slurm
 from cluster_ddp.run.directory import RunDirectory, find_run, find_sweep, list_runs, runs_dir_of
 from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe, telling_first
@@ -80,7 +81,7 @@ class _Look:
 
 def _print(found: list[RunStatus], look: _Look) -> None:
     if not found:
-        print(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)", file=sys.stderr)
+        tell(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     elif look.single:
         print(_detail(found[0]))
     else:

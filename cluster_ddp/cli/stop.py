@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import find_run, runs_dir_of
@@ -40,10 +40,9 @@ def command(
     except OSError as error:
         raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=last.number, reason=PERSON, by=caller())
-    print(
+    tell(
         f"asked attempt {last.number} of {found.id} to save and end "
-        f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})",
-        file=sys.stderr,
+        f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})"
     )
 
 

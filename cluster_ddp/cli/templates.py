@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cluster_ddp.cli.answer import tell
 from cluster_ddp.spec.errors import ClusterDDPError
 from cluster_ddp.spec.templates import template_file, template_names
 
@@ -19,7 +20,7 @@ def command(
     if action is None:
         for template in template_names():
             print(f"{template:<14}{_summary(template)}")
-        print("\nprint one: cluster-ddp templates show NAME     submit one: cluster-ddp submit NAME", file=sys.stderr)
+        tell("\nprint one: cluster-ddp templates show NAME     submit one: cluster-ddp submit NAME")
     elif action == "show" and name is not None:
         sys.stdout.write(template_file(name).read_text(encoding="utf-8"))
     else:

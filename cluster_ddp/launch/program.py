@@ -36,6 +36,7 @@ _WATCHDOG_SECONDS = 1.0
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
 _NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
+_COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
 _STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
 _SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
 _LOST_AGENT_SECONDS = 60
@@ -138,6 +139,7 @@ class NodeProgram:
         """One look at everything; True when all has ended."""
         agent_status = self._agent.poll()  # before the ranks: who is alive now has outlived it
         gone = self._ranks.look()
+        self._note_whether_alone()
         self._relay()
         if self._outcome is None:
             self._failures.note(gone, agent_ended=agent_status is not None)
@@ -147,6 +149,7 @@ class NodeProgram:
             self._stop()
         elif time.monotonic() >= self._next_watch:
             self._watch_for_hang()
+            self._leave_completed()
         if agent_status is None:
             return False
         if not self._ranks.living:
@@ -184,16 +187,34 @@ class NodeProgram:
         if self._outcome is None and time.monotonic() >= self._next_watch:
             self._watch_for_hang()
 
-    def _stop_agent(self) -> None:
-        """An agent without ranks waits for the agents of other nodes, perhaps in vain, to begin or to end together."""
-        if self._ranks.seen and self._alone_since is None:
+    def _note_whether_alone(self) -> None:
+        """An agent whose ranks have ended waits for those of other nodes, perhaps in vain, to end or to restart."""
+        if self._ranks.living or not self._ranks.seen:
+            self._alone_since = None
+        elif self._alone_since is None:
             self._alone_since = time.monotonic()
-        if self._alone_since is not None:
-            patience = _NO_OTHERS_SECONDS if self._stopping.reason == AGENT_LOST else _OTHERS_SECONDS
-            if self._ranks.all_done() and time.monotonic() - self._alone_since > patience:
-                self._end(STOPPED)
-        elif self._stopping.waited() > _NO_RANKS_SECONDS:
+
+    def _alone_for(self) -> float:
+        return 0.0 if self._alone_since is None else time.monotonic() - self._alone_since
+
+    def _stop_agent(self) -> None:
+        """End an agent without ranks: they have saved what there was to save."""
+        if not self._ranks.seen:
+            overdue = self._stopping.waited() > _NO_RANKS_SECONDS
+        else:
+            lost = self._stopping.reason == AGENT_LOST and self._ranks.all_done()
+            overdue = self._alone_for() > (_NO_OTHERS_SECONDS if lost else _OTHERS_SECONDS)
+        if overdue:
             self._end(STOPPED)
+
+    def _leave_completed(self) -> None:
+        """End an agent that waits for others although all is done; torchrun would hold the machines for minutes."""
+        if self._alone_for() > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete()):
+            self._end(DONE)
+
+    def _run_is_complete(self) -> bool:
+        told = (event for event in events.read_events(self._attempt.run) if event["event"] == events.COMPLETED)
+        return any(event.get("attempt") == self._attempt.number for event in told)
 
     def _can_save(self, rank: Rank) -> bool:
         return self._ranks.phase(rank) not in (None, Phase.STARTING)

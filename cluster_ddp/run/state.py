@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -33,6 +34,8 @@ _WAITING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 )
 _ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+_NEVER_BEGAN = "it was to start on this machine, and has not"
+_LOCAL_START_SECONDS = 60.0
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -202,6 +205,8 @@ def _without_slurm(
     """The state of a run of which Slurm knows no living job, or could not be asked, or has no part in."""
     last = history.last
     if last is None or last.number < history.first_number:
+        if not ids and _should_have_begun(history, record):
+            return _ended(history, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
         return _never_began(record, job, answered=answered, ids=ids)
     alive = attempt_is_alive(history, last)
     if alive or (alive is None and not (answered and last.slurm_job_id)):
@@ -209,6 +214,14 @@ def _without_slurm(
         if alive or not _has_ended(history, last.number):
             return RunState.RUNNING, _stopping(history) or remark
     return _ended(history, last.number, job, answered=answered)
+
+
+def _should_have_begun(history: History, record: RunRecord | None) -> bool:
+    """Whether a local run was to start a while ago: who started it begins the attempt in the next moment, or never."""
+    if record is None or record.via != "local":
+        return False
+    wished = max((float(event["time"]) for event in history.resume_requests), default=record.created)
+    return time.time() - wished > _LOCAL_START_SECONDS
 
 
 def _never_began(

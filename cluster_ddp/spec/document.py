@@ -128,7 +128,7 @@ def read_document(file: Path) -> Node:
 
 def _read_text(file: Path) -> str:
     if not is_file(file):
-        raise fault(Place(file), "no such file")
+        raise fault(Place(file), "is no regular file" if os.path.lexists(file) else "no such file")
     try:
         with file.open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)

@@ -45,7 +45,8 @@ def _terminal() -> IO[str] | None:
             return Path(path).open("w")
         except OSError:
             return None
-    return sys.stdout if sys.stdout.isatty() else None
+    is_terminal = getattr(sys.stdout, "isatty", None)  # the user's code may have put a writer of its own there
+    return sys.stdout if is_terminal is not None and is_terminal() else None
 
 
 def describe(values: Mapping[str, float], *, seconds_left: float | None) -> str:

@@ -134,6 +134,56 @@ def test_output_that_cannot_be_written_is_said_once(arguments: str, tmp_path: Pa
     assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
 
 
+@pytest.mark.parametrize(("line", "status"), [("templates", 0), ("status nosuch", 2), ("submit nosuch.yaml", 2)])
+def test_what_cannot_be_said_to_a_person_does_not_change_the_exit_status(
+    line: str, status: int, tmp_path: Path
+) -> None:
+    assert shell(f"ddp {line} 2>/dev/full", tmp_path).returncode == status
+
+
+def test_a_line_of_json_that_cannot_be_written_does_not_deny_what_was_done(tmp_path: Path) -> None:
+    """Exit status 2 after a submission would have a program submit it once more."""
+    code = (
+        "from cluster_ddp.cli.answer import answer; from cluster_ddp.run.directory import RunDirectory; "
+        "from pathlib import Path; from cluster_ddp.leave import leave; "
+        "answer(RunDirectory(Path('/runs/x')), '7', 'PENDING'); leave(0)"
+    )
+    done = shell(f'"{sys.executable}" -c "{code}" >/dev/full', tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "cluster-ddp: the line of --json could not be written: No space left on device\n"
+
+
+def left(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A process that ends as ours do."""
+    code = f"import atexit, sys, threading, time\nfrom cluster_ddp.leave import leave\n{code}"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=30)
+
+
+def test_work_in_threads_is_waited_for_before_a_process_ends_well(tmp_path: Path) -> None:
+    pool = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def work(name): time.sleep(0.3); open(name, 'w').close()\n"
+        "pool = ThreadPoolExecutor(1); pool.submit(work, 'pool')\n"
+        "threading.Thread(target=work, args=('thread',)).start()\n"
+        "atexit.register(print, 'at the end')\n"
+    )
+    done = left(f"{pool}leave(0)", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "at the end\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"pool", "thread"}
+
+
+def test_a_process_that_has_failed_waits_for_no_thread(tmp_path: Path) -> None:
+    done = left("threading.Thread(target=time.sleep, args=(60,)).start()\nprint('x')\nleave(1)", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "x\n")
+
+
+def test_a_standard_output_of_the_users_own_that_cannot_be_flushed_is_no_failure(tmp_path: Path) -> None:
+    done = left("sys.stdout = open('log', 'w'); sys.stdout.close()\nleave(0)", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_the_caller_has_closed(closed: str, tmp_path: Path) -> None:
     assert shell(f"ddp list {closed} && ddp list --json {closed}", tmp_path).returncode == 0

@@ -136,6 +136,22 @@ def test_a_local_run_whose_process_is_gone_without_a_word_is_lost(run: RunDirect
     assert state_of(run, {}) == "LOST"
 
 
+def test_a_local_run_that_could_not_begin_does_not_wait_for_ever(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    assert state_of(run) == "PENDING"  # made a moment ago
+    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 100)
+    assert state_of(run) == "LOST"
+    end_attempt(begin_dead(run))
+    say("stopped", 0, step=5, reason="person")
+    request_resume(run, by="me")
+    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 10)
+    assert state_of(run) == "PENDING"
+    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 200)
+    assert state_of(run) == "STOPPED"  # as before: whoever resumed it was refused a folder, or killed
+
+
 def test_a_local_run_on_another_machine_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
     begin(run)
     hide(run, 0)

@@ -8,10 +8,36 @@ from pathlib import Path
 
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train.checkpoint.errors import CheckpointError, NoSuchCheckpoint
+from cluster_ddp.train.checkpoint.inspect import Listed, newest_sound
 from cluster_ddp.train.checkpoint.manifest import Manifest
 from cluster_ddp.train.checkpoint.shards import Entry, Item, header_length, lay_out, read_header
 
 _PIECE = 16 << 20  # bytes copied at a time
+_TRIES = 10  # training removes checkpoints as it saves newer ones
+
+
+def export_newest(
+    directory: Path, run_id: str, target: Path, *, step: int | None = None, ema: bool = False
+) -> tuple[int, Manifest, list[Listed]]:
+    """Write the model of the newest sound checkpoint of a run, which may be training, to `target`.
+
+    Returns
+    -------
+    The number of tensors, the checkpoint's manifest, and the checkpoints passed over because they are not sound.
+
+    Raises
+    ------
+    NoSuchCheckpoint, CheckpointError
+        As `newest_sound` and `export_model` say.
+    """
+    for _ in range(_TRIES):
+        folder, manifest, passed_over = newest_sound(directory, run_id, step)
+        try:
+            return export_model(folder, manifest, target, ema=ema), manifest, passed_over
+        except (OSError, CheckpointError):
+            if folder.exists():
+                raise
+    raise CheckpointError(f"training removes the checkpoints in {directory} faster than they can be read; try again")
 
 
 def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool, storage: Storage | None = None) -> int:

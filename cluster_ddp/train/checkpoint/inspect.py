@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from cluster_ddp.train.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointOfAnotherRun,
-    CheckpointUnreadable,
     NoSuchCheckpoint,
 )
 from cluster_ddp.train.checkpoint.folders import damaged_in, step_name, steps_in
@@ -63,7 +63,8 @@ def list_checkpoints(directory: Path, run_id: str, *, read_all: bool = False) ->
     read_all
         Compare every byte with the checksums. Otherwise only the manifests and the sizes of the files are looked at.
     """
-    listed = [_look(directory, step, run_id, read_all) for step in steps_in(directory)]
+    looks = (_look(directory, step, run_id, read_all) for step in steps_in(directory))
+    listed = [look for look in looks if look is not None]
     return listed + [Listed(directory / name, "set-aside") for name in damaged_in(directory)]
 
 
@@ -77,10 +78,13 @@ def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple
     CheckpointError
         None of them is sound.
     """
-    steps = [found for found in steps_in(directory) if step in (None, found)]
+    tried: set[int] = set()
     passed_over: list[Listed] = []
-    for candidate in reversed(steps):
+    while (candidate := _newest(directory, step, tried)) is not None:
+        tried.add(candidate)
         listed = _look(directory, candidate, run_id, read_all=True)
+        if listed is None:
+            continue  # training has removed it meanwhile, for a newer one
         if listed.manifest is not None and listed.state == "verified":
             return listed.path, listed.manifest, passed_over
         passed_over.append(listed)
@@ -92,14 +96,24 @@ def newest_sound(directory: Path, run_id: str, step: int | None = None) -> tuple
     raise CheckpointError(f"no sound checkpoint{wanted} in {directory}{found}")
 
 
-def _look(directory: Path, step: int, run_id: str, read_all: bool) -> Listed:
+def _newest(directory: Path, step: int | None, tried: set[int]) -> int | None:
+    """The newest step that is there now and has not been tried; only `step`, when that is given."""
+    return max((one for one in steps_in(directory) if one not in tried and step in (None, one)), default=None)
+
+
+def _look(directory: Path, step: int, run_id: str, read_all: bool) -> Listed | None:
+    """One checkpoint; None when it has gone while it was looked at: training keeps as many as it is told to."""
     path = directory / step_name(step)
     try:
         manifest = verify(path, run_id) if read_all else open_checkpoint(path, run_id)
-    except CheckpointDamaged as error:
-        return Listed(path, "damaged", step, problems=tuple(error.problems))
-    except CheckpointOfAnotherRun as error:
-        return Listed(path, "other-run", step, problems=(error.problem,))
-    except (OSError, CheckpointUnreadable) as error:
-        return Listed(path, "unreadable", step, problems=(str(error),))
+    except (OSError, CheckpointError) as error:
+        return _bad(path, step, error) if os.path.lexists(path) else None
     return Listed(path, "verified" if read_all else "complete", step, manifest)
+
+
+def _bad(path: Path, step: int, error: Exception) -> Listed:
+    if isinstance(error, CheckpointDamaged):
+        return Listed(path, "damaged", step, problems=tuple(error.problems))
+    if isinstance(error, CheckpointOfAnotherRun):
+        return Listed(path, "other-run", step, problems=(error.problem,))
+    return Listed(path, "unreadable", step, problems=(str(error),))

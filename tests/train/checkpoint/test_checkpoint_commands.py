@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.storage import Storage
 from cluster_ddp.spec import JobSpec
+from cluster_ddp.train.checkpoint import export, inspect
+from cluster_ddp.train.checkpoint.errors import CheckpointError
 from cluster_ddp.train.checkpoint.inspect import owner_of
+from cluster_ddp.train.checkpoint.manifest import Manifest
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
 
@@ -184,6 +190,41 @@ def test_export_passes_over_damage(run: Path) -> None:
     assert refused.returncode == 4 and "shard-0000.safetensors" in refused.stderr
     assert not (run.parent / "other.safetensors").exists()
     assert call(run, "export", RUN, "-o", "nowhere/model.safetensors").returncode == 2
+
+
+def test_checkpoints_that_training_removes_meanwhile_are_no_fault(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the newest ones only: the one being read goes, and the next is there."""
+    places, verify = run / "checkpoints", inspect.verify
+
+    def rotating(path: Path, run_id: str) -> Manifest:
+        if path.name == "step-00000020":
+            path.rename(places / "step-00000030")  # as if saved now
+        return verify(path, run_id)
+
+    monkeypatch.setattr(inspect, "verify", rotating)
+    assert [one.state for one in inspect.list_checkpoints(places, RUN, read_all=True)] == ["verified"]
+    (places / "step-00000030").rename(places / "step-00000020")
+    with pytest.raises(CheckpointError):  # it holds step 20, so it is not sound as step 30; step 10 was passed by
+        inspect.newest_sound(places, RUN, 30)
+    path, manifest, _ = inspect.newest_sound(places, RUN)
+    assert (path.name, manifest.step) == ("step-00000010", 10)
+
+
+def test_export_takes_the_next_one_when_the_one_it_reads_is_removed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, target = export._copy, tmp_path / "weights.safetensors"
+
+    def removed(storage: Storage, shard: Path, *rest: Any) -> None:
+        if shard.parent.name == "step-00000020":
+            shutil.rmtree(shard.parent)
+        copy(storage, shard, *rest)
+
+    monkeypatch.setattr(export, "_copy", removed)
+    count, manifest, passed_over = export.export_newest(run / "checkpoints", RUN, target)
+    assert (manifest.step, passed_over) == (10, [])
+    assert len(load_file(target)) == count
+    assert [path.name for path in tmp_path.iterdir() if "weights" in path.name] == [target.name]
 
 
 @pytest.mark.parametrize("module", ["cluster_ddp.cli.checkpoints", "cluster_ddp.cli.export"])
