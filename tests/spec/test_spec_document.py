@@ -142,8 +142,11 @@ def test_files_that_hold_no_job(tmp_path: Path, data: bytes, message: str) -> No
 
 
 def test_a_folder_and_a_missing_file_are_no_job_files(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing.yaml", tmp_path / ("x" * 300), Path("a\0b")):
+    for path in (tmp_path / "missing.yaml", tmp_path / ("x" * 300), Path("a\0b")):
         with pytest.raises(JobFileError, match="no such file"):
+            read_document(path)
+    for path in (tmp_path, Path("/dev/zero")):
+        with pytest.raises(JobFileError, match="is no regular file"):
             read_document(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,9 @@ def test_a_terminal_is_where_the_bar_is(tmp_path: Path, monkeypatch: pytest.Monk
     from cluster_ddp.train.progress import Lines, open_display
 
     assert isinstance(open_display("digits", 10, 0), Lines)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", SimpleNamespace(write=print))  # the user's own, which need not be a file
+        assert isinstance(open_display("digits", 10, 0), Lines)
     monkeypatch.setenv("CLUSTER_DDP_TERMINAL", str(tmp_path / "terminal"))
     display = open_display("digits", 10, 0)
     assert isinstance(display, Bar)
