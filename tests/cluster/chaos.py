@@ -17,7 +17,7 @@ from training_job import EPOCHS, STEPS_PER_EPOCH, TrainingJob, submit
 EVERY_STEPS = 5
 RECOVERY_SECONDS = 240
 _TRIES = 3
-_STEPS_PER_FAULT = 20  # the most that a schedule waits for, the steps of a full disk or a slow stop, and some more
+_STEPS_PER_FAULT = 32  # the most that a schedule waits for, the steps of a grace, a full disk or a slow stop, and more
 
 
 @dataclass(frozen=True)
