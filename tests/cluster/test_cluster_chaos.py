@@ -77,7 +77,7 @@ def suffer(proctrack: str, disk: Path, strikes: list[Strike]) -> None:
         happened = Counter(event["event"] for event in training.events())
         kinds = Counter(strike.kind for strike in strikes)
         assert happened["checkpoint-damaged"] == kinds["damaged checkpoint"], training.story()
-        # An attempt may end before it has resumed: a late message of Slurm's for the one before reaches it at its start.
+        # An attempt may end before it has resumed: a late message of Slurm's for the one before may reach it.
         restarts = sum(FAULTS[strike.kind].restarts for strike in strikes)
         assert restarts <= happened["resumed"] <= status["attempts"] - 1, training.story()
     assert [cost for cost in costs if cost.repeated > most_repeated(cost.strike)] == []
