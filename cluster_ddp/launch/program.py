@@ -205,6 +205,7 @@ class NodeProgram:
             lost = self._stopping.reason == AGENT_LOST and self._ranks.all_done()
             overdue = self._alone_for() > (_NO_OTHERS_SECONDS if lost else _OTHERS_SECONDS)
         if overdue:
+            self._stopping.tell_others()  # they would wait for the ranks of this node until network.timeout
             self._end(STOPPED)
 
     def _leave_completed(self) -> None:

@@ -95,6 +95,11 @@ class Stopping:
         """The node program itself wants the whole attempt to stop."""
         self._take(self._leave_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
 
+    def tell_others(self) -> None:
+        """Leave the request for the other nodes, where nobody has: a signal may have come to this node alone."""
+        if self.reason is not None and read_stop(self._attempt) is None:
+            self._leave_file(StopRequest(self.reason, self.level, None, self._by))
+
     def end_within(self, seconds: float) -> None:
         """What is left in `seconds` from now is to be killed; an earlier deadline stays."""
         deadline = time.monotonic() + seconds

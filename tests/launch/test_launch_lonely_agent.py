@@ -29,7 +29,7 @@ def watched(
     program = object.__new__(NodeProgram)
     parts = {
         "_ranks": SimpleNamespace(seen={7: "a rank"}, living=[], all_done=lambda: done),
-        "_stopping": SimpleNamespace(reason=reason, waited=lambda: 0.0),
+        "_stopping": SimpleNamespace(reason=reason, waited=lambda: 0.0, tell_others=lambda: ended.append("told")),
         "_attempt": run.attempt(0),
         "_alone_since": None,
         "_end": ended.append,
@@ -64,7 +64,7 @@ def test_an_agent_waits_for_others_but_not_for_ever(
 ) -> None:
     look = watched(monkeypatch, run, reason=reason, done=done)
     assert look(patience - 0.1) == []
-    assert look(patience + 0.1) == ["stopped"]
+    assert look(patience + 0.1) == ["told", "stopped"]
 
 
 @pytest.mark.parametrize("done", [True, False])

@@ -138,6 +138,21 @@ def test_without_a_batch_script_the_other_nodes_are_told(make: Make, attempt: At
     assert (request.reason, request.level) == ("person", 1)
 
 
+def test_what_may_have_come_to_this_node_alone_the_others_are_told_in_the_end(
+    make: Make, attempt: AttemptDirectory
+) -> None:
+    stopping = make()
+    stopping.tell_others()  # there is nothing to tell
+    assert read_stop(attempt) is None
+    send(stopping, signal.SIGTERM)
+    assert read_stop(attempt) is None  # the batch script, which can ask Slurm, does it
+    stopping.tell_others()
+    assert (request := read_stop(attempt)) is not None and request.reason == "terminated"
+    request_stop(attempt, reason="preemption", grace=20.0, by="job.sbatch")
+    stopping.tell_others()
+    assert (request := read_stop(attempt)) is not None and request.reason == "preemption"
+
+
 def test_full_storage_does_not_keep_this_node_from_stopping(
     make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
