@@ -342,6 +342,7 @@ class SlurmCluster:
         if jobs := self.queue():
             self.run("scancel", *map(str, jobs))
             self.run("scancel", "--signal=KILL", "--full", *map(str, jobs), check=False)
+        mended = False
         for node in self.nodes:
             host = self._network.hosts[node]
             if not host.running:
@@ -349,10 +350,16 @@ class SlurmCluster:
             host.link("up")
             if not self._slurmds(node):
                 self.start_slurmd(node, wait=False)
+                mended = True
         self.wait_for(lambda: not self.queue(), 60, "no job is left")
         if not self._all_idle():
             self.run("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
+            mended = True
         self.wait_for(self._all_idle, 60, "all nodes are idle")
+        if mended:  # a cable that was plugged in a moment ago may not carry the next test's first messages
+            step = ("srun", "--partition=debug", f"--nodes={len(self.nodes)}", "true")
+            self.wait_for(lambda: self.call(*step).returncode == 0, 60, "a step runs on all nodes")
+            self.wait_for(self._all_idle, 60, "all nodes are idle again")
 
 
 def _installed_from_here() -> bool:

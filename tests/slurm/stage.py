@@ -146,6 +146,8 @@ class Stage:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Whoever started the tests may ignore it (nohup), and bash cannot trap what it finds ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )
 
     def perform(self, script: Path, **variables: str) -> int:
