@@ -332,9 +332,13 @@ class SlurmCluster:
         """Cut the node's power: everything in it ends at once."""
         self._network.hosts[node].stop()
 
-    def boot_node(self, node: str) -> None:
-        """Switch the node on again. Call it from the main thread: a node ends with the thread that started it."""
+    def power_on(self, node: str) -> None:
+        """Switch the node on, without its slurmd. Call it from the main thread, with whose end a node ends."""
         self._network.hosts[node].start()
+
+    def boot_node(self, node: str) -> None:
+        """Switch the node on again, as `power_on` does, and have its slurmd back."""
+        self.power_on(node)
         self.start_slurmd(node)
 
     def reset(self) -> None:

@@ -120,6 +120,20 @@ def test_cut_cable_and_power_failure(cluster: SlurmCluster) -> None:
     cluster.boot_node("node3")
 
 
+def test_a_node_that_was_switched_on_again_is_reached_at_once(cluster: SlurmCluster) -> None:
+    # By a node that still has it in its table, and before it has said a word itself.
+    reach = ["node1", "timeout", "3", "bash", "-c", "echo > /dev/tcp/node3/6818"]
+    cluster.node_exec(*reach)
+    login_node = Path(f"/sys/class/net/{cluster.folder.name}/address")
+    before = login_node.read_text()
+    cluster.crash_node("node3")
+    cluster.power_on("node3")
+    with pytest.raises(RuntimeError, match="refused"):
+        cluster.node_exec(*reach)
+    assert login_node.read_text() == before
+    cluster.start_slurmd("node3")
+
+
 def test_slurmd_dies_and_its_job_lives_on(cluster: SlurmCluster) -> None:
     job = cluster.sbatch("sleep 5", options=("--nodelist=node2",))
     cluster.wait_for(lambda: cluster.processes("node2", "sleep 5"), 20, "the job runs")

@@ -112,7 +112,9 @@ class Host:
         self._first = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
         self.pid_namespace = str(Path(f"/proc/{self._first}/ns/pid").readlink())
         width = self.network.subnet.prefixlen
-        sh("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", str(self._first))
+        # Switched on again, it has the hardware address that the others still have in their tables, as a machine would.
+        peer = ("name", "eth0", "address", hardware_address(self.address), "netns", str(self._first))
+        sh("ip", "link", "add", self.cable, "type", "veth", "peer", *peer)
         sh("ip", "link", "set", self.cable, "master", self.network.name, "up")
         enter = self.enter()
         sh(*enter, "ip", "address", "add", f"{self.address}/{width}", "dev", "eth0")
@@ -198,7 +200,10 @@ class Network:
     def _make_bridge(self) -> None:
         sh("ip", "link", "add", "name", self.name, "type", "bridge")
         self.subnet = free_subnet(os.getpid())
-        sh("ip", "address", "add", f"{self.subnet[254]}/{self.subnet.prefixlen}", "dev", self.name)
+        address = str(self.subnet[254])
+        # Unless it is set, a bridge's hardware address follows those of the hosts that come and go.
+        sh("ip", "link", "set", self.name, "address", hardware_address(address))
+        sh("ip", "address", "add", f"{address}/{self.subnet.prefixlen}", "dev", self.name)
         sh("ip", "link", "set", self.name, "up")
 
     def _write_hosts(self) -> None:
@@ -217,6 +222,11 @@ class Network:
             for host in self.hosts.values():
                 steps.callback(host.stop)
         self.hosts, self.name = {}, ""
+
+
+def hardware_address(address: str) -> str:
+    """A locally administered Ethernet address that only depends on the IPv4 address."""
+    return "02:00:" + ipaddress.IPv4Address(address).packed.hex(":")
 
 
 def free_subnet(seed: int) -> ipaddress.IPv4Network:
