@@ -5,17 +5,19 @@ through a bare DDP loop, this package's Trainer with all that is on by default, 
 and Accelerate, in short rounds within one run, each round in another order, so that the machine's moods hit all alike::
 
     pip install -r benchmarks/requirements.txt        # the others; what is not installed is left out of the table
-    python benchmarks/step_overhead.py                # one process, then two ranks; about ten minutes
+    python benchmarks/step_overhead.py                # one process, then two ranks; about fifteen minutes
     python benchmarks/step_overhead.py --quick        # fewer rounds, to see that it works
     python benchmarks/step_overhead.py --growth       # memory of this Trainer over 10,000 steps
 
-Every contender has processes of its own that live through the whole run, so that none sees another's state; only one
-works at a time. A step's time is taken between two entries into the model's forward, the same for all. In a round of N
-steps a contender's figure is the time per step over the whole round, periodic work included; the table shows the median
-over the rounds of that figure, of its difference to the bare loop in the same round (with the lowest and the highest),
-of its ratio to it, then of the differences of the median step, which periodic work does not touch, of the processor
-time, which other processes disturb least, and of the peak memory. The bare loop runs twice in each round, in processes
-of their own, and all are compared with the mean of the two: what those two lines differ from each other is noise.
+Every contender has processes of its own, so that none sees another's state; only one works at a time. Every ten rounds
+they are replaced by fresh ones: two processes of the same program differ by a percent for as long as they live, by
+where their memory happens to lie, and no contender is to keep a lucky one. A step's time is taken between two entries
+into the model's forward, the same for all. In a round of N steps a contender's figure is the time per step over the
+whole round, periodic work included; the table shows the median over the rounds of that figure, of its difference to the
+bare loop in the same round (with the lowest and the highest), of its ratio to it, then of the differences of the median
+step, which periodic work does not touch, of the processor time, which other processes disturb least, and of the peak
+memory. The bare loop runs twice in each round, in processes of their own, and all are compared with the mean of the
+two: what those two lines differ from each other is noise.
 
 Where there is a CUDA GPU, the throughput of a larger network in bf16 follows, against a bare loop
 (`gpu_throughput.py`); the tables themselves are of the CPU everywhere.
@@ -42,6 +44,7 @@ from benchmarks.workers import Group, Round
 
 BARE = "bare loop"
 AGAIN = "bare loop, again"
+ROUNDS_PER_PROCESS = 10
 ONE_BY_ONE = ("default DataLoader", "this Trainer, sample by sample")
 
 
@@ -51,20 +54,27 @@ def is_installed(package: str | None) -> bool:
 
 
 def measure(names: list[str], world: int, rounds: int, steps: int) -> dict[str, list[Round]]:
-    """Run all contenders in turn, `rounds` times after a round to warm up, and give their figures in order."""
-    groups = {name: Group(name, world) for name in names}
+    """Run all contenders in turn, `rounds` times, and give their figures in order."""
     results: dict[str, list[Round]] = {name: [] for name in names}
+    while (done := len(results[BARE])) < rounds:
+        measure_processes(results, world, range(done, min(done + ROUNDS_PER_PROCESS, rounds)), steps)
+        print(f"  {world} rank(s): {len(results[BARE])} of {rounds} rounds", file=sys.stderr)
+    return results
+
+
+def measure_processes(results: dict[str, list[Round]], world: int, numbers: Sequence[int], steps: int) -> None:
+    """Add the figures of these rounds, with processes of their own and a round to warm them up."""
+    names = list(results)
+    groups = {name: Group(name, world) for name in names}
     try:
-        for number in range(rounds + 1):
+        for group in groups.values():
+            group.run(steps)
+        for number in numbers:
             for name in random.Random(number).sample(names, len(names)):  # nobody always comes after the same other
-                figures = groups[name].run(steps)
-                if number:
-                    results[name].append(figures)
-            print(f"  {world} rank(s): round {number} of {rounds}", file=sys.stderr)
+                results[name].append(groups[name].run(steps))
     finally:
         for group in groups.values():
             group.end()
-    return results
 
 
 def mean(rounds: Sequence[Round]) -> Round:

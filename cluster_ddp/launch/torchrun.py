@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster_ddp.spec import JobSpec
 
 TORCHRUN = "torchrun"
+START_MODULE = "cluster_ddp.launch.start_torchrun"
 TRAIN_MODULE = "cluster_ddp.train"
 LAST_CALL_SECONDS = 30
 
@@ -75,7 +76,7 @@ def fill_in(command: Sequence[str], *, is_host: bool, local_addr: str, log_dir: 
                 filled[index] = filled[index].replace(placeholder, value)
     if filled[0] == TORCHRUN:
         # The `torchrun` that PATH finds may belong to another environment than the one this program runs in.
-        filled[:1] = [sys.executable, "-m", "torch.distributed.run"]
+        filled[:1] = [sys.executable, "-m", START_MODULE]
     return filled
 
 

@@ -6,15 +6,13 @@ events.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from cluster_ddp.leave import leave
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.startup import no_garbage
 
 
 def main(arguments: list[str]) -> None:
@@ -23,27 +21,12 @@ def main(arguments: list[str]) -> None:
     if place is None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
         leave(2)
-    with _no_garbage():
+    with no_garbage():
         import torch._dynamo  # noqa: F401 - else the optimizer brings it in, a second of imports, later
 
         from cluster_ddp.train.program import run_rank
     end = run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get("CLUSTER_DDP_ATTEMPT", "0")))
     leave(end.status, at_once=end.at_once)
-
-
-@contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Keep Python's garbage collector away from what is made in here, which stays to the end.
-
-    Importing torch makes half a million objects. The collector would look at them again and again, to find nothing: a
-    fifth of the time that the imports take. The little that it would find costs 6 MiB.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 if __name__ == "__main__":

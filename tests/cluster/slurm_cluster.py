@@ -292,7 +292,7 @@ class SlurmCluster:
 
     def agents(self, node: str) -> list[Process]:
         """The torchrun agents of a node."""
-        return [p for p in self.processes(node, r"torch\.distributed\.run|bin/torchrun") if "launch.node" not in p.line]
+        return self.processes(node, r"-m cluster_ddp\.launch\.start_torchrun")
 
     def kill(self, process: Process, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to a process of a node; it may be gone already."""

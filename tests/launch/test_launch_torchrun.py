@@ -39,7 +39,7 @@ def test_only_options_that_torch_2_4_has_are_in_the_line() -> None:
 
 def test_a_node_fills_in_its_own_values_and_leaves_the_script_alone() -> None:
     filled = fill_in(line(SCRIPT), is_host=True, local_addr="10.0.0.1", log_dir="/runs/r/x")
-    assert filled[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert filled[:3] == [sys.executable, "-m", "cluster_ddp.launch.start_torchrun"]
     assert "--rdzv-conf=is_host=1,join_timeout=600,last_call_timeout=30" in filled
     assert "--local-addr=10.0.0.1" in filled
     assert "--log-dir=/runs/r/x" in filled

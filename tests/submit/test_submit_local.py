@@ -160,7 +160,7 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(call: Call, tmp_path: 
     status, out, err = finish(call("local", "job.yaml", "--nodes", "2", "--gpus", "0,1", "--procs", "1", "--dry-run"))
     assert status == 0, err
     first, second = out.splitlines()
-    assert "torch.distributed.run --nnodes=2 --nproc-per-node=1" in first
+    assert "start_torchrun --nnodes=2 --nproc-per-node=1" in first
     assert "is_host=1" in first
     assert "is_host=0" in second
     assert "CUDA_VISIBLE_DEVICES=0" in err
