@@ -177,7 +177,7 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
     from cluster_ddp.run.board import Board
     from cluster_ddp.run.directory import create_run
     from cluster_ddp.spec import JobSpec
-    from cluster_ddp.train import Task, Trainer
+    from cluster_ddp.train import Task, Trainer, distributed
     from cluster_ddp.train.distributed import (
         barrier,
         broadcast_object,
@@ -233,6 +233,10 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
             finally:
                 board.unlink()
             cleanup_distributed()
+        # A rank trains once, and keeps its group until it ends. Here the threads of many groups would come together,
+        # which wake up now and then: 5 us per group and step.
+        gc.collect()
+        distributed._left.clear()
 
     return run
 
