@@ -78,10 +78,11 @@ class Failures:
         return known.rank if known is not None else None
 
     def _missed(self, now: float) -> list[_Death]:
-        """Ranks that ended so soon that only torchrun has seen them."""
+        """Ranks that failed so soon that only torchrun has seen them."""
         logs = self._attempt.logs(self._node_rank)
         unseen = [one for one in self._agent.exits.values() if one.pid not in self._ranks.seen]
-        return [_Death(self._ranks.missed(one.pid, one.local_rank, one.rank, logs), now, None) for one in unseen]
+        ranks = [self._ranks.missed(one.pid, one.local_rank, one.rank, logs) for one in unseen]
+        return [_Death(rank, now, None) for rank in ranks if self._ranks.phase(rank) is not Phase.DONE]
 
     def _code(self, death: _Death) -> int | None:
         known = self._agent.exits.get(death.rank.pid)

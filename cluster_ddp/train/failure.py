@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+import time
 import traceback
 
 import torch
@@ -18,6 +20,7 @@ from cluster_ddp.train.explain import explain
 from cluster_ddp.train.rank import RankProcess
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
+_ASKING_SECONDS = 1.0
 
 
 def record_failure(
@@ -54,18 +57,18 @@ def record_failure(
     if not isinstance(error, ClusterDDPError):
         traceback.print_exception(error)
     print(f"cluster_ddp: rank {world.rank}: {text}", file=sys.stderr, flush=True)
-    if writer is None:
-        return
-    writer.write(
-        events.FAILED,
-        attempt=attempt,
-        step=step,
-        rank=world.rank,
-        node=int(os.environ.get("CLUSTER_DDP_NODE", "0")),
-        host=socket.gethostname(),
-        phase=(process.beat.phase.name if process is not None else "STARTING").lower(),
-        error=text,
-    )
+    if writer is not None:
+        writer.write(
+            events.FAILED,
+            attempt=attempt,
+            step=step,
+            rank=world.rank,
+            node=int(os.environ.get("CLUSTER_DDP_NODE", "0")),
+            host=socket.gethostname(),
+            phase=(process.beat.phase.name if process is not None else "STARTING").lower(),
+            error=text,
+        )
+    _let_others_ask(world)
 
 
 def _earlier_failure(error: BaseException, world: World) -> str | None:
@@ -81,6 +84,17 @@ def _earlier_failure(error: BaseException, world: World) -> str | None:
             store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
             return None
         return f"rank {store.get(f'{_FIRST_FAILURE}-rank').decode()} failed"
-    except RuntimeError:
+    except RuntimeError:  # a connection that is gone
         is_echo = world.rank != 0 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         return "rank 0 failed or was killed" if is_echo else None
+
+
+def _let_others_ask(world: World) -> None:
+    """Keep rank 0, and the store with it, until all ranks that make the same mistake have asked who was first."""
+    if world.rank != 0 or not dist.is_initialized():
+        return
+    end = time.monotonic() + _ASKING_SECONDS
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        while store.add(_FIRST_FAILURE, 0) < world.world_size and time.monotonic() < end:
+            time.sleep(0.02)

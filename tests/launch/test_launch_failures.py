@@ -142,6 +142,14 @@ def test_ranks_that_are_done_or_end_with_status_0_have_not_failed(scene: Scene) 
     assert read_events(scene.run) == []
 
 
+def test_a_rank_that_was_done_before_it_was_ever_looked_at_has_not_failed(scene: Scene) -> None:
+    done = scene.rank(4, phase=Phase.DONE)
+    del scene.ranks.seen[done.pid]
+    scene.exit_code(done, -6)
+    scene.failures.note([], agent_ended=True)
+    assert read_events(scene.run) == []
+
+
 def test_a_script_that_is_not_on_the_board_is_known_by_its_exit_code(scene: Scene) -> None:
     rank = scene.rank(5, OWN_ERROR, phase=None)
     scene.exit_code(rank, 1)

@@ -256,6 +256,17 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
             "evaluating",
             "there is no val/f1; evaluate() of the task gives val/accuracy",
         ),
+        (
+            """
+            def model(self):
+                import os, time
+                time.sleep(0.5 * int(os.environ["RANK"]))
+                return nn.Identity()
+            """,
+            {},
+            "starting",
+            "no trainable parameter",
+        ),
         ("", {"train": {"global_batch": 70}}, "starting", "64 samples, less than one global batch of 70"),
         ("", {"train": {"global_batch": 7}}, "starting", "cannot be divided among 2 ranks"),
         ("", {"checkpoint": {"keep_best": {"metric": "val/f1"}}}, "starting", "keep_best.metric: there is no val/f1"),
@@ -269,6 +280,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
         "structure",
         "unused",
         "metric-evaluated",
+        "rank 1 half a second later",
         "short",
         "indivisible",
         "metric",
