@@ -105,7 +105,7 @@ def test_gpus_are_handed_out(cluster: SlurmCluster, tmp_path: Path) -> None:
 
 
 def test_cut_cable_and_power_failure(cluster: SlurmCluster) -> None:
-    reach = ["node1", "timeout", "1", "bash", "-c", "echo > /dev/tcp/node3/6818"]
+    reach = ["node1", "timeout", "3", "bash", "-c", "echo > /dev/tcp/node3/6818"]
     cluster.node_exec(*reach)
     cluster.link_down("node3")
     with pytest.raises(RuntimeError):

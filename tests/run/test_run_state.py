@@ -276,11 +276,15 @@ def test_goodput_counts_start_up_and_work_done_twice_as_lost_and_the_queue_as_wa
     assert found.goodput.ratio == pytest.approx(270 / 420, abs=1e-3)
 
 
-def test_training_that_is_still_going_on_is_not_lost_yet(run: RunDirectory, say: Say) -> None:
+def test_training_that_is_still_going_on_is_not_lost_yet(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
     attempt = begin(run)
     path = attempt.record_file
-    path.write_text(json.dumps({**json.loads(path.read_text()), "begun": time.time() - 100}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "begun": now - 100}))
     say("started", 0, step=0)
     line = json.loads((run.events / "w.jsonl").read_text())
-    (run.events / "w.jsonl").write_text(json.dumps({**line, "time": time.time() - 90}) + "\n")
+    (run.events / "w.jsonl").write_text(json.dumps({**line, "time": now - 90}) + "\n")
+    monkeypatch.setattr(time, "time", lambda: now)
     assert seconds(describe(run, {}))[:2] == (90, 10)

@@ -137,11 +137,14 @@ def test_a_refused_requeue_at_the_start_says_what_to_do(restarted: Stage) -> Non
 def test_a_job_that_slurm_takes_back_meanwhile_is_not_requeued_a_second_time(restarted: Stage) -> None:
     partition(restarted, "node-b", "node-c")
     begin = (restarted.folder / "begin.sh").read_text()
-    restarted.does(**{"begin.sh": f"touch {restarted.folder}/training; sleep 0.5\n{begin}"})
+    signalled = restarted.folder / "signalled"
+    waiting = f"for ((i = 0; i < 400; i++)); do [[ -e {signalled} ]] && break; sleep 0.05; done"
+    restarted.does(**{"begin.sh": f"touch {restarted.folder}/training; {waiting}\n{begin}"})
     process = restarted.start(restarted.write())
     restarted.wait_for_training()
     restarted.does(job=TAKEN_BACK)
     process.terminate()
+    signalled.touch()
     assert restarted.finish(process) == 0, restarted.output
     assert not restarted.requeues()
     assert exclusions(restarted) == [["JobId=77", "ExcNodeList=node-a,node-d"]]

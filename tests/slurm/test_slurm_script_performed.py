@@ -13,6 +13,7 @@ from stage import FOR_EVER, UNTIL_STOPPED, Stage
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import read_stop
 
+UNTIL_CANCELLED = 'for ((i = 0; i < 200; i++)); do grep -qs cancel "$run/attempts/003/stop" && exit 0; sleep 0.05; done'
 TIME_LIMIT = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 PreemptTime=None X=y"
 PREEMPTED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
 CANCELLED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
@@ -179,11 +180,14 @@ def test_a_cancelled_job_is_never_requeued(stage: Stage) -> None:
 
 
 def test_a_scancel_after_the_warning_is_final(stage: Stage) -> None:
-    stage.does(**{"training.sh": "sleep 1", "end.sh": "echo requeue"})
+    stage.does(**{"training.sh": UNTIL_CANCELLED, "end.sh": "echo requeue"})
     process = stage.start(stage.write())
     stage.wait_for_training()
     process.send_signal(signal.SIGUSR1)
-    time.sleep(0.3)
+    deadline = time.monotonic() + 20
+    while reason(stage) != "time-limit":
+        assert time.monotonic() < deadline, stage.output
+        time.sleep(0.02)
     stage.does(job=CANCELLED)
     process.send_signal(signal.SIGTERM)
     assert stage.finish(process) == 0

@@ -89,11 +89,14 @@ def test_what_ranks_exchange() -> None:
         assert found["broadcast"] == "from 0" and found["main"] == (rank == 0)
 
 
-def test_the_timeout_is_applied() -> None:
+def test_the_timeout_is_applied(tmp_path: Path) -> None:
     """A collective that the other rank never joins fails after the process group's timeout, not after 30 minutes."""
     program = (
-        "import time, torch, torch.distributed as dist\n"
+        "import os, time, torch, torch.distributed as dist\n"
+        "from pathlib import Path\n"
         "from cluster_ddp.train import setup_distributed\n"
+        "Path(os.environ['RANK']).touch()\n"  # the timeout is that of the meeting, too
+        "while not (Path('0').exists() and Path('1').exists()): time.sleep(0.01)\n"
         "world = setup_distributed(timeout=2)\n"
         "begun = time.monotonic()\n"
         "if world.rank == 0:\n"
@@ -101,7 +104,7 @@ def test_the_timeout_is_applied() -> None:
         "    except RuntimeError as error: print('failed after', time.monotonic() - begun)\n"
         "else: time.sleep(8)\n"
     )
-    first, second = _start(program, 2)
+    first, second = _start(program, 2, tmp_path)
     output = first.communicate(timeout=60)[0]
     second.kill()
     second.communicate()
@@ -196,7 +199,7 @@ def test_several_ranks_on_a_mac_are_warned(monkeypatch: pytest.MonkeyPatch) -> N
         setup_distributed()
 
 
-def _start(program: str, world_size: int) -> list[subprocess.Popen[str]]:
+def _start(program: str, world_size: int, folder: Path | None = None) -> list[subprocess.Popen[str]]:
     from train_ranks import _free_port
 
     port = _free_port()
@@ -211,6 +214,7 @@ def _start(program: str, world_size: int) -> list[subprocess.Popen[str]]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             },
+            cwd=folder,
             stdout=subprocess.PIPE,
             text=True,
         )
