@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 PATIENCE = 120.0
 JOB_ID = "55"
-STEPS = 120
+STEPS = 240
 PREEMPTED = "JobId=55 JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
 TAKEN_BACK = "JobId=55 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
 CANCELLED = "JobId=55 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
