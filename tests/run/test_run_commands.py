@@ -316,7 +316,12 @@ def test_ctrl_c_ends_watching_without_complaint(run: RunDirectory, runs_dir: Pat
     environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir)}
     command = [sys.executable, "-m", "cluster_ddp", "status", "--watch"]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     ) as watching:
         try:
             assert watching.stdout is not None and "RUNNING" in watching.stdout.readline()
