@@ -11,6 +11,7 @@ import contextlib
 import os
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Clock:
     def tick(self) -> None:
         """Call at the begin of each step."""
         if self._begun in self._at:
+            if self._begun == SETTLING_STEPS:
+                _await_preparations()
             torch.cuda.synchronize()
             self._times.append(time.perf_counter())
         self._begun += 1
@@ -54,6 +57,13 @@ class Clock:
         """The throughput of the steps that count."""
         begin, end = self._times
         return self._steps * BATCH / (end - begin)
+
+
+def _await_preparations() -> None:
+    """Wait for the thread that gets the memory for checkpoints, once in a training: it holds the driver's lock."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
 
 
 class Wide(Task):

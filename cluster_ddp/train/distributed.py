@@ -51,10 +51,16 @@ class World(NamedTuple):
         return 1 if self.world_size == 1 else self.local_rank + 1
 
     @property
+    def gpu(self) -> int:
+        """The number of its GPU: the local rank, or 0 where ``srun --gpus-per-task`` shows each rank only its own."""
+        only_its_own = "LOCAL_RANK" not in os.environ and torch.cuda.device_count() == 1
+        return 0 if only_its_own else self.local_rank
+
+    @property
     def device(self) -> torch.device:
         """The device of this rank: its GPU by local rank, a Mac's GPU for a single process, else the CPU."""
         if torch.cuda.is_available():
-            return torch.device("cuda", self.local_rank)
+            return torch.device("cuda", self.gpu)
         if torch.backends.mps.is_available() and self.world_size == 1:
             return torch.device("mps")
         return torch.device("cpu")
@@ -138,12 +144,12 @@ def _take_device(world: World) -> None:
     if not torch.cuda.is_available():
         return
     gpus = torch.cuda.device_count()
-    if world.local_rank >= gpus:
+    if world.gpu >= gpus:
         raise DistributedError(
             f"local rank {world.local_rank} has no GPU: this node shows {gpus}. "
             "Lower launch.procs_per_node, or look at CUDA_VISIBLE_DEVICES."
         )
-    torch.cuda.set_device(world.local_rank)
+    torch.cuda.set_device(world.gpu)
 
 
 def _set_meeting_point(world: World) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record
 from cluster_ddp.spec import JobSpec
+from cluster_ddp.train.delayed import HostCopy
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.feed import Feed
 from cluster_ddp.train.lines import LineFile
@@ -34,6 +35,7 @@ class _Row(NamedTuple):
     measured: float
     loss: StepLoss
     values: dict[str, float]
+    norm: HostCopy | None
 
 
 class Log:
@@ -109,7 +111,8 @@ class Log:
             self._id_file.write(json.dumps({"step": step, "ids": self._ids}))
             self._ids = []
         if self.step_loss is not None:
-            self._rows.append(_Row(step, epoch, time.time(), self.step_loss, self._measured(step, update, lr)))
+            norm = HostCopy(update.norm.reshape(1)) if update.norm is not None else None
+            self._rows.append(_Row(step, epoch, time.time(), self.step_loss, self._measured(step, update, lr), norm))
 
     def exchange(self) -> None:
         """Pass on what was exchanged the last time, and begin to add up the losses since, without waiting for them.
@@ -154,13 +157,15 @@ class Log:
         rows, losses = self._exchanging
         self._exchanging = None
         for row, loss in zip(rows, losses.read(), strict=True):
-            values = {"train/loss": loss, **row.values}
-            self._keep(row, values)
+            values = self._keep(row, {"train/loss": loss, **row.values})
         self._report.show(row.step, row.epoch, values)
 
-    def _keep(self, row: _Row, values: Mapping[str, float]) -> None:
+    def _keep(self, row: _Row, values: dict[str, float]) -> dict[str, float]:
+        if row.norm is not None:
+            values = {**values, "grad_norm": row.norm.read()[0]}
         samples = self._feed.consumed(row.step)
         self._report.log(step=row.step, samples=samples, epoch=row.epoch, values=values, measured=row.measured)
+        return values
 
     def _pass_on_what_is_here(self) -> None:
         """Pass on what needs no other rank: they may be gone. The last rows are then without their losses."""
@@ -177,8 +182,6 @@ class Log:
         values = {"lr": lr, **self._speed.read(step, self._feed.consumed(step), self._feed.waited)}
         if isinstance(self._wrapped, DistributedDataParallel):
             values["communication_wait"] = min(1.0, communication_seconds(self._wrapped) / values["seconds_per_step"])
-        if update.norm is not None:
-            values["grad_norm"] = float(update.norm)
         if update.scaler is not None:
             values["scale"] = update.scaler.get_scale()
         if update.scaler is not None or update.skipped:

@@ -95,7 +95,10 @@ class Objective:
         exact = torch.float32 if total.device.type == "mps" else torch.float64
         if not isinstance(loss[1], (Tensor, Real)):
             raise TaskError(f"loss() gave a {type(loss[1]).__name__} as the weight of a batch; give a number")
-        weight = torch.as_tensor(loss[1], dtype=exact, device=total.device).detach() * counts
+        if isinstance(loss[1], Tensor):
+            weight = loss[1].detach().to(total.device, exact, non_blocking=True) * counts
+        else:  # filled in on the device; a copy from the host would wait for all that is queued there
+            weight = torch.full((), float(loss[1]) * counts, dtype=exact, device=total.device)
         if log is not None:
             log.add(total.detach() * counts, weight)
         self._weight = weight if self._weight is None else self._weight + weight

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
+
+from cluster_ddp.train.errors import TaskError
 
 _NORMS = (
     nn.modules.batchnorm._NormBase,
@@ -52,6 +54,30 @@ def can_fuse(model: nn.Module) -> bool:
     """Whether torch has a fused optimizer for all trainable parameters of this model."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return all(parameter.device.type in _FUSED and torch.is_floating_point(parameter) for parameter in trainable)
+
+
+def start_momentum(optimizer: Optimizer) -> None:
+    """Give a fused SGD the momentum that it begins with: zero.
+
+    It would else take memory as it finds it for the first update's, and keep that when this update is left out.
+
+    Raises
+    ------
+    TaskError
+        With dampening the first update cannot be told from the others by a momentum of zero.
+    """
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"]:
+            if group["dampening"]:
+                raise TaskError(
+                    "optimizer(): SGD with fused=True, momentum and dampening would be spoilt when its first update is "
+                    "left out for gradients that are not finite; use fused=False"
+                )
+            for parameter in group["params"]:
+                if optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

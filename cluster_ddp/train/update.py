@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.train.delayed import HostCopy
-from cluster_ddp.train.optimizer import takes_found_inf
+from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
 
 _FIRST = 4
 
@@ -52,11 +52,12 @@ class Update:
         self._verdict = _Verdict()
         self._on_device = self._parameters[0].device.type != "cpu"
         self._fused = takes_found_inf(optimizer)
+        start_momentum(optimizer)
 
     @property
     def skipped(self) -> int:
-        """Updates left out so far."""
-        return self.left_out()[0]
+        """Updates left out so far, as far as the host knows: on a GPU without the last one."""
+        return self._verdict.skipped
 
     def left_out(self) -> tuple[int, int]:
         """Updates left out so far, and those since the last one that was made."""

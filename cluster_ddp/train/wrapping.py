@@ -141,8 +141,9 @@ def _contexts(block: nn.Module) -> tuple[Any, Any]:
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+    for norm, (_, batches) in zip(norms, before, strict=True):
+        # Not None, which SyncBatchNorm does not take.
+        norm.momentum, norm.num_batches_tracked = 0.0, None if batches is None else batches.clone()
     try:
         yield
     finally:

@@ -29,13 +29,13 @@ two_gpus = pytest.mark.skipif(
 class Watched(Plain):
     """In the steps from 4 to 14 torch raises an error when the host waits for the GPU."""
 
-    def __init__(self, *, waiting: bool = False) -> None:
-        self.calls, self.waiting = 0, waiting
+    def __init__(self, *, waiting: bool = False, weighed: bool = False) -> None:
+        self.calls, self.waiting, self.weighed = 0, waiting, weighed
 
     def eval_data(self) -> None:
         return None
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Any:
         mode = {4: "error", 14: "default"}.get(self.calls)
         if mode is not None:
             torch.cuda.set_sync_debug_mode(mode)
@@ -43,13 +43,13 @@ class Watched(Plain):
         loss = super().loss(model, batch)
         if self.waiting:
             loss.item()
-        return loss
+        return (loss * len(batch[0]), len(batch[0])) if self.weighed else loss
 
 
-def watched(folder: Path, settings: dict[str, Any], waiting: bool) -> str | None:
+def watched(folder: Path, settings: dict[str, Any], waiting: bool, weighed: bool = False) -> str | None:
     sections: dict[str, Any] = {"train": {"steps": 18, "global_batch": 24, **settings}, "log": {"every_steps": 100}}
     try:
-        train(Watched(waiting=waiting), job(**sections), new_run(folder, **sections))
+        train(Watched(waiting=waiting, weighed=weighed), job(**sections), new_run(folder, **sections))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -69,6 +69,10 @@ def watched(folder: Path, settings: dict[str, Any], waiting: bool) -> str | None
 )
 def test_the_host_waits_for_no_gpu_in_a_step_that_does_not_log(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert run_ranks(watched, 1, tmp_path, settings, False, gpus=True) == [None]
+
+
+def test_the_host_waits_for_no_gpu_where_a_batch_has_a_weight(tmp_path: Path) -> None:
+    assert run_ranks(watched, 1, tmp_path, {}, False, True, gpus=True) == [None]
 
 
 def test_a_wait_would_have_been_seen(tmp_path: Path) -> None:

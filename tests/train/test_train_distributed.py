@@ -56,6 +56,22 @@ def test_who_this_process_is() -> None:
     assert find_world({}) == (0, 0, 1)
 
 
+def test_which_gpu_is_a_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun shows all to all; with --gpus-per-task each task of a step finds its own as number 0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    second = find_world({"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"})
+    for gpus, own in {1: 0, 2: 1, 4: 1}.items():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert second.device == torch.device("cuda", own)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedError, match="local rank 1 has no GPU: this node shows 1"):
+        setup_distributed()
+
+
 def test_alone_everything_is_itself() -> None:
     rank, local_rank, world_size = setup_distributed()
     assert (rank, local_rank, world_size) == (0, 0, 1) and is_main_process() and not dist.is_initialized()
@@ -173,7 +189,10 @@ def test_launching_ranks_from_a_script(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0-2": "1.0", "1-2": "1.0"}
 
 
-def test_launching_falls_back_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launching_falls_back_to_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     launch_distributed_training(write_rank, world_size=2, backend="nccl", folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0-1"]
     assert "training in one process: NCCL needs CUDA" in capsys.readouterr().err
@@ -213,6 +232,7 @@ def _start(program: str, world_size: int, folder: Path | None = None) -> list[su
                 "WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "CUDA_VISIBLE_DEVICES": "",
             },
             cwd=folder,
             stdout=subprocess.PIPE,

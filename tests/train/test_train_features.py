@@ -142,6 +142,19 @@ def test_activation_checkpointing_needs_blocks() -> None:
         prepare_model(nn.Linear(2, 2), job(train={"grad_checkpointing": True}).train, CPU)
 
 
+def test_blocks_with_synchronised_batchnorm_are_computed_again() -> None:
+    """As they are on GPUs; without a process group it counts like BatchNorm."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(plain)  # type: ignore[no-untyped-call]
+    checkpoint_blocks(model)
+    inputs = torch.randn(8, 4)
+    model(inputs).sum().backward()
+    norm = model[1][0]
+    assert isinstance(norm, nn.SyncBatchNorm) and norm.num_batches_tracked is not None and norm.running_mean is not None
+    assert norm.num_batches_tracked.item() == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * model[0](inputs).mean(0).detach())
+
+
 def test_sync_batchnorm_stays_batchnorm_on_the_cpu() -> None:
     with pytest.warns(UserWarning, match="BatchNorm stays"):
         model = prepare_model(Blocks().model(), job(train={"sync_batchnorm": True}).train, CPU)

@@ -15,7 +15,9 @@ from train_tasks import Exploding, Plain, final_state, job, losses, new_run, tra
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.lines import read_json_lines
-from cluster_ddp.train import NonFiniteError, Trainer, stop
+from cluster_ddp.train import NonFiniteError, TaskError, Trainer, stop
+from cluster_ddp.train.optimizer import start_momentum
+from cluster_ddp.train.update import Update
 
 
 def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
@@ -33,6 +35,27 @@ def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
 
 def test_an_update_that_is_no_number_is_left_out_on_all_ranks() -> None:
     assert run_ranks(bad_steps, 3, (2, 5), 2) == [("", 2, True)] * 3
+
+
+def test_a_fused_sgd_begins_without_momentum_when_its_first_update_is_left_out() -> None:
+    """It takes memory as it finds it for the momentum of the first update."""
+
+    def train(gradients: list[float], *, fused: bool) -> Tensor:
+        parameter = nn.Parameter(torch.ones(1000))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        update = Update(optimizer, [parameter], clip_norm=None, scaler=scaler)
+        for gradient in gradients:
+            torch.full((1000,), 1e30)  # what it may find
+            scaler.scale((parameter * gradient).sum()).backward()  # type: ignore[no-untyped-call]
+            update.apply()
+        return parameter.detach()
+
+    found = train([float("inf"), 1.0, 2.0], fused=True)
+    torch.testing.assert_close(found, train([1.0, 2.0], fused=False))
+    dampened = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+    with pytest.raises(TaskError, match="fused=False"):
+        start_momentum(dampened)
 
 
 def test_too_many_bad_updates_name_the_step_and_the_rank() -> None:

@@ -63,6 +63,7 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "CUDA_VISIBLE_DEVICES": "",
                 "CLUSTER_DDP_RUN": str(run.path),
                 "CLUSTER_DDP_ATTEMPT": str(attempt),
                 "CLUSTER_DDP_NODE": "3",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -244,7 +245,15 @@ class Checkpointer:
             _warn(f"the save of step {save.step} was given up: {error or type(error).__name__}")
 
     def _start(self, task: Callable[..., None], *arguments: object) -> None:
-        self._thread = threading.Thread(target=task, args=arguments, name="checkpoint", daemon=True)
+        # A new thread begins with GPU 0, and would set up memory there for each rank of the node.
+        gpu = torch.cuda.current_device() if _cuda_is_in_use() else None
+
+        def work() -> None:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            task(*arguments)
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _join(self, timeout: float | None = None) -> None:
@@ -284,6 +293,10 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _end_all() -> None:
     for checkpointer in list(_live):
         checkpointer._end()
+
+
+def _cuda_is_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:

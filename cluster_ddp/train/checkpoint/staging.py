@@ -5,7 +5,10 @@ The buffer is laid out as the shard file, header first, so that it can be writte
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +29,8 @@ class Staging:
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._views: dict[str, Tensor] = {}
-        self._pinned = False
+        self._to_be_pinned = False
+        self._unpin: weakref.finalize[[Tensor], Staging] | None = None  # there while the memory is pinned
         self._side: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -34,7 +38,7 @@ class Staging:
         """Make room for a shard; does nothing when it is the layout of the time before."""
         if layout is self._layout:
             return
-        if layout.size > len(self._flat) or pinned != self._pinned:
+        if layout.size > len(self._flat) or pinned != self._to_be_pinned:
             self._allocate(layout.size, pinned)
         self._layout = layout
         self._flat[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
@@ -52,11 +56,11 @@ class Staging:
         """
         on_side: list[str] = []
         for name, view in self._views.items():
-            if name in overlapping and tensors[name].is_cuda:
+            if self._unpin is not None and name in overlapping and tensors[name].is_cuda:
                 on_side.append(name)
             else:
-                view.copy_(tensors[name].detach(), non_blocking=self._pinned)
-        if not self._pinned:
+                view.copy_(tensors[name].detach(), non_blocking=self._unpin is not None)
+        if self._unpin is None:
             return
         self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
@@ -82,7 +86,11 @@ class Staging:
 
     def release(self) -> None:
         """Give the memory back."""
-        self._unpin()
+        if self._unpin is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._unpin()
+            self._unpin = None
         self._layout, self._views, self._copied = None, {}, None
         self._flat = torch.empty(0, dtype=torch.uint8)
 
@@ -97,17 +105,11 @@ class Staging:
                 _advise(memory, getattr(mmap, advice))
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._flat.zero_()  # here the system finds the memory, rather than during the first copy
-        self._pinned = pinned
-        if pinned:
-            # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of two.
-            _check(int(_cudart().cudaHostRegister(self._flat.data_ptr(), size, 0)))
-
-    def _unpin(self) -> None:
-        if self._pinned and len(self._flat):
-            if self._copied is not None:
-                self._copied.synchronize()
-            _check(int(_cudart().cudaHostUnregister(self._flat.data_ptr())))
-        self._pinned = False
+        self._to_be_pinned = pinned
+        if pinned and _pin(self._flat):
+            # Also when nobody has called `release`: the driver must not keep what the system gives to others.
+            self._unpin = weakref.finalize(self, _unpin, self._flat)
+            self._unpin.atexit = False
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:
@@ -121,6 +123,23 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check(status: int) -> None:
-    if status != 0:
-        raise RuntimeError(f"CUDA could not pin the memory for checkpoints (cudaError {status})")
+def _pin(memory: Tensor) -> bool:
+    """Register memory with the driver; torch's own pinned memory is rounded up to a power of two."""
+    try:
+        status = int(_cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
+        problem = f"cudaError {status}" if status else None
+    except RuntimeError as error:
+        problem = str(error)
+    if problem is not None:
+        print(
+            f"cluster-ddp: the memory for checkpoints cannot be pinned: {problem}\n"
+            "    saving goes on without, and holds training up for longer",
+            file=sys.stderr,
+            flush=True,
+        )
+    return problem is None
+
+
+def _unpin(memory: Tensor) -> None:
+    with contextlib.suppress(RuntimeError):  # the driver may be gone already
+        _cudart().cudaHostUnregister(memory.data_ptr())

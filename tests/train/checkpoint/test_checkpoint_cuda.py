@@ -29,6 +29,9 @@ def test_the_state_at_the_call_is_saved(tmp_path: Path) -> None:
     for step in (1, 2):
         for _ in range(20):
             busy = busy @ busy / 4000  # the stream is far behind the host
+        for name, tensor in live.items():  # what is saved is there only then
+            tensor.add_(1)
+            wanted[name].add_(1)
         save(target, step, live)
         live["model.norm.running_mean"].add_(1)  # buffers change in the forward pass, before wait_copied
         target.wait_copied()
@@ -49,7 +52,7 @@ def test_from_the_gpu_to_the_cpu_and_back(tmp_path: Path) -> None:
     saved = _on_gpu(3)
     target = checkpointer(tmp_path)
     save(target, 1, saved)
-    target.finish()
+    target.close()
     on_cpu = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in saved.items()}
     assert checkpointer(tmp_path).restore(on_cpu) is not None
     assert same(on_cpu, {name: tensor.cpu() for name, tensor in saved.items()})
@@ -68,3 +71,4 @@ def test_the_host_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert target.finish()
+    target.close()
