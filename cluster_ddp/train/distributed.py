@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 import platform
 import warnings
@@ -19,7 +20,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which defaults of its functions would hold to the end
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.train.errors import DistributedError
 
@@ -172,8 +175,21 @@ def cleanup_distributed() -> None:
         # under Python's lock, which one of them may be waiting for to let go of a tensor: the process would never end.
         # The group's own Python object gives the lock away first, so it has to be the last.
         _left.append(dist.group.WORLD)
-        atexit.register(_left.clear)
+        atexit.register(_end_groups)
         dist.destroy_process_group()
+
+
+def _end_groups() -> None:
+    """End Gloo's threads before the interpreter is taken down, also where a script's models live to the end.
+
+    A thread that wants Python's lock after that aborts the process, with all its work done.
+    """
+    gc.collect()
+    for one in gc.get_objects():
+        if issubclass(type(one), DistributedDataParallel):
+            for name in ("logger", "reducer", "process_group"):  # which hold the group
+                one.__dict__.pop(name, None)
+    _left.clear()
 
 
 def is_main_process() -> bool:

@@ -127,6 +127,28 @@ def test_the_timeout_is_applied(tmp_path: Path) -> None:
     assert "failed after" in output and 1.5 < float(output.split()[2]) < 7
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="names threads as Linux shows them")
+def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
+    """One that wants Python's lock then would abort the process; here a model of the script's own lives to the end."""
+    program = (
+        "import atexit, torch\n"
+        "from pathlib import Path\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "from cluster_ddp.train import cleanup_distributed, setup_distributed\n"
+        "def threads(): return [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]\n"
+        "atexit.register(lambda: print('after', *threads()))\n"  # the first to be registered comes last
+        "setup_distributed(timeout=30)\n"
+        "model = DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "print('before', *threads())\n"
+        "cleanup_distributed()\n"
+    )
+    for rank in _start(program, 2):
+        before, after = rank.communicate(timeout=60)[0].splitlines()
+        assert rank.returncode == 0
+        assert "gloo" in before and "gloo" not in after
+
+
 def test_srun_without_torchrun(tmp_path: Path) -> None:
     """Two tasks of a step on one node find each other by Slurm's variables alone."""
     program = (
