@@ -30,7 +30,7 @@ from cluster_ddp.run.lines import read_json_lines
 from cluster_ddp.train import DataError, TaskError, TrainError
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.trainer import Trainer
-from cluster_ddp.train.wrapping import checkpoint_blocks, prepare_model
+from cluster_ddp.train.wrapping import prepare_model
 
 CPU = torch.device("cpu")
 
@@ -109,56 +109,17 @@ def test_ema_is_the_average_by_hand() -> None:
     assert not torch.equal(state["ema.0.weight"], state["model.0.weight"])
 
 
-class Blocks(Plain):
-    """Blocks with dropout and BatchNorm, to be computed twice."""
+class Normed(Plain):
+    """A net with BatchNorm."""
 
     def model(self) -> nn.Module:
-        block = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.4)) for _ in range(3)]
-        return nn.Sequential(nn.Linear(FEATURES, 16), *block, nn.Linear(16, CLASSES))
-
-
-def test_activation_checkpointing_changes_nothing_but_the_memory() -> None:
-    plain, _ = train(Blocks(), job(train={"steps": 8, "global_batch": 24}))
-    recomputed, _ = train(Blocks(), job(train={"steps": 8, "global_batch": 24, "grad_checkpointing": True}))
-    assert differences(final_state(plain), final_state(recomputed)) == []
-
-
-def test_activation_checkpointing_forgets() -> None:
-    """Fewer bytes are kept for the backward pass."""
-    kept = []
-    for checkpointed in (False, True):
-        model = Blocks().model().train()
-        if checkpointed:
-            assert checkpoint_blocks(model) == 5
-        saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: (s.append(t.nbytes), t)[1], lambda t: t):
-            model(torch.randn(64, FEATURES, requires_grad=True)).sum()
-        kept.append(sum(saved))
-    assert kept[1] < 0.5 * kept[0]
-
-
-def test_activation_checkpointing_needs_blocks() -> None:
-    with pytest.raises(TaskError, match=r"nn\.ModuleList"):
-        prepare_model(nn.Linear(2, 2), job(train={"grad_checkpointing": True}).train, CPU)
-
-
-def test_blocks_with_synchronised_batchnorm_are_computed_again() -> None:
-    """As they are on GPUs; without a process group it counts like BatchNorm."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(plain)  # type: ignore[no-untyped-call]
-    checkpoint_blocks(model)
-    inputs = torch.randn(8, 4)
-    model(inputs).sum().backward()
-    norm = model[1][0]
-    assert isinstance(norm, nn.SyncBatchNorm) and norm.num_batches_tracked is not None and norm.running_mean is not None
-    assert norm.num_batches_tracked.item() == 1
-    torch.testing.assert_close(norm.running_mean, 0.1 * model[0](inputs).mean(0).detach())
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
 def test_sync_batchnorm_stays_batchnorm_on_the_cpu() -> None:
     with pytest.warns(UserWarning, match="BatchNorm stays"):
-        model = prepare_model(Blocks().model(), job(train={"sync_batchnorm": True}).train, CPU)
-    assert isinstance(model[1][1], nn.BatchNorm1d)
+        model = prepare_model(Normed().model(), job(train={"sync_batchnorm": True}).train, CPU)
+    assert isinstance(model[1], nn.BatchNorm1d)
 
 
 def test_a_model_without_anything_to_train() -> None:
