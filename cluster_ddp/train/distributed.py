@@ -33,6 +33,10 @@ _left: list[dist.ProcessGroup | None] = []
 _PORTS = 10_000, 20_000  # from the first on, so many: below 32768, where the ephemeral ports begin
 
 
+# What srun tells the tasks of a step whose GPUs it divides among them.
+_GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
+
+
 class World(NamedTuple):
     """Who this process is among the ranks."""
 
@@ -56,8 +60,8 @@ class World(NamedTuple):
     @property
     def gpu(self) -> int:
         """The number of its GPU: the local rank, or 0 where ``srun --gpus-per-task`` shows each rank only its own."""
-        only_its_own = "LOCAL_RANK" not in os.environ and torch.cuda.device_count() == 1
-        return 0 if only_its_own else self.local_rank
+        divided = "LOCAL_RANK" not in os.environ and any(name in os.environ for name in _GPU_PER_TASK)
+        return 0 if divided and torch.cuda.device_count() == 1 else self.local_rank
 
     @property
     def device(self) -> torch.device:

@@ -52,7 +52,8 @@ class Update:
         self._verdict = _Verdict()
         self._on_device = self._parameters[0].device.type != "cpu"
         self._fused = takes_found_inf(optimizer)
-        start_momentum(optimizer)
+        if self._on_device or scaler is not None:  # else the optimizer is not called for an update that is left out
+            start_momentum(optimizer)
 
     @property
     def skipped(self) -> int:

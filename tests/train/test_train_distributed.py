@@ -61,8 +61,11 @@ def test_which_gpu_is_a_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     second = find_world({"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"})
-    for gpus, own in {1: 0, 2: 1, 4: 1}.items():
+    for per_task, gpus, own in [("", 1, 1), ("", 4, 1), ("1", 1, 0), ("2", 2, 1)]:  # ("", 1, 1): one for two, an error
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", per_task)
+        if not per_task:
+            monkeypatch.delenv("SLURM_GPUS_PER_TASK")
         assert second.device == torch.device("cuda", own)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
