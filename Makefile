@@ -1,5 +1,7 @@
 # make demo    install into .venv, then train the digits on two simulated nodes of this machine
 # make test    install into .venv, then run the tests (the ones on a real Slurm skip without root or Slurm)
+# make test-slurms   the tests on a real Slurm, with each one that this machine has: the packaged one, /opt/slurm-*
+#                    (SLURMS=/opt/slurm-26.05 picks some)
 # make chaos   the long fault runs on a real Slurm of this machine (CHAOS_SEED=1 CHAOS_FAULTS=24)
 # make lint    ruff and mypy
 # make clean   remove .venv and caches; runs are kept
@@ -8,22 +10,34 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+SLURMS ?= "" $(wildcard /opt/slurm-*)
+# Beside the tests that mostly wait for Slurm, more workers than cores pay.
+WORKERS ?= 4
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test chaos lint clean
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-slurms chaos lint clean
 
 demo: .venv/.package
 	$(BIN)/cluster-ddp local quickstart --nodes 2
 	@echo "cluster-ddp is installed in .venv: source .venv/bin/activate"
 
 test: .venv/.everything
-	$(BIN)/python -m pytest -m "not chaos" $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) -m "not chaos" $(PYTEST_ARGS)
+
+test-slurms: .venv/.everything
+	@status=0; for slurm in $(SLURMS); do \
+	  echo "== Slurm: $${slurm:-the packaged one}"; \
+	  TEST_SLURM=$$slurm $(PYTEST) $(PARALLEL) -m "cluster and not chaos" $(PYTEST_ARGS) || status=1; \
+	done; exit $$status
 
 chaos: .venv/.everything
-	CHAOS_TABLES=build/chaos $(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
+	CHAOS_TABLES=build/chaos $(PYTEST) -m chaos -s $(PYTEST_ARGS)
 	@echo "What each fault cost: build/chaos/"
 
 lint: .venv/.everything

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import spawn
 
-from cluster_ddp.spec import CheckpointSpec
-from cluster_ddp.train.checkpoint import Checkpointer
-from cluster_ddp.train.checkpoint.plan import describe, make_plan
+from cluster_ddp.checkpoint.checkpointer import Checkpointer
+from cluster_ddp.checkpoint.plan import describe, make_plan
+from cluster_ddp.job import CheckpointSpec
 
 RANKS = 2
 LIMITS = {"blocked": 1.3, "write": 1.0, "load": 1.0}

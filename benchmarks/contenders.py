@@ -173,10 +173,10 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
     from torch.nn import functional as F
     from torch.utils.data import Dataset, TensorDataset
 
+    from cluster_ddp.job import JobSpec
+    from cluster_ddp.launch.heartbeat import HeartbeatFile
     from cluster_ddp.run.attempt import begin_attempt
-    from cluster_ddp.run.board import Board
-    from cluster_ddp.run.directory import create_run
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.run.runs import create_run
     from cluster_ddp.train import Task, Trainer, distributed
     from cluster_ddp.train.distributed import (
         barrier,
@@ -225,13 +225,15 @@ def this_trainer(rank: int, world: int, by_sample: bool = False) -> Run:
             if rank == 0:
                 begin_attempt(directory, host="localhost", pid=os.getpid(), nodes=1, procs=world)
             barrier()
-            board = Board.create(slots=world)  # the stop check then costs what it costs under the node program
-            os.environ["CLUSTER_DDP_BOARD"] = str(board.path)
+            heartbeat = HeartbeatFile.create(
+                slots=world
+            )  # the stop check then costs what it costs under the node program
+            os.environ["CLUSTER_DDP_HEARTBEAT"] = str(heartbeat.path)
             process = become_rank(find_world(), directory.attempt(0), job.requeue.signal)
             try:
                 Trainer(job, Tiny(tick), directory, 0, process=process).run()
             finally:
-                board.unlink()
+                heartbeat.unlink()
             cleanup_distributed()
         # A rank trains once, and keeps its group until it ends. Here the threads of many groups would come together,
         # which wake up now and then: 5 us per group and step.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from cluster_ddp.job import JobSpec
 from cluster_ddp.run.attempt import begin_attempt
-from cluster_ddp.run.directory import create_run
-from cluster_ddp.spec import JobSpec
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Task, Trainer
 
 WIDTH = 4096

@@ -34,7 +34,8 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster_ddp.run.attempt import last_attempt, read_attempt, request_resume
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.attempt_record import list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import CHECKPOINT, NODE_STARTED, RESUMED, read_events
 
@@ -238,9 +239,8 @@ class OnSlurm:
         return first_step - self._begun()
 
     def _job(self, run: RunDirectory) -> str:
-        last = last_attempt(run)
-        record = read_attempt(last) if last is not None else None
-        assert record is not None and record.slurm_job_id is not None
+        record = read_attempt(list_attempts(run)[-1])
+        assert record.slurm_job_id is not None
         return record.slurm_job_id
 
     def _begun(self) -> float:
@@ -270,8 +270,7 @@ def last_checkpoint(run: RunDirectory) -> int:
 
 def stop(way: Here | OnSlurm, run: RunDirectory) -> float:
     """Stop the run by the command; gives the seconds from the stop file to the durable checkpoint."""
-    attempt = last_attempt(run)
-    assert attempt is not None
+    attempt = list_attempts(run)[-1]
     command = [sys.executable, "-m", "cluster_ddp", "stop", str(run.path)]
     subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, timeout=60)
     asked = run.attempt(attempt.number).stop_file.stat().st_mtime
@@ -327,8 +326,7 @@ class Measurement:
         """Resume both once."""
         begun = self.way.resume(run)
         first_step, _, _ = self.marks.next()
-        attempt = last_attempt(run)
-        assert attempt is not None
+        attempt = list_attempts(run)[-1]
         to_nodes = event_time(run, NODE_STARTED, attempt.number)
         to_state = event_time(run, RESUMED, attempt.number)
         assert to_nodes is not None and to_state is not None

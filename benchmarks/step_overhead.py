@@ -80,7 +80,7 @@ def measure_processes(results: dict[str, list[Round]], world: int, numbers: Sequ
 def mean(rounds: Sequence[Round]) -> Round:
     """Give the mean of each figure."""
     fields = ("mean_us", "median_us", "cpu_us", "peak_mib")
-    return Round(**{field: statistics.fmean(getattr(one, field) for one in rounds) for field in fields})
+    return Round(**{field: statistics.fmean(getattr(figures, field) for figures in rounds) for field in fields})
 
 
 def show(results: dict[str, list[Round]], world: int, steps: int) -> None:

@@ -3,7 +3,7 @@
 import gc
 from typing import NoReturn
 
-from cluster_ddp.leave import leave
+from cluster_ddp.process import fast_exit
 
 _RARELY = 100_000
 
@@ -13,7 +13,7 @@ def main() -> NoReturn:
     gc.set_threshold(_RARELY, *gc.get_threshold()[1:])
     from cluster_ddp.cli import app
 
-    leave(app.main())
+    fast_exit(app.main())
 
 
 if __name__ == "__main__":

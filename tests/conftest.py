@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import pytest
+from slurm_cluster import SlurmCluster, why_unavailable
 
 # Small tasks on few cores: threads that wait for each other would cost more than they bring. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).with_name("cluster")))
-
-from slurm_cluster import SlurmCluster, why_unavailable
 
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM", "") not in ("", "0")
 RUNNING: list[SlurmCluster] = []
+DISTRIBUTED = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def bring_up(proctrack: str) -> Iterator[SlurmCluster]:
@@ -51,11 +48,15 @@ def clean_clusters(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the cluster is marked so, and runs last: the quick tests speak first."""
+    """Whatever uses a cluster is marked so, and runs last: the quick tests speak first.
+
+    With several workers it comes first: each file goes to a worker as a whole (``--dist loadfile``), which brings up a
+    cluster of its own, and those mostly wait for Slurm while the other workers compute.
+    """
     for item in items:
         if {"cluster", "pgid_cluster"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
+    items.sort(key=lambda item: (item.get_closest_marker("cluster") is not None) is not DISTRIBUTED)
 
 
 @pytest.hookimpl(wrapper=True)

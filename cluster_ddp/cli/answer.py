@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from cluster_ddp.printing import printable, put
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
@@ -17,12 +18,33 @@ def tell(*lines: str) -> None:
     """Say something to a person, if it can be said. On standard error: standard output is for what programs read."""
     with contextlib.suppress(OSError):  # what the command did, its exit status tells
         for line in lines:
-            print(line, file=sys.stderr)
+            put(line)
+
+
+def show(*lines: str) -> None:
+    """Print what was asked for, on standard output."""
+    for line in lines:
+        print(printable(line))
+
+
+def show_json(value: object) -> None:
+    """Print the answer of ``--json``."""
+    print(json.dumps(value, indent=2))
 
 
 def remark(remarks: Iterable[str]) -> None:
     """Pass on remarks about the job file."""
     tell(*(f"note: {text}" for text in remarks))
+
+
+def report_submitted(run: RunDirectory, job_id: str | None) -> None:
+    """Say what was submitted and what to do next."""
+    tell(
+        f"run {run.id}" + (f", Slurm job {job_id}" if job_id else ""),
+        f"  directory:  {run.path}",
+        f"  watch:      cluster-ddp status {run.id} --watch",
+        f"  end early:  cluster-ddp stop {run.id}   (for good: cancel)",
+    )
 
 
 def answer(run: RunDirectory, slurm_job_id: str | None, state: str) -> None:

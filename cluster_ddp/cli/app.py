@@ -1,7 +1,7 @@
 """The command ``cluster-ddp``: finds a command's module, runs it, turns errors into messages and exit statuses.
 
 A command is a module of this package with a function ``command``: its parameters are the options, its docstring the
-help. Only the module of the command that was called is imported.
+help. A new one is such a module and a line in `COMMANDS`. Only the module of the command that was called is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typer.core import TyperGroup
 
 from cluster_ddp import __version__
 from cluster_ddp.cli.answer import discard_output, tell
-from cluster_ddp.spec.errors import ClusterDDPError
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.process import limit_umask
 
 COMMANDS: dict[str, str] = {
     "submit": "Start",
@@ -88,6 +89,7 @@ def _options(
 def main() -> int:
     """Run the command that `sys.argv` names, and give its exit status."""
     _prepare_streams()
+    limit_umask()
     status = _status_of_call()
     try:
         sys.stdout.flush()
@@ -122,7 +124,7 @@ def _status_of_call() -> int:
         _complain(
             error,
             f"unexpected {type(error).__name__}: {error}\n"
-            f"This is a mistake in cluster_ddp; {DEBUG_VARIABLE}=1 shows where. Please report it with that output.",
+            f"This is a bug in cluster_ddp; {DEBUG_VARIABLE}=1 shows where. Please report it with that output.",
         )
         return 1
     return 0

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.options import Run
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.directory import RunDirectory, find_run, runs_dir_of
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.state import living_jobs, slurm_job_ids
+from cluster_ddp.run.record import read_record, run_in_comment
+from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 
 
-def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one.")],
-) -> None:
+def command(run: Run) -> None:
     """Cancel a run: it ends at once and no trap or requeue starts it again. Only `resume` does."""
     found = find_run(run, runs_dir_of(None))
     history = read_history(found)
+    _say_if_unreadable(found)
     if history.current(COMPLETED):
         tell(f"run {found.id} is complete: there is nothing to cancel")
         return
@@ -34,6 +32,13 @@ def command(
     ended = _cancel_jobs(found)
     jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
     tell(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})")
+
+
+def _say_if_unreadable(run: RunDirectory) -> None:
+    try:
+        read_record(run)
+    except RunError as error:
+        tell(f"cluster-ddp: {error}. Slurm jobs that are noted only there are not cancelled")
 
 
 def _stop_last_attempt(run: RunDirectory, history: History) -> None:
@@ -52,12 +57,19 @@ def _cancel_jobs(run: RunDirectory) -> list[str]:
     if not job_ids:
         return []
     try:
-        living = living_jobs(run, query_jobs(job_ids))
-        for job_id in living:
-            cancel_job(job_id)
+        own, others = living_jobs(run, query_jobs(job_ids))
+        for job in own:
+            cancel_job(job.job_id)
     except SlurmError as error:
         raise SlurmError(
             f"run {run.id} is marked as cancelled and no new attempt will begin, but its Slurm job {job_ids[-1]} may "
             f"go on: {error}"
         ) from error
-    return living
+    for job in others:
+        named = run_in_comment(job.comment)
+        whose = f"names run {named}" if named else "names no run"
+        tell(
+            f"cluster-ddp: Slurm job {job.job_id} ({job.state}) is noted in this run, but its comment {whose}: it is "
+            f"left alone. If it is to end: scancel {job.job_id}"
+        )
+    return [job.job_id for job in own]

@@ -1,14 +1,23 @@
-"""The states of runs for the commands: one call of squeue for all of them."""
+"""The states of runs for the commands, with one call of squeue for all of them; and how a run here ended."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 
 from cluster_ddp.cli.answer import tell
+from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe, slurm_job_ids
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.runs import runs_dir_of
+from cluster_ddp.run.status import RunStatus, describe, slurm_job_ids
 from cluster_ddp.slurm.commands import SlurmError, query_jobs
+from cluster_ddp.slurm.states import SlurmJob
 
+_EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
+_FAILED_STATUS = 4
+METRICS_SHOWN = 4
 _PATIENCE = 20.0
 """Seconds that a person who asks waits for squeue; the run directories tell most of it without."""
 
@@ -19,7 +28,7 @@ def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
     return [describe(run, jobs) for run in runs]
 
 
-def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJobLike] | None:
+def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJob] | None:
     """What squeue says about the jobs of all the runs; None when it cannot be asked."""
     job_ids = {job_id for run in runs for job_id in slurm_job_ids(run)}
     try:
@@ -28,3 +37,37 @@ def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJobLike] | None
         first_line = str(error).splitlines()[0]
         tell(f"cluster-ddp: told from the run directories alone: {first_line}")
         return None
+
+
+def show_metrics(metrics: Mapping[str, float], most: int = METRICS_SHOWN) -> str:
+    """The first of the metrics, sorted for people: validation, then training, then the rest."""
+    names = sorted(metrics, key=lambda name: (not name.startswith("val/"), not name.startswith("train/"), name))
+    return "  ".join(f"{one_line(name)} {metrics[name]:.4g}" for name in names[:most])
+
+
+def report_ended(run: RunDirectory, status: RunStatus) -> int:
+    """Say how a run that trained here ended and how to go on; what the command exits with."""
+    name = run.id if run.path.parent == runs_dir_of(None) else str(run.path)
+    total = f" of {status.total_steps}" if status.total_steps else ""
+    steps = "" if status.step is None else f"step {status.step}{total}"
+    failed = status.state not in _EXIT_STATUS and status.attempts
+    rows = [
+        ("reached", f"{steps}  {show_metrics(status.metrics)}".strip()),
+        ("why", status.reason or ""),
+        *(("warning", one_line(text)) for text in status.warnings),
+        ("directory", status.directory),
+        ("see more", f"cluster-ddp status {name}"),
+        ("go on", "" if status.state is RunState.COMPLETED else f"cluster-ddp resume {name}"),
+        ("logs", str(run.attempt(status.attempts - 1).path) if failed else ""),
+    ]
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"\n{_coloured(status.state)}  {one_line(run.id)}\n")
+    tell(*(f"  {label:<10} {text}" for label, text in rows if text))
+    return _EXIT_STATUS.get(status.state, _FAILED_STATUS)
+
+
+def _coloured(state: RunState) -> str:
+    if not sys.stderr.isatty():
+        return state.value
+    colour = {0: 32, 5: 33}.get(_EXIT_STATUS.get(state, _FAILED_STATUS), 31)
+    return f"\x1b[1;{colour}m{state.value}\x1b[0m"

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import describe_runs
-from cluster_ddp.run.directory import RunDirectory, list_runs, runs_dir_of
-from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.record import read_record
-from cluster_ddp.run.state import RunStatus
+from cluster_ddp.cli.options import JsonList
+from cluster_ddp.printing import one_line
+from cluster_ddp.run.runs import list_runs, runs_dir_of
+from cluster_ddp.run.status import RunStatus
 
 
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
-) -> None:
+def command(as_json: JsonList = False) -> None:
     """List the runs in the runs folder ($CLUSTER_DDP_RUNS, else ./runs), the oldest first."""
     runs_dir = runs_dir_of(None)
-    runs = list_runs(runs_dir)
-    rows = [_row(run, status) for run, status in zip(runs, describe_runs(runs), strict=True)]
+    found = describe_runs(list_runs(runs_dir))
     if as_json:
-        print(json.dumps(rows, indent=2))
-    elif not rows:
+        show_json([_row(status) for status in found])
+    elif not found:
         tell(f"no runs in {runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     else:
-        width = max(len(row["run_id"]) for row in rows)
-        print(f"{'RUN':<{width}}  {'STATE':<9}  {'CREATED':<16}  {'VIA':<8}  ATTEMPTS  CHECKPOINT")
-        for row in rows:
-            checkpoint = "-" if row["last_checkpoint"] is None else row["last_checkpoint"]
-            print(
-                f"{row['run_id']:<{width}}  {row['state']:<9}  {_date(row['created']):<16}  {row['via'] or '-':<8}  "
-                f"{row['attempts']:<8}  {checkpoint}"
-            )
+        names = [one_line(status.run_id) for status in found]
+        width = max(map(len, names))
+        show(f"{'RUN':<{width}}  {'STATE':<9}  {'CREATED':<16}  {'VIA':<8}  ATTEMPTS  CHECKPOINT")
+        for name, status in zip(names, found, strict=True):
+            show(f"{name:<{width}}  {_cells(status)}".rstrip())
 
 
-def _row(run: RunDirectory, status: RunStatus) -> dict[str, Any]:
-    try:
-        record = read_record(run)
-    except RunError:
-        record = None
+def _row(status: RunStatus) -> dict[str, Any]:
     return {
         "run_id": status.run_id,
         "name": status.name,
         "state": status.state.value,
-        "created": record.created if record else None,
-        "via": record.via if record else None,
+        "created": status.record.created if status.record else None,
+        "via": status.record.via if status.record else None,
         "attempts": status.attempts,
         "last_checkpoint": status.last_checkpoint,
         "slurm_job_id": status.slurm_job_id,
@@ -56,5 +43,11 @@ def _row(run: RunDirectory, status: RunStatus) -> dict[str, Any]:
     }
 
 
-def _date(created: float | None) -> str:
-    return "-" if created is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
+def _cells(status: RunStatus) -> str:
+    """What stands behind a run's name; of one whose record cannot be read, why."""
+    record = status.record
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created)) if record else "-"
+    via = one_line(record.via) if record else "-"
+    checkpoint = "-" if status.last_checkpoint is None else status.last_checkpoint
+    cells = f"{status.state.value:<9}  {created:<16}  {via:<8}  {status.attempts:<8}  {checkpoint}"
+    return cells if record else f"{cells}  {one_line(status.reason or '')}"

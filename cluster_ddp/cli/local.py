@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import answer, remark
+from cluster_ddp.cli.answer import answer, remark, show, tell
+from cluster_ddp.cli.described import report_ended
+from cluster_ddp.cli.options import Job, JsonLine, Settings
 
 if TYPE_CHECKING:
     from cluster_ddp.submit import local
 
 
 def command(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Job file, or a template's name.")],
+    job: Job,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes to simulate; they meet on loopback.")] = None,
     procs: Annotated[
         int | None, typer.Option(min=1, help="Ranks per node. Default: the job file's, or one per GPU.")
@@ -23,40 +25,37 @@ def command(
     gpus: Annotated[
         str | None, typer.Option(help="Devices, such as 0,1,3, divided among the nodes; none for CPUs. Default: all.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: train.lr=0.1.")
-    ] = None,
+    settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun commands; start nothing.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON at the end, all else to standard error.")
-    ] = False,
+    as_json: JsonLine = False,
 ) -> None:
     """Train on this machine, without Slurm. Ctrl-C saves a checkpoint and ends; `resume` goes on."""
-    from cluster_ddp.spec import load_job
+    from cluster_ddp.job import load_job
     from cluster_ddp.submit import local
 
-    loaded = load_job(job, overrides or ())
+    loaded = load_job(job, settings or ())
     remark(loaded.warnings)
     start = local.plan_local(loaded.spec, nodes=nodes, procs=procs, gpus=gpus)
+    remark(start.network.remarks)
     if dry_run:
         _print_commands(start)
         return
     run, status = local.start_local(start, show=sys.stderr if as_json else sys.stdout)
-    local.print_summary(run, status)
+    exit_status = report_ended(run, status)
     if as_json:
         answer(run, None, status.state.value)
-    raise typer.Exit(local.exit_status(status))
+    raise typer.Exit(exit_status)
 
 
 def _print_commands(start: local.LocalStart) -> None:
-    from cluster_ddp.network import resolve
-    from cluster_ddp.run.directory import runs_dir_of
-    from cluster_ddp.submit.local import say
+    from cluster_ddp.job import describe_training, plan_batch
+    from cluster_ddp.run.runs import runs_dir_of
 
-    network = resolve(start.spec.network)
+    if start.spec.task is not None:
+        plan = plan_batch(start.spec.train, start.nodes * start.procs)
+        tell(f"# {describe_training(start.spec.train, plan)}")
     directory = str(runs_dir_of(start.spec) / f"{start.spec.name}-DATE-TIME-ID")
     for node in range(start.nodes):
-        print(shlex.join(start.node_torchrun(directory, 0, node)))
-        variables = {**network.variables, **start.variables(node)}
-        say(f"# node {node}: " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
-    remark(network.remarks)
+        show(shlex.join(start.node_torchrun(directory, 0, node)))
+        variables = {**start.network.variables, **start.variables(node)}
+        tell(f"# node {node}: " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster_ddp.cli.answer import tell
-from cluster_ddp.cli.described import ask_slurm
-from cluster_ddp.run.directory import RunDirectory, find_run, find_sweep, list_runs, runs_dir_of
-from cluster_ddp.run.state import RunStatus, SlurmJobLike, describe, telling_first
+from cluster_ddp.cli.answer import show, show_json, tell
+from cluster_ddp.cli.described import ask_slurm, show_metrics
+from cluster_ddp.printing import one_line
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
+from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.slurm.states import SlurmJob
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,17 +24,17 @@ if TYPE_CHECKING:
 _REFRESH_SECONDS = 2.0
 # Many people watching at once must not slow Slurm's controller down: the run directories tell most of what changes.
 _ASK_SLURM_SECONDS = 15.0
-_METRICS_SHOWN = 4
 # What a narrow terminal shows first, after the run and its state; metrics and reasons get the room that is left.
 _BY_IMPORTANCE = ("STEP", "JOB", "CHECKPOINT", "GOODPUT", "ATTEMPTS")
 _GAP = 2  # between two columns
+_VALUE_COLUMN = 19  # of the values in the details of one run
 _LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
 
 
 def command(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Run directory, run id, unique prefix of one, or a sweep. Default: all."),
+        typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one. Default: all."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing is left to happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; of several runs a list.")] = False,
@@ -41,7 +44,7 @@ def command(
     if watch:
         _watch(look, as_json=as_json)
     elif as_json:
-        print(json.dumps(look.json(look.take()), indent=2))
+        show_json(look.json(look.take()))
     else:
         _print(look.take(), look)
 
@@ -53,8 +56,8 @@ class _Look:
         self.runs_dir = runs_dir_of(None)
         self._names = names
         self._asked_at = -float("inf")
-        self._jobs: Mapping[str, SlurmJobLike] | None = None
-        self.single = len(names) == 1 and find_sweep(names[0], self.runs_dir) is None
+        self._jobs: Mapping[str, SlurmJob] | None = None
+        self.single = len(names) == 1
 
     def take(self) -> list[RunStatus]:
         """The states now."""
@@ -72,18 +75,14 @@ class _Look:
     def _runs(self) -> list[RunDirectory]:
         if not self._names:
             return list_runs(self.runs_dir)
-        runs: list[RunDirectory] = []
-        for name in self._names:
-            sweep = find_sweep(name, self.runs_dir)
-            runs += [find_run(name, self.runs_dir)] if sweep is None else list_runs(sweep)
-        return list(dict.fromkeys(runs))
+        return list(dict.fromkeys(find_run(name, self.runs_dir) for name in self._names))
 
 
 def _print(found: list[RunStatus], look: _Look) -> None:
     if not found:
         tell(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     elif look.single:
-        print(_detail(found[0]))
+        show(_detail(found[0]))
     else:
         from rich.console import Console
 
@@ -104,10 +103,11 @@ def _watch(look: _Look, *, as_json: bool) -> None:
         while True:
             found = look.take()
             if live:
-                print("\x1b[H\x1b[2J", end="")
+                sys.stdout.write("\x1b[H\x1b[2J")
                 _print(found, look)
             elif (text := json.dumps(look.json(found)) if as_json else "\n".join(map(_line, found))) != shown:
-                print(text, flush=True)
+                show(text)
+                sys.stdout.flush()
                 shown = text
             if not any(status.state.open for status in found):
                 return
@@ -120,36 +120,39 @@ def _detail(status: RunStatus) -> str:
     good = status.goodput
     rows = [
         ("state", status.state.value + (f" ({status.reason})" if status.reason else "")),
+        *(("warning", one_line(text)) for text in status.warnings),
         ("step", _progress(status)),
+        *([("training", one_line(status.training))] if status.training else []),
         ("samples", "-" if status.samples is None else f"{status.samples:,}"),
         ("last checkpoint", "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}"),
         ("attempts", str(status.attempts)),
         ("Slurm job", status.slurm_job_id or "-"),
-        ("metrics", _metrics(status, len(status.metrics)) or "-"),
+        ("metrics", show_metrics(status.metrics, len(status.metrics)) or "-"),
         (
             "time",
             f"{_duration(good.productive_seconds)} productive, {_duration(good.lost_seconds)} lost, "
             f"{_duration(good.waiting_seconds)} waiting"
             + ("" if good.ratio is None else f": {good.ratio:.0%} goodput"),
         ),
-        ("directory", status.directory),
+        ("directory", one_line(status.directory)),
     ]
-    return "\n".join([status.run_id, *(f"  {name:<16} {text}" for name, text in rows)])
+    below = "\n" + " " * _VALUE_COLUMN
+    return "\n".join([one_line(status.run_id), *(f"  {name:<16} {text}".replace("\n", below) for name, text in rows)])
 
 
 def _columns(found: list[RunStatus]) -> dict[str, list[str]]:
     """The cells of the table by heading, each whole and in one line."""
     rows = [
         {
-            "RUN": status.run_id,
+            "RUN": one_line(status.run_id),
             "STATE": status.state.value,
             "STEP": _progress(status),
             "CHECKPOINT": "-" if status.last_checkpoint is None else str(status.last_checkpoint),
             "ATTEMPTS": str(status.attempts),
             "JOB": status.slurm_job_id or "-",
             "GOODPUT": "-" if status.goodput.ratio is None else f"{status.goodput.ratio:.0%}",
-            "METRICS": _metrics(status, _METRICS_SHOWN),
-            "REASON": " ".join((status.reason or "").split()),
+            "METRICS": show_metrics(status.metrics),
+            "REASON": one_line(" ".join((status.reason or "").split())),
         }
         for status in found
     ]
@@ -166,17 +169,17 @@ def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:
     room = width - widths["STATE"]
     widths["RUN"] = max(min(_width("RUN", columns["RUN"]), room - _GAP), 1)
     room -= widths["RUN"] + _GAP
-    telling = {heading: _width(heading, cells) for heading, cells in columns.items() if set(cells) - {"", "-"}}
+    shown = {heading: _width(heading, cells) for heading, cells in columns.items() if set(cells) - {"", "-"}}
     for heading in _BY_IMPORTANCE:
-        if heading in telling and telling[heading] + _GAP <= room:
-            widths[heading] = telling[heading]
-            room -= telling[heading] + _GAP
-    cut = [heading for heading in ("REASON", "METRICS") if heading in telling]
+        if heading in shown and shown[heading] + _GAP <= room:
+            widths[heading] = shown[heading]
+            room -= shown[heading] + _GAP
+    cut = [heading for heading in ("REASON", "METRICS") if heading in shown]
     if room < len(cut) * (_LEAST_ROOM + _GAP):
         cut = cut[:1]
-    for sharing, heading in zip(range(len(cut), 0, -1), sorted(cut, key=telling.__getitem__), strict=True):
-        share = min(telling[heading], room // sharing - _GAP)
-        if share >= min(telling[heading], _LEAST_ROOM):
+    for sharing, heading in zip(range(len(cut), 0, -1), sorted(cut, key=shown.__getitem__), strict=True):
+        share = min(shown[heading], room // sharing - _GAP)
+        if share >= min(shown[heading], _LEAST_ROOM):
             widths[heading] = share
             room -= share + _GAP
     return {heading: widths[heading] for heading in columns if heading in widths}
@@ -202,8 +205,8 @@ def _width(heading: str, cells: list[str]) -> int:
 
 
 def _line(status: RunStatus) -> str:
-    parts = (status.run_id, status.state.value, f"step {_progress(status)}", _metrics(status, _METRICS_SHOWN))
-    return "  ".join(part for part in (*parts, status.reason or "") if part)
+    parts = (status.run_id, status.state.value, f"step {_progress(status)}", show_metrics(status.metrics))
+    return "  ".join(one_line(part) for part in (*parts, status.reason or "") if part)
 
 
 def _progress(status: RunStatus) -> str:
@@ -212,11 +215,6 @@ def _progress(status: RunStatus) -> str:
     if not status.total_steps:
         return str(status.step)
     return f"{status.step} of {status.total_steps} ({status.step / status.total_steps:.0%})"
-
-
-def _metrics(status: RunStatus, count: int) -> str:
-    names = sorted(status.metrics, key=telling_first)
-    return "  ".join(f"{name} {status.metrics[name]:.4g}" for name in names[:count])
 
 
 def _duration(seconds: float) -> str:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import describe_runs
+from cluster_ddp.cli.options import Run
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.directory import find_run, runs_dir_of
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.state import RunState
+from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import PERSON, request_stop
+from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 
 
-def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one.")],
-) -> None:
+def command(run: Run) -> None:
     """Ask a run to save a checkpoint and end; `resume` goes on from there."""
     found = find_run(run, runs_dir_of(None))
     (status,) = describe_runs([found])
-    if status.state is not RunState.RUNNING:
+    if not status.state.alive:
         raise RunError(
             f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status.state, found.id)}"
         )
@@ -40,13 +38,30 @@ def command(
     except OSError as error:
         raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=last.number, reason=PERSON, by=caller())
+    _take_out_the_rest(found, last.slurm_job_id)
     tell(
         f"asked attempt {last.number} of {found.id} to save and end "
         f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})"
     )
 
 
+def _take_out_the_rest(run: RunDirectory, alive: str | None) -> None:
+    """The other jobs of a chain would go on with the run, or wait and keep it from being resumed."""
+    job_ids = [job_id for job_id in slurm_job_ids(run) if job_id != alive]
+    if alive is None or not job_ids:
+        return
+    try:
+        own, _ = living_jobs(run, query_jobs(job_ids))
+        for job in own:
+            if job.job_id == alive:
+                continue
+            cancel_job(job.job_id)
+            tell(f"took Slurm job {job.job_id} of its chain out of the queue")
+    except SlurmError as error:
+        tell(f"cluster-ddp: other jobs of its chain may still wait in the queue: {error}")
+
+
 def _advice(state: RunState, run_id: str) -> str:
-    if state in (RunState.PENDING, RunState.REQUEUED):
+    if state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
         return f" It waits to start; to take it out of the queue for good: cluster-ddp cancel {run_id}"
     return "" if state is RunState.COMPLETED else f" To go on with it: cluster-ddp resume {run_id}"

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import tell
-from cluster_ddp.spec.errors import ClusterDDPError
-from cluster_ddp.spec.templates import template_file, template_names
+from cluster_ddp.cli.answer import show, tell
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.job.templates import template_file, template_names
 
 
 def command(
@@ -19,7 +19,7 @@ def command(
     """List the job templates, or print one: `templates show multi-node`."""
     if action is None:
         for template in template_names():
-            print(f"{template:<14}{_summary(template)}")
+            show(f"{template:<14}{_summary(template)}")
         tell("\nprint one: cluster-ddp templates show NAME     submit one: cluster-ddp submit NAME")
     elif action == "show" and name is not None:
         sys.stdout.write(template_file(name).read_text(encoding="utf-8"))

@@ -1,19 +1,15 @@
-"""Which address of this host the other nodes reach it by, and which port is free."""
+"""Which address of this host the other nodes reach it by."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
-import random
 import socket
 import struct
 
-from cluster_ddp.spec.errors import ClusterDDPError
+from cluster_ddp.job.errors import ClusterDDPError
 
 LOOPBACK = "127.0.0.1"
-LOWEST_PORT = 20000
-FIRST_EPHEMERAL_PORT = 32768
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # of the discard service; a UDP socket that is connected sends nothing
@@ -32,7 +28,7 @@ def local_address(master: str, *, nodes: int, interface: str | None = None) -> s
     The first that exists of: the address of the interface that the job names, the address that the route to the
     master leaves from, this host's own name in the name service, the address of the default route. Loopback addresses
     serve only a run of one node. (Debian's /etc/hosts gives a host's own name a loopback address: a node that asks for
-    itself must not be content with that.)
+    itself must not take that.)
 
     Raises
     ------
@@ -42,7 +38,7 @@ def local_address(master: str, *, nodes: int, interface: str | None = None) -> s
     if nodes == 1:
         return LOOPBACK
     candidates = [
-        _interface_address(interface) if interface else None,
+        interface_address(interface) if interface else None,
         _route_to(master),
         *_own_names(),
         _route_to(_DOCUMENTATION_ADDRESS),
@@ -56,8 +52,10 @@ def local_address(master: str, *, nodes: int, interface: str | None = None) -> s
     )
 
 
-def _interface_address(pattern: str) -> str | None:
+def interface_address(pattern: str) -> str | None:
     """Address of the first interface that NCCL_SOCKET_IFNAME's pattern names: prefixes, ``=`` exact, ``^`` not."""
+    import fcntl  # not on Windows, where this package is a library only
+
     if pattern.startswith("^"):
         return None
     exact = pattern.startswith("=")
@@ -87,26 +85,3 @@ def _own_names() -> list[str]:
     except OSError:
         return []
     return [str(entry[4][0]).partition("%")[0] for entry in found]
-
-
-def free_port(host: str = LOOPBACK) -> int:
-    """A TCP port of this host that nobody listens on, below the ephemeral range, where it could be taken at any time.
-
-    Raises
-    ------
-    AddressError
-        There is none.
-    """
-    for port in random.sample(range(LOWEST_PORT, FIRST_EPHEMERAL_PORT), 256):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-        return port
-    raise AddressError(f"no free port between {LOWEST_PORT} and {FIRST_EPHEMERAL_PORT} on {host}")
-
-
-def bracketed(address: str) -> str:
-    """An address as it stands in ``host:port``; IPv6 needs brackets."""
-    return f"[{address}]" if ":" in address else address

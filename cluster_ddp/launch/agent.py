@@ -13,33 +13,17 @@ It is a session of its own, which Ctrl-C at a terminal does not reach, and the k
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_ddp.launch.processes import die_with_parent
-from cluster_ddp.launch.relay import Tail
+from cluster_ddp.launch.signals import present
+from cluster_ddp.launch.tail import Tail
+from cluster_ddp.run.storage import open_append
 
-SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-# What torchrun says of ranks that failed: of the first of them in one line, and of all in the summary at its end.
-_FIRST_FAILURE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
-_CLOSING = re.compile(r"Sending process (?P<pid>\d+) closing signal")
-_SUMMARY_RANK = re.compile(r"^\s+rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
-_SUMMARY_CODE = re.compile(r"^\s+exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
-
-
-@dataclass(frozen=True)
-class RankExit:
-    """How a rank ended, in torchrun's words: exit code, negative for a signal; its global rank where it says that."""
-
-    pid: int
-    code: int
-    local_rank: int
-    rank: int | None
+SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Agent:
@@ -66,7 +50,7 @@ class Agent:
                 signal.signal(number, signal.SIG_IGN)
             die_with_parent(parent)
 
-        with log.open("ab") as out:
+        with os.fdopen(open_append(log), "ab") as out:
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(environment),
@@ -77,9 +61,6 @@ class Agent:
                 preexec_fn=prepare,
             )
         self._tail = Tail(log)
-        self._summary: tuple[int, int] | None = None  # rank and local rank that the next exit code belongs to
-        self.exits: dict[int, RankExit] = {}
-        self.ended: set[int] = set()  # ranks that it has told to end, because others failed
 
     @property
     def pid(self) -> int:
@@ -91,23 +72,5 @@ class Agent:
         return self._process.poll()
 
     def new_lines(self) -> list[str]:
-        """What it printed since the last call. What that tells of ranks goes to `exits`, by process id."""
-        lines = self._tail.lines(rest=self._process.poll() is not None)
-        for line in lines:
-            self._note(line)
-        return lines
-
-    def _note(self, line: str) -> None:
-        if found := _FIRST_FAILURE.search(line):
-            self._add(found, int(found["local"]), None)
-        elif found := _CLOSING.search(line):
-            self.ended.add(int(found["pid"]))
-        elif found := _SUMMARY_RANK.match(line):
-            self._summary = int(found["rank"]), int(found["local"])
-        elif self._summary is not None and (found := _SUMMARY_CODE.match(line)):
-            rank, local_rank = self._summary
-            self._add(found, local_rank, rank)
-
-    def _add(self, found: re.Match[str], local_rank: int, rank: int | None) -> None:
-        pid = int(found["pid"])
-        self.exits[pid] = RankExit(pid, int(found["code"]), local_rank, rank)
+        """What it printed since the last call."""
+        return self._tail.lines(rest=self._process.poll() is not None)

@@ -8,77 +8,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_ddp.launch.program import TICK_SECONDS, NodeProgram, say
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.launch.agent_failure import explain
+from cluster_ddp.launch.program import NodeProgram
+from cluster_ddp.launch.relay import say
+from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.spec.errors import ClusterDDPError
-
-
-def run_node(
-    run_dir: Path | str,
-    attempt: int,
-    command: Sequence[str],
-    *,
-    node_rank: int | None = None,
-    take_signals: bool = True,
-) -> int:
-    """Run one node's part of an attempt, to the end.
-
-    Parameters
-    ----------
-    command
-        The torchrun line with its placeholders.
-    node_rank
-        Default: SLURM_NODEID, else 0.
-    take_signals
-        Signals to this process are stop requests. When False the caller's handlers stay, and may wait for the ranks
-        (`attempt.stop_file` is the way to stop them then): the watching goes on in a thread of its own.
-
-    Returns
-    -------
-    int
-        0 when the ranks trained to the end or stopped as asked, 1 when they failed.
-
-    Raises
-    ------
-    ClusterDDPError
-        The run cannot be read, or this node has no address for the others.
-    """
-    rank = int(os.environ.get("SLURM_NODEID", "0")) if node_rank is None else node_rank
-    program = NodeProgram(RunDirectory(Path(run_dir)), attempt, command, node_rank=rank, take_signals=take_signals)
-    program.start()
-    if take_signals:
-        return program.watch()
-    status = 1
-    _FINISHED.clear()
-
-    def watch() -> None:
-        nonlocal status
-        try:
-            status = program.watch()
-        finally:
-            _FINISHED.set()
-
-    threading.Thread(target=watch, name="node-program", daemon=True).start()
-    while not _FINISHED.wait(TICK_SECONDS):  # short waits, so that the handlers of the caller's signals run
-        pass
-    return status
-
-
-_FINISHED = threading.Event()
-
-
-def wait_for_ranks(timeout: float) -> bool:
-    """For a signal handler of a caller of `run_node(take_signals=False)`: wait until all of this node has ended."""
-    return _FINISHED.wait(timeout)
+from cluster_ddp.run.events import NODE_FAILED, EventWriter
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m cluster_ddp.launch.node", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster_ddp.launch.node", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--run", required=True, type=Path, help="the run directory")
     parser.add_argument("--attempt", required=True, type=int, help="the attempt's number")
     parser.add_argument("--node-rank", type=int, default=None, help="default: SLURM_NODEID, else 0")
@@ -94,17 +41,32 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Entry point of ``python -m cluster_ddp.launch.node``."""
     parsed = _arguments(arguments)
+    limit_umask(parsed.run)
+    run = RunDirectory(parsed.run)
+    node_rank = int(os.environ.get("SLURM_NODEID", "0")) if parsed.node_rank is None else parsed.node_rank
     try:
-        return run_node(parsed.run, parsed.attempt, parsed.torchrun, node_rank=parsed.node_rank)
-    except ClusterDDPError as error:
-        say(f"cluster-ddp: {error}", sys.stderr)
-        return error.exit_status
+        try:
+            program = NodeProgram(run, parsed.attempt, parsed.torchrun, node_rank=node_rank)
+            program.start()
+        except (ClusterDDPError, OSError) as error:
+            return _did_not_start(run, parsed.attempt, node_rank, error)
+        return program.watch()
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except OSError:  # what could not be printed must not become the exit status
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
+    """Record why this node cannot take part, and say so; the keeper says it where this node cannot write."""
+    host, words = socket.gethostname(), explain(error, run)
+    EventWriter(run, f"node-{node_rank}").write(
+        NODE_FAILED, attempt=attempt, node=node_rank, host=host, error=f"it cannot start: {words}", suspect=True
+    )
+    say(f"cluster-ddp: node {host} cannot start: {words}", sys.stderr)  # the last line is what the keeper tells
+    return 1 if isinstance(error, OSError) else error.exit_status
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The processes of a node: which belong to an attempt, which are ranks, which are alive, and how they are ended.
 
-Every process below the agent carries the path of the node's board in its environment. That path is unique, so a scan of
-/proc by it finds them all: ranks that outlived their agent, and the workers that ranks started, however they were
-started.
+Every process below the agent carries the path of the node's heartbeat in its environment. That path is unique, so
+scanning /proc for it finds them all: ranks that outlived their agent, and the workers that ranks started, however they
+were started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-BOARD_VARIABLE = "CLUSTER_DDP_BOARD"
+from cluster_ddp.launch.signals import KILL
+from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
@@ -25,7 +26,7 @@ _KILL_PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Process:
-    """A process that carries the mark of a board.
+    """A process that carries the mark of a heartbeat file.
 
     Attributes
     ----------
@@ -40,9 +41,9 @@ class Process:
     environment: dict[str, str]
 
 
-def marked_processes(board: Path) -> list[Process]:
-    """All live processes that were started with the board in their environment; none where there is no /proc."""
-    mark = f"{BOARD_VARIABLE}={board}".encode()
+def marked_processes(heartbeat: Path) -> list[Process]:
+    """All live processes that were started with the heartbeat in their environment; none where there is no /proc."""
+    mark = f"{HEARTBEAT_VARIABLE}={heartbeat}".encode()
     found = []
     for entry in _pids():
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to read
@@ -94,13 +95,13 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def kill_all(board: Path, first: int | None = None, *, within: float = 5.0) -> list[int]:
-    """End every process of a board by SIGKILL and wait until they are gone.
+def kill_all(heartbeat: Path, first: int | None = None, *, within: float = 5.0) -> list[int]:
+    """End every process of a heartbeat file by SIGKILL and wait until they are gone.
 
     Parameters
     ----------
     first
-        Killed before the others: the agent, lest it starts ranks anew.
+        Killed before the others: the agent, which would start ranks again.
     within
         Seconds to wait; a process stuck in the kernel cannot be ended by anyone.
 
@@ -110,25 +111,30 @@ def kill_all(board: Path, first: int | None = None, *, within: float = 5.0) -> l
         The pids that are left.
     """
     if first is not None:
-        send(first, signal.SIGKILL)
+        send(first, KILL)
     end = time.monotonic() + within
-    while left := [process.pid for process in marked_processes(board)]:
+    while left := [process.pid for process in marked_processes(heartbeat)]:
         for pid in left:
-            send(pid, signal.SIGKILL)
+            send(pid, KILL)
         if time.monotonic() > end:
             break
         time.sleep(_KILL_PAUSE_SECONDS)
     return left
 
 
-def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent: int | None = None, number: signal.Signals = KILL) -> None:
     """Have the kernel send this process a signal when its parent ends (Linux; elsewhere nothing happens).
 
-    To be called in the child. The kernel looks at the thread that started the child, so start it from a thread that
-    lives as long as the process.
+    Call it in the child. The kernel watches the thread that started the child, so start it from a thread that lives as
+    long as the process.
+
+    Parameters
+    ----------
+    parent
+        Process id of the parent where the child knows it: the signal comes even if the parent has ended by now.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above took effect
+    if parent is not None and os.getppid() != parent:  # it ended before the line above took effect
         os.kill(os.getpid(), number)

@@ -2,121 +2,132 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from typing import TextIO
 
-from cluster_ddp.launch import evidence
+from cluster_ddp.job import JobSpec, load_run_job
+from cluster_ddp.launch import hang_dump
 from cluster_ddp.launch.address import LOOPBACK, local_address
 from cluster_ddp.launch.agent import SURVIVED, Agent
-from cluster_ddp.launch.environment import ADDRESS_VARIABLE, node_environment, report
+from cluster_ddp.launch.agent_failure import agent_failure
+from cluster_ddp.launch.ending import DONE, FAILED, HUNG, STOPPED, SUPERSEDED, Ending
+from cluster_ddp.launch.environment import node_environment
+from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.failures import Failures
-from cluster_ddp.launch.guard import Guard
-from cluster_ddp.launch.processes import catches, kill_all, send
-from cluster_ddp.launch.ranks import LocalRanks, Rank
-from cluster_ddp.launch.relay import Tail
+from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.processes import kill_all
+from cluster_ddp.launch.rank_warnings import RankWarnings
+from cluster_ddp.launch.ranks import LocalRanks
+from cluster_ddp.launch.reaper import Reaper
+from cluster_ddp.launch.relay import Relay, say
+from cluster_ddp.launch.report import EnvironmentReport
+from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.launch.torchrun import fill_in, option, trains_a_task
+from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.launch.watchdog import Hang, Watchdog
 from cluster_ddp.run import events
-from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, HANG
-from cluster_ddp.run.storage import Storage, write_json
-from cluster_ddp.spec import load_resolved, unknown_keys
+from cluster_ddp.run.stopfile import AGENT_LOST, HANG
 
 TICK_SECONDS = 0.2
+_AGENT_LOG = "agent.log"
 _WATCHDOG_SECONDS = 1.0
-_NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
-_OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
-_NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
-_COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
-_STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
-_SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
-_LOST_AGENT_SECONDS = 60
-
-# How a node ended, in the event `node-finished`.
-DONE = "done"
-STOPPED = "stopped"
-FAILED = "failed"
-KILLED = "killed"
-HUNG = "hang"
+_NEWER_SECONDS = 2.0
+_STANDSTILL_SECONDS = 5.0
+_AGENT_LOST_SECONDS = 60.0  # for ranks without an agent to save
 
 
 class NodeProgram:
     """Watches over one torchrun agent and its ranks, from start to end.
 
+    Making it takes signals, if it is to, and prepares all that can fail; `start` starts the agent, `watch` sees it
+    through.
+
     Parameters
     ----------
     command
         The torchrun line with its placeholders.
-    take_signals
-        Signals to this process are stop requests. When False, another owns the signals of this process (submitit).
+
+    Raises
+    ------
+    ClusterDDPError
+        The job cannot be read, or this node has no address for the others.
     """
 
-    def __init__(
-        self, run: RunDirectory, attempt: int, command: Sequence[str], *, node_rank: int, take_signals: bool = True
-    ) -> None:
-        self._spec = load_resolved(run.job_file)
-        for remark in unknown_keys(run.job_file):
-            print(f"cluster-ddp: {remark}", file=sys.stderr, flush=True)
+    def __init__(self, run: RunDirectory, attempt: int, command: Sequence[str], *, node_rank: int) -> None:
+        job = load_run_job(run.job_file)
+        spec = job.spec
+        for remark in job.remarks:
+            say(f"cluster-ddp: {remark}", sys.stderr)
         self._attempt = run.attempt(attempt)
         self._node_rank = node_rank
+        self._host = socket.gethostname()
+        self._endpoint = option(command, "--rdzv-endpoint")
         self._procs = int(option(command, "--nproc-per-node"))
         self._trains_a_task = trains_a_task(command)
+        self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
         self._log_dir = self._attempt.logs(node_rank)
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        address = _own_address(spec, command)
+        self._command = fill_in(command, is_host=node_rank == 0, local_addr=address, log_dir=str(self._log_dir))
         self._events = events.EventWriter(run, f"node-{node_rank}")
-        self._board = Board.create(slots=self._procs)
-        self._command = fill_in(
-            command, is_host=node_rank == 0, local_addr=self._address(command), log_dir=str(self._log_dir)
-        )
+        self._heartbeat = HeartbeatFile.create(slots=self._procs)
         self._environment = node_environment(
-            self._spec, self._attempt, node_rank=node_rank, procs=self._procs, board=self._board.path, base=os.environ
+            spec,
+            self._attempt,
+            node_rank=node_rank,
+            procs=self._procs,
+            heartbeat=self._heartbeat.path,
+            base=os.environ,
         )
-        warning = signal.Signals[f"SIG{self._spec.requeue.signal}"]
+        warning = signal.Signals[f"SIG{spec.requeue.signal}"]
         self._survives = {*SURVIVED, warning}
+        self._ranks = LocalRanks(self._heartbeat, self._procs)
+        self._watchdog = Watchdog(spec.launch.hang_timeout, spec.launch.join_timeout)
         self._stopping = Stopping(
             self._attempt,
-            self._board,
+            self._heartbeat,
             self._events,
             node_rank=node_rank,
             warning=warning,
             share="SLURM_JOB_ID" not in os.environ,
         )
-        if take_signals:
-            self._stopping.listen()
-        self._ranks = LocalRanks(self._board, self._procs)
-        self._watchdog = Watchdog(self._spec.launch.hang_timeout, self._spec.launch.join_timeout)
+        self._ending = Ending(self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task)
+        self._sign_of_life = SignOfLife(self._log_dir)
         self._next_watch = 0.0
-        self._shown: Tail | None = None
+        self._next_look_for_newer = 0.0
+        self._ticked = time.monotonic_ns()
+        self._agent_lost = False
         self._outcome: str | None = None
-        self._passed_on = False
-        self._lost = False
-        self._alone_since: float | None = None
-        self._reporter: threading.Thread | None = None
+        self._stopping.listen()
 
     def start(self) -> None:
-        """Start the agent and the guard. To be called from a thread that lives until the end."""
+        """Start the agent, and the reaper that ends it if this process dies.
+
+        Call it from a thread that lives to the end: the kernel ends the agent with it.
+        """
         self._began = time.monotonic()
-        self._agent = Agent(self._command, self._environment.variables, self._log_dir / "agent.log", self._survives)
-        self._guard = Guard(self._board.path)  # the agent takes a second to become more than one process
-        self._failures = Failures(self._ranks, self._agent, self._events, self._attempt, self._node_rank)
-        self._events.write(
-            events.NODE_STARTED,
-            attempt=self._attempt.number,
-            node=self._node_rank,
-            host=socket.gethostname(),
-            procs=self._procs,
-            pid=os.getpid(),
-            script=not self._trains_a_task,
+        exits = RankExits(self._log_dir)
+        self._agent = Agent(self._command, self._environment.variables, self._log_dir / _AGENT_LOG, self._survives)
+        self._reaper = Reaper(self._heartbeat.path)  # the agent takes a second to become more than one process
+        self._relay = Relay(self._agent, self._ranks)
+        self._warnings = RankWarnings(self._ranks, self._record, self._host)
+        self._failures = Failures(self._ranks, exits, self._events, self._attempt, self._node_rank)
+        self._report = EnvironmentReport(
+            self._attempt.report_file(self._node_rank),
+            self._environment,
+            self._ranks,
+            node_rank=self._node_rank,
+            command=self._command,
         )
+        self._sign_of_life.give()
+        self._record(events.NODE_STARTED, procs=self._procs, pid=os.getpid(), script=not self._trains_a_task)
 
     def watch(self) -> int:
         """Watch until the agent and all ranks have ended.
@@ -130,129 +141,85 @@ class NodeProgram:
             while not self._tick():
                 time.sleep(TICK_SECONDS)
         finally:
-            kill_all(self._board.path, self._agent.pid)
-            self._relay(rest=True)
-            self._guard.dismiss()
+            kill_all(self._heartbeat.path, self._agent.pid)
+            self._relay.pass_on(rest=True)
+            self._warnings.poll(rest=True)
+            self._reaper.dismiss()
         return self._finish()
 
     def _tick(self) -> bool:
-        """One look at everything; True when all has ended."""
+        """Look at everything once; True when all has ended."""
+        self._note_a_standstill()
         agent_status = self._agent.poll()  # before the ranks: who is alive now has outlived it
-        gone = self._ranks.look()
-        self._note_whether_alone()
-        self._relay()
-        if self._outcome is None:
+        gone = self._ranks.poll()
+        self._sign_of_life.give()
+        self._relay.pass_on()
+        self._warnings.poll()
+        if len(self._ranks.seen) >= self._procs:
+            self._report.begin()
+        if self._outcome is None:  # ranks that this program has ended have not failed
             self._failures.note(gone, agent_ended=agent_status is not None)
-        self._report_once()
-        self._stopping.look()
-        if self._stopping.reason is not None:
-            self._stop()
-        elif time.monotonic() >= self._next_watch:
-            self._watch_for_hang()
-            self._leave_completed()
+        self._stopping.poll()
+        if self._outcome is None:
+            self._end_if_due()
         if agent_status is None:
             return False
         if not self._ranks.living:
             return True
-        if self._outcome is None and not self._lost:
-            self._lost_agent()
+        if self._outcome is None:
+            self._stop_without_agent()
         return False
 
-    def _relay(self, rest: bool = False) -> None:
-        """Pass on what torchrun says, and what rank 0 prints if it is one of ours."""
-        for line in self._agent.new_lines():
-            say(line, sys.stderr)
-        logs = [rank.stdout for rank in self._ranks.seen.values() if rank.rank == 0 and rank.stdout is not None]
-        if logs and (self._shown is None or self._shown.path != logs[-1]):  # the first, or one restarted since
-            self._show(rest=True)
-            self._shown = Tail(logs[-1])
-        self._show(rest=rest)
+    def _end_if_due(self) -> None:
+        """End what does not end by itself: after a hang, a stop request, or a completion; in this order.
 
-    def _show(self, *, rest: bool) -> None:
-        for line in self._shown.lines(rest=rest) if self._shown else []:
-            say(line, sys.stdout)
-
-    def _stop(self) -> None:
-        stopping = self._stopping
-        if stopping.reason == HANG:
+        A hang comes first, whoever has noticed it: ranks that hang cannot save.
+        """
+        stop_asked = self._stopping.reason is not None
+        if self._superseded():
+            say("cluster-ddp: a newer attempt has begun: ending without a save", sys.stderr)
+            self._end(SUPERSEDED)
+        elif self._stopping.reason == HANG:
             self._end_hung()
-        elif stopping.overdue:
-            self._end(KILLED)
-        elif not self._ranks.living:
-            self._stop_agent()
-        elif not self._trains_a_task:
-            self._stop_script()
-        elif stopping.waited() > _STARTING_SECONDS and not any(map(self._can_save, self._ranks.living)):
-            self._end(STOPPED)
-        if self._outcome is None and time.monotonic() >= self._next_watch:
-            self._watch_for_hang()
+        elif stop_asked and (outcome := self._ending.after_stop()) is not None:
+            self._end(outcome)
+        elif time.monotonic() >= self._next_watch:
+            self._next_watch = time.monotonic() + _WATCHDOG_SECONDS
+            hang = self._find_hang()
+            if hang is not None:
+                self._record_hang(hang)
+                self._stopping.ask(HANG, step=hang.step)
+                self._end_hung()
+            elif not stop_asked and self._ending.after_completion():
+                self._end(DONE)
 
-    def _note_whether_alone(self) -> None:
-        """An agent whose ranks have ended waits for those of other nodes, perhaps in vain, to end or to restart."""
-        if self._ranks.living or not self._ranks.seen:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = time.monotonic()
+    def _note_a_standstill(self) -> None:
+        """Slurm may suspend the job: the ranks have stood still as this process has, and do not hang."""
+        now, before = time.monotonic_ns(), self._ticked
+        self._ticked = now
+        if now - before > _STANDSTILL_SECONDS * 1e9:
+            self._watchdog.forgive(before, now)
 
-    def _alone_for(self) -> float:
-        return 0.0 if self._alone_since is None else time.monotonic() - self._alone_since
+    def _superseded(self) -> bool:
+        """Whether the job was started elsewhere: a node that is cut from Slurm's controller is not told to end."""
+        if time.monotonic() < self._next_look_for_newer:
+            return False
+        self._next_look_for_newer = time.monotonic() + _NEWER_SECONDS
+        return is_superseded(self._attempt)
 
-    def _stop_agent(self) -> None:
-        """End an agent without ranks: they have saved what there was to save."""
-        if not self._ranks.seen:
-            overdue = self._stopping.waited() > _NO_RANKS_SECONDS
-        else:
-            lost = self._stopping.reason == AGENT_LOST and self._ranks.all_done()
-            overdue = self._alone_for() > (_NO_OTHERS_SECONDS if lost else _OTHERS_SECONDS)
-        if overdue:
-            self._stopping.tell_others()  # they would wait for the ranks of this node until network.timeout
-            self._end(STOPPED)
-
-    def _leave_completed(self) -> None:
-        """End an agent that waits for others although all is done; torchrun would hold the machines for minutes."""
-        if self._alone_for() > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete()):
-            self._end(DONE)
-
-    def _run_is_complete(self) -> bool:
-        told = (event for event in events.read_events(self._attempt.run) if event["event"] == events.COMPLETED)
-        return any(event.get("attempt") == self._attempt.number for event in told)
-
-    def _can_save(self, rank: Rank) -> bool:
-        return self._ranks.phase(rank) not in (None, Phase.STARTING)
-
-    def _stop_script(self) -> None:
-        """Ranks that do not know the board are sent SIGTERM. Where none handles it, there is nothing to wait for."""
-        strangers = [rank for rank in self._ranks.living if self._ranks.phase(rank) is None]
-        listening = [rank for rank in strangers if catches(rank.pid, signal.SIGTERM)]
-        if len(strangers) == len(self._ranks.living) and (not listening or self._stopping.level == AT_ONCE):
-            self._end(STOPPED)
-        elif listening and not self._passed_on:
-            self._passed_on = True
-            for rank in listening:
-                send(rank.pid, signal.SIGTERM)
-            if self._stopping.deadline is None:
-                self._stopping.end_within(_SCRIPT_SECONDS)
-
-    def _watch_for_hang(self) -> None:
-        self._next_watch = time.monotonic() + _WATCHDOG_SECONDS
+    def _find_hang(self) -> Hang | None:
         stopping_for = None if self._stopping.reason is None else self._stopping.waited()
-        hang = self._watchdog.look(self._ranks.slots(), time.monotonic_ns(), stopping_for=stopping_for)
+        hang = self._watchdog.check(self._ranks.slots(), time.monotonic_ns(), stopping_for=stopping_for)
         if hang is None and self._trains_a_task:
-            hang = self._watchdog.look_at_strangers(self._ranks.strangers())
-        if hang is not None and self._outcome is None:
-            self._record_hang(hang)
-            self._stopping.ask(HANG, step=hang.step)
-            self._end_hung()
+            hang = self._watchdog.check_unregistered(self._ranks.unregistered(), time.monotonic())
+        return hang
 
     def _record_hang(self, hang: Hang) -> None:
-        reason = hang.describe(socket.gethostname())
+        reason = hang.describe(self._host)
         say(f"cluster-ddp: {reason}", sys.stderr)
-        self._events.write(
+        self._record(
             events.HANG,
-            attempt=self._attempt.number,
             step=hang.step,
-            node=self._node_rank,
-            host=socket.gethostname(),
             rank=hang.rank,
             phase=hang.phase.name.lower(),
             seconds=round(hang.silent, 1),
@@ -261,73 +228,61 @@ class NodeProgram:
         )
 
     def _end_hung(self) -> None:
-        if self._outcome is None:
-            collected = evidence.collect(self._ranks.living, self._board.path)
-            say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}", sys.stderr)
-            self._end(HUNG)
+        collected = hang_dump.collect(self._ranks.living, self._heartbeat.path)
+        say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}", sys.stderr)
+        self._end(HUNG)
 
-    def _lost_agent(self) -> None:
+    def _stop_without_agent(self) -> None:
         """Ranks without an agent can still save: all of them stop, here and on the other nodes."""
-        self._lost = True
-        self._stopping.ask(AGENT_LOST, grace=max(_LOST_AGENT_SECONDS, self._spec.requeue.warning))
+        if not self._agent_lost:
+            self._agent_lost = True
+            self._stopping.ask(AGENT_LOST, grace=self._agent_lost_grace)
 
     def _end(self, outcome: str) -> None:
-        if self._outcome is None:
-            self._outcome = outcome
-            kill_all(self._board.path, self._agent.pid)
+        self._outcome = outcome
+        kill_all(self._heartbeat.path, self._agent.pid)
 
     def _finish(self) -> int:
         agent_status = self._agent.poll()
         if self._outcome is None:
-            # Status travels by the board: torchrun turns everything into 0 or 1, and a rank that has done all its work
+            # Status comes from the heartbeat: torchrun turns everything into 0 or 1, and a rank that has done its work
             # may still abort while Python shuts down.
             clean = agent_status == 0 or self._ranks.all_done()
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
+        if self._outcome == FAILED and not self._ranks.seen:
+            self._record_agent_failure(agent_status)
         status = 0 if self._outcome in (DONE, STOPPED) else 1
-        self._events.write(
+        self._record(
             events.NODE_FINISHED,
-            attempt=self._attempt.number,
-            node=self._node_rank,
-            host=socket.gethostname(),
             outcome=self._outcome,
             reason=self._stopping.reason,
             status=status,
             agent_status=agent_status,
             seconds=round(time.monotonic() - self._began, 1),
+            step=max(filter(None, map(self._ranks.step, self._ranks.seen.values())), default=None),
         )
-        self._report_once(final=True)
-        evidence.remove_pipes(self._board.path)
-        self._board.unlink()
+        self._sign_of_life.end()
+        self._report.finish()
+        hang_dump.remove_pipes(self._heartbeat.path)
+        hang_dump.remove_empty_stacks(self._attempt, self._ranks.seen.values())
+        self._heartbeat.unlink()
         return status
 
-    def _report_once(self, final: bool = False) -> None:
-        """Write the environment report when the ranks are known, beside the watching: asking for GPUs takes a while."""
-        if self._reporter is None and (final or len(self._ranks.seen) >= self._procs):
-            self._reporter = threading.Thread(target=self._write_report, name="environment-report", daemon=True)
-            self._reporter.start()
-        if final and self._reporter is not None:
-            self._reporter.join()
+    def _record_agent_failure(self, agent_status: int | None) -> None:
+        """An agent that gave up before there were ranks: why stands in its log only."""
+        failure = agent_failure(self._log_dir / _AGENT_LOG, agent_status, self._endpoint)
+        say(f"cluster-ddp: node {self._host} failed: {failure.error}", sys.stderr)
+        self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
 
-    def _write_report(self) -> None:
-        ranks = [
-            {"rank": rank.rank, "local_rank": rank.local_rank, "pid": rank.pid}
-            for rank in sorted(self._ranks.seen.values(), key=lambda rank: rank.local_rank)
-        ]
-        content = report(self._environment, node_rank=self._node_rank, ranks=ranks, command=self._command)
-        with contextlib.suppress(OSError):  # a full disk must not end the training
-            write_json(Storage(), self._attempt.report_file(self._node_rank), content)
-
-    def _address(self, command: Sequence[str]) -> str:
-        given = os.environ.get(ADDRESS_VARIABLE)
-        if given:
-            return given
-        master = option(command, "--rdzv-endpoint").rpartition(":")[0].strip("[]")
-        nodes = int(option(command, "--nnodes").rpartition(":")[2])
-        interface = os.environ.get("NCCL_SOCKET_IFNAME") or self._spec.network.socket_ifname
-        return local_address(master or LOOPBACK, nodes=nodes, interface=interface)
+    def _record(self, event: str, **fields: object) -> None:
+        self._events.write(event, attempt=self._attempt.number, node=self._node_rank, host=self._host, **fields)
 
 
-def say(line: str, stream: TextIO) -> None:
-    """Print a line. A terminal that was closed, or a full disk behind the output, must not end the training."""
-    with contextlib.suppress(OSError):
-        print(line, file=stream, flush=True)
+def _own_address(spec: JobSpec, command: Sequence[str]) -> str:
+    known = os.environ.get(ADDRESS_VARIABLE)
+    if known:
+        return known
+    master = option(command, "--rdzv-endpoint").rpartition(":")[0].strip("[]")
+    nodes = int(option(command, "--nnodes").rpartition(":")[2])
+    interface = os.environ.get("NCCL_SOCKET_IFNAME") or spec.network.socket_ifname
+    return local_address(master or LOOPBACK, nodes=nodes, interface=interface)

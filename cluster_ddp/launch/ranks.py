@@ -1,4 +1,4 @@
-"""The ranks of this node: found below the agent, matched with the board, and what they said when they died."""
+"""The ranks of this node: found below the agent, matched with the heartbeat file, and what they said when they died."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase, RankSlot
 from cluster_ddp.launch.processes import is_alive, marked_processes
-from cluster_ddp.run.board import Board, Phase, Slot
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
@@ -30,7 +30,7 @@ class Rank:
     Attributes
     ----------
     rank
-        Global rank; -1 for one that ended before it could be looked at.
+        Global rank.
     stdout, stderr
         Its log files; None where the system does not tell.
     error_file
@@ -49,21 +49,21 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """What a dead rank left.
+class RankError:
+    """What a dead rank left of an error.
 
     Attributes
     ----------
-    error
-        What it said last of an error; None when it said nothing.
+    message
+        A traceback, or the trainer's own message.
     time
-        Unix seconds of that.
+        Unix seconds when it was written.
     follows
         It says itself that it ended because another rank did.
     """
 
-    error: str | None
-    time: float | None
+    message: str
+    time: float
     follows: bool = False
 
 
@@ -72,70 +72,83 @@ class LocalRanks:
 
     Parameters
     ----------
-    board
-        The node's board.
+    heartbeat
+        The node's heartbeat file.
     procs
         How many ranks the agent starts.
+    clock
+        Monotonic seconds.
+
+    Attributes
+    ----------
+    seen
+        All ranks that there have been, by process id.
+    none_since
+        When the last living rank had ended; None while there are some, and before there were any.
     """
 
-    def __init__(self, board: Board, procs: int) -> None:
-        self._board = board
+    def __init__(self, heartbeat: HeartbeatFile, procs: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._heartbeat = heartbeat
         self._procs = procs
+        self._clock = clock
         self._living: dict[int, Rank] = {}
         self.seen: dict[int, Rank] = {}
+        self.none_since: float | None = None
 
     @property
     def living(self) -> list[Rank]:
-        """The ranks that were alive at the last `look`."""
+        """The ranks that were alive at the last `poll`."""
         return list(self._living.values())
 
-    def look(self) -> list[Rank]:
-        """Look at the processes, and return the ranks that have ended since the last look."""
+    def poll(self) -> list[Rank]:
+        """Find new ranks, and return those that have ended since the last call."""
         gone = [rank for rank in self._living.values() if not is_alive(rank.pid)]
         for rank in gone:
             del self._living[rank.pid]
         if len(self._living) < self._procs:
-            for rank in _find(self._board.path):
+            for rank in _find(self._heartbeat.path):
                 if rank.pid not in self.seen:
                     self._living[rank.pid] = self.seen[rank.pid] = rank
+        if self._living or not self.seen:
+            self.none_since = None
+        elif self.none_since is None:
+            self.none_since = self._clock()
         return gone
 
-    def missed(self, pid: int, local_rank: int, rank: int | None, logs: Path) -> Rank:
-        """Take in a rank that ended before it was ever looked at, as the board and torchrun's logs tell of it."""
-        slot = self._board.slots[local_rank]
-        # torchrun numbers the ranks of a node one after the other.
-        others = (other.rank - other.local_rank + local_rank for other in self.seen.values() if other.rank >= 0)
-        known = slot.rank if slot.pid == pid else next(others, -1)
+    def add_unseen(self, pid: int, rank: int, local_rank: int, logs: Path) -> Rank:
+        """Take in a rank that ended before it was ever seen alive; torchrun's log folders tell where its logs are."""
         folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=lambda folder: folder.stat().st_mtime)
-        files = [folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")]
-        self.seen[pid] = Rank(pid, known if rank is None else rank, local_rank, files[0], files[1], files[2])
+        stdout, stderr, error = (
+            folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")
+        )
+        self.seen[pid] = Rank(pid, rank, local_rank, stdout, stderr, error)
         return self.seen[pid]
 
-    def slots(self) -> list[Slot]:
-        """The slots of the ranks that are alive; a rank that died leaves its last words in its slot."""
-        return [slot for slot in self._board.slots if slot.pid in self._living]
+    def slots(self) -> list[RankSlot]:
+        """The slots of the ranks that are alive; a rank that died leaves its last step and phase in its slot."""
+        return [slot for slot in self._heartbeat.slots if slot.pid in self._living]
 
-    def strangers(self) -> list[Rank]:
-        """The ranks that are alive but not on the board: not yet, or never, for a script of the user's own."""
+    def unregistered(self) -> list[Rank]:
+        """The ranks that are alive but not on the heartbeat file: not yet, or never, for a script of the user's own."""
         return [rank for rank in self.living if self.phase(rank) is None]
 
     def phase(self, rank: Rank) -> Phase | None:
-        """What a rank says it is doing; None when it is not on the board."""
-        slot = self._board.slots[rank.local_rank]
+        """What a rank says it is doing; None when it is not on the heartbeat file."""
+        slot = self._heartbeat.slots[rank.local_rank]
         return slot.phase if slot.pid == rank.pid else None
 
     def step(self, rank: Rank) -> int | None:
-        """The last step that a rank finished; None before the first, and for a rank that is not on the board."""
-        slot = self._board.slots[rank.local_rank]
+        """The last step that a rank finished; None before the first, and for a rank that is not on the heartbeat."""
+        slot = self._heartbeat.slots[rank.local_rank]
         return slot.step if slot.pid == rank.pid and slot.step >= 0 else None
 
     def all_done(self) -> bool:
         """Whether every rank of the node said that its work is done."""
-        return all(slot.pid and slot.phase is Phase.DONE for slot in self._board.slots)
+        return all(slot.pid and slot.phase is Phase.DONE for slot in self._heartbeat.slots)
 
 
-def _find(board: Path) -> Iterable[Rank]:
-    for process in marked_processes(board):
+def _find(heartbeat: Path) -> Iterable[Rank]:
+    for process in marked_processes(heartbeat):
         variables = process.environment
         if process.leads_session and variables.get("RANK", "").isdigit() and variables.get("LOCAL_RANK", "").isdigit():
             error_file = variables.get("TORCHELASTIC_ERROR_FILE")
@@ -156,20 +169,21 @@ def _file_behind(pid: int, descriptor: int) -> Path | None:
     return None
 
 
-def last_words(rank: Rank) -> LastWords:
-    """What a rank left: from its error file, else the end of its stderr if that holds a traceback."""
+def read_error(rank: Rank) -> RankError | None:
+    """The error of a dead rank: from its error file, else the end of its stderr if that holds one."""
     if rank.error_file is not None and (found := _from_error_file(rank.error_file)):
         return found
-    if rank.stderr is not None:
-        lines = last_lines(rank.stderr)
-        first = next((number for number in range(len(lines) - 1, -1, -1) if _BEGINS_ERROR.match(lines[number])), None)
-        if first is None and any("Error" in line for line in lines):
-            first = 0
-        if first is not None:
-            follows = _FOLLOWS.match(lines[first]) is not None
-            error = _OWN_PREFIX.sub("", "\n".join(lines[first:]))
-            return LastWords(error, rank.stderr.stat().st_mtime, follows)
-    return LastWords(None, None)
+    if rank.stderr is None:
+        return None
+    lines = last_lines(rank.stderr)
+    first = next((number for number in range(len(lines) - 1, -1, -1) if _BEGINS_ERROR.match(lines[number])), None)
+    if first is None:
+        if not any("Error" in line for line in lines):
+            return None
+        first = 0
+    follows = _FOLLOWS.match(lines[first]) is not None
+    message = _OWN_PREFIX.sub("", "\n".join(lines[first:]))
+    return RankError(message, rank.stderr.stat().st_mtime, follows)
 
 
 def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
@@ -184,7 +198,7 @@ def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
     return [_RANK_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-count:]
 
 
-def _from_error_file(path: Path) -> LastWords | None:
+def _from_error_file(path: Path) -> RankError | None:
     """torchrun's form: ``{"message": text}`` or ``{"message": {"message": text, "extraInfo": {"timestamp": ...}}}``."""
     try:
         message: Any = json.loads(path.read_bytes())["message"]
@@ -197,4 +211,4 @@ def _from_error_file(path: Path) -> LastWords | None:
             moment = float(extra["timestamp"])  # type: ignore[index]
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
         message = callstack or message.get("message", "")
-    return LastWords(str(message).strip(), moment)
+    return RankError(str(message).strip(), moment)

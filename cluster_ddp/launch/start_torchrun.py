@@ -1,17 +1,28 @@
-"""``python -m cluster_ddp.launch.start_torchrun``: torchrun, with all its arguments, up in two thirds of the time.
+"""``python -m cluster_ddp.launch.start_torchrun``: torchrun, with all its arguments.
 
-The ranks start only after the agent has imported torch, so what is saved here is saved at each resume.
+It records how ranks end, and is up sooner than torchrun itself: the ranks start only after the agent has imported
+torch, so what is saved here is saved at each resume.
 """
 
 from __future__ import annotations
 
-from cluster_ddp.startup import no_garbage
+import os
+import sys
+from pathlib import Path
+
+from cluster_ddp.launch.exits import record_exits
+from cluster_ddp.launch.torchrun import option, trains_a_task
+from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
+from cluster_ddp.process import gc_paused
 
 
 def main() -> None:
     """Be torchrun."""
-    with no_garbage():
+    with gc_paused():
         from torch.distributed import run
+    if not trains_a_task(sys.argv):  # a script finds its neighbours, as when it is run by itself
+        os.environ.pop(SAFE_PATH_VARIABLE, None)
+    record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
 
 

@@ -1,6 +1,6 @@
 """The stop requests of one node: where they come from, how they add up, and until when they wait.
 
-They come by signal, by the attempt's stop file, or from the node program itself. Each goes to the ranks over the board;
+They come by signal, by the attempt's stop file, or from the node program. Each goes to the ranks by the heartbeat;
 levels only rise. A second signal, or a grace too short for anything else, means: save at once.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from collections.abc import Callable
 
-from cluster_ddp.run.board import Board
+from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.signals import present
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
 from cluster_ddp.run.stopfile import (
@@ -40,20 +42,24 @@ class Stopping:
         The signal that the batch system sends ahead of the time limit.
     share
         Leave a stop file for the other nodes when a signal asks this one: where no batch script does.
+    clock
+        Monotonic seconds.
     """
 
     def __init__(
         self,
         attempt: AttemptDirectory,
-        board: Board,
+        heartbeat: HeartbeatFile,
         events: EventWriter,
         *,
         node_rank: int,
         warning: signal.Signals,
         share: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._attempt = attempt
-        self._board = board
+        self._heartbeat = heartbeat
         self._events = events
         self._node_rank = node_rank
         self._share = share
@@ -62,11 +68,8 @@ class Stopping:
         self._next_file_poll = 0.0
         self._read: StopRequest | None = None
         self._reasons = {
-            signal.SIGTERM: TERMINATED,
-            signal.SIGHUP: TERMINATED,
-            signal.SIGUSR1: TIME_LIMIT,
-            signal.SIGUSR2: TIME_LIMIT,
-            warning: TIME_LIMIT,
+            **dict.fromkeys(present("SIGTERM", "SIGHUP"), TERMINATED),
+            **dict.fromkeys((*present("SIGUSR1", "SIGUSR2"), warning), TIME_LIMIT),
             signal.SIGINT: PERSON,
         }
         self._by = f"node {node_rank} ({socket.gethostname()})"
@@ -76,23 +79,23 @@ class Stopping:
         self.deadline: float | None = None
 
     def listen(self) -> None:
-        """Take signals from now on. The handlers only note them; `look` acts."""
+        """Take signals from now on. The handlers only note them; `poll` acts."""
         for number in self._reasons:
-            signal.signal(number, lambda given, _frame: self._signals.append((signal.Signals(given), time.monotonic())))
+            signal.signal(number, lambda given, _frame: self._signals.append((signal.Signals(given), self._clock())))
 
-    def look(self) -> None:
-        """Act on the signals and on the stop file, which is looked at twice a second."""
+    def poll(self) -> None:
+        """Act on the signals and on the stop file, which is read twice a second."""
         arrived, self._signals = self._signals, []
         # Of signals that came together, those that tell why come first: SIGTERM may overtake the warning it follows.
-        for number, moment in sorted(arrived, key=lambda one: self._reasons[one[0]] == TERMINATED):
+        for number, moment in sorted(arrived, key=lambda arrival: self._reasons[arrival[0]] == TERMINATED):
             self._signalled(number, moment)
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_file_poll:
             self._next_file_poll = now + _FILE_POLL_SECONDS
-            self._look_at_file()
+            self._poll_file()
 
     def ask(self, reason: str, *, grace: float | None = None, step: int | None = None) -> None:
-        """The node program itself wants the whole attempt to stop."""
+        """Have the whole attempt stop, for a reason that the node program itself has found."""
         self._take(self._leave_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
 
     def tell_others(self) -> None:
@@ -102,17 +105,17 @@ class Stopping:
 
     def end_within(self, seconds: float) -> None:
         """What is left in `seconds` from now is to be killed; an earlier deadline stays."""
-        deadline = time.monotonic() + seconds
+        deadline = self._clock() + seconds
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
     @property
     def overdue(self) -> bool:
         """Whether the time that ranks have to end is over."""
-        return self.deadline is not None and time.monotonic() > self.deadline
+        return self.deadline is not None and self._clock() > self.deadline
 
     def waited(self) -> float:
         """Seconds since the first request; 0 when there was none."""
-        return 0.0 if self.since is None else time.monotonic() - self.since
+        return 0.0 if self.since is None else self._clock() - self.since
 
     def _signalled(self, number: signal.Signals, moment: float) -> None:
         before, self._last_signal = self._last_signal, (number, moment)
@@ -133,7 +136,7 @@ class Stopping:
         except OSError:
             return request  # the storage is full or gone: at least this node stops
 
-    def _look_at_file(self) -> None:
+    def _poll_file(self) -> None:
         # Listing the folder makes an NFS client look at the server again; it may remember for a minute that there was
         # no such file.
         try:
@@ -149,13 +152,13 @@ class Stopping:
         short = request.grace is not None and request.grace <= SHORT_GRACE_SECONDS
         level = max(self.level, AT_ONCE if short else request.level)
         reason = request.reason if self.reason is None or _outranks(request.reason, self.reason) else self.reason
-        self.since = time.monotonic() if self.since is None else self.since
+        self.since = self._clock() if self.since is None else self.since
         if request.grace is not None:
             self.end_within(request.grace)
         if (level, reason) == (self.level, self.reason):
             return
         self.level, self.reason = level, reason
-        self._board.post_stop(level, reason)
+        self._heartbeat.post_stop(level, reason)
         self._events.write(
             STOP_REQUESTED,
             attempt=self._attempt.number,

@@ -3,7 +3,7 @@
 What differs from node to node stands in the line as a placeholder, ``{is_host}``, ``{local_addr}`` and ``{log_dir}``,
 which the node program fills in. Options that came after torch 2.4 (which signals the agent handles, how long it waits
 for ranks that it ends) are not in the line: the node program sets them as ``PET_...`` variables, which a torchrun that
-does not know them passes over.
+does not know them ignores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec
 
 TORCHRUN = "torchrun"
 START_MODULE = "cluster_ddp.launch.start_torchrun"
@@ -31,7 +31,7 @@ def torchrun_command(
     Parameters
     ----------
     run_directory, rdzv_id, endpoint
-        Text that goes into the line as it is; for a batch script it may hold shell variables.
+        Strings that go into the line as they are; for a batch script they may hold shell variables.
     nodes, procs
         Nodes, and ranks per node; a batch script may name a shell variable.
 
@@ -95,7 +95,7 @@ def option(command: Sequence[str], name: str) -> str:
 
 
 def trains_a_task(command: Sequence[str]) -> bool:
-    """Whether the ranks are this package's trainer, which knows the board; else they are the user's own script."""
+    """Whether the ranks are this package's trainer, which knows the heartbeat; else they are the user's own script."""
     end = _options_end(command)
     return list(command[end : end + 2]) == ["-m", TRAIN_MODULE]
 

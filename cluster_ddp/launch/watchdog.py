@@ -1,21 +1,20 @@
 """The hang watchdog: notices that no step finishes any more.
 
-A distributed job that hangs looks busy: every rank waits in a collective for one that does not come. What tells is that
-ranks on the board give no sign of life. How long to wait is set (``launch.hang_timeout``) or learned from what the
-steps took until now. A start-up is watched too, with more patience; after a stop request there is less of it.
+A distributed job that hangs looks busy: every rank waits in a collective for one that does not come. What gives it away
+is that ranks on the heartbeat show no sign of life. How long to wait is set (``launch.hang_timeout``) or learned from
+what the steps have taken so far. A start-up is watched too, with more patience; after a stop request there is less.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from cluster_ddp.launch.heartbeat import Phase, RankSlot
 from cluster_ddp.launch.ranks import Rank
-from cluster_ddp.run.board import Phase, Slot
 
 SHORTEST_LEARNED = 60.0  # seconds; a learned timeout is never shorter
 UNLEARNED = 1800.0  # seconds: until enough steps were seen, and where no steps are made (evaluating, saving)
@@ -75,9 +74,15 @@ class Watchdog:
         self._start = max(self._set or 0.0, join_timeout + START_MARGIN)
         self._pauses: deque[float] = deque(maxlen=_REMEMBERED)
         self._last: dict[int, _Seen] = {}
+        self._stood_still = (0, 0)
 
-    def look(self, slots: Iterable[Slot], now_ns: int, *, stopping_for: float | None = None) -> Hang | None:
-        """Learn from the signs of life since the last look, and say which rank hangs, the longest silent if several.
+    def forgive(self, since_ns: int, until_ns: int) -> None:
+        """Do not count a time in which the watching process itself stood still, on the clock of `check`."""
+        self._stood_still = (since_ns, until_ns)
+        self._last.clear()  # no pause between steps is learned across it
+
+    def check(self, slots: Iterable[RankSlot], now_ns: int, *, stopping_for: float | None = None) -> Hang | None:
+        """Learn from the signs of life since the last call, and say which rank hangs, the longest silent if several.
 
         Parameters
         ----------
@@ -89,12 +94,12 @@ class Watchdog:
             Seconds since all were asked to stop; None when they were not. A rank that does not come to it is given up
             sooner then.
         """
-        hangs = [hang for slot in slots if (hang := self._look_at(slot, now_ns, stopping_for))]
+        hangs = [hang for slot in slots if (hang := self._check(slot, now_ns, stopping_for))]
         return max(hangs, key=lambda hang: hang.silent, default=None)
 
-    def look_at_strangers(self, ranks: Iterable[Rank]) -> Hang | None:
-        """Say which rank hangs before it has come to the board, as when it imports modules from a dead storage."""
-        hangs = [Hang(rank.rank, -1, Phase.STARTING, time.monotonic() - rank.since, self._start) for rank in ranks]
+    def check_unregistered(self, ranks: Iterable[Rank], now: float) -> Hang | None:
+        """Say which rank hangs before it has come to the heartbeat, as when it imports modules from a dead storage."""
+        hangs = [Hang(rank.rank, -1, Phase.STARTING, now - rank.since, self._start) for rank in ranks]
         return next((hang for hang in hangs if hang.silent > hang.timeout), None)
 
     def timeout(self, phase: Phase) -> float:
@@ -114,9 +119,10 @@ class Watchdog:
             return min(self.timeout(phase), STOPPING_SAVE)
         return min(self.timeout(phase), max(STOPPING_WORK, _TIMES_LONGEST * max(self._pauses, default=0.0)))
 
-    def _look_at(self, slot: Slot, now_ns: int, stopping_for: float | None) -> Hang | None:
+    def _check(self, slot: RankSlot, now_ns: int, stopping_for: float | None) -> Hang | None:
         pid, phase, step, beat = slot.pid, slot.phase, slot.step, slot.beat_ns
-        silent = (now_ns - beat) / 1e9
+        since, until = self._stood_still
+        silent = (now_ns - beat - (until - max(since, beat) if beat < until else 0)) / 1e9
         if phase is Phase.TRAINING:
             self._learn(pid, _Seen(step, beat, silent))
         else:
@@ -129,7 +135,7 @@ class Watchdog:
         return Hang(slot.rank, step, phase, silent, timeout) if waited > timeout else None
 
     def _learn(self, pid: int, now: _Seen) -> None:
-        """Of several steps since the last look, their mean is known, and how long the first had taken by then."""
+        """Of several steps since the last call, their mean is known, and how long the first had taken by then."""
         before = self._last.get(pid)
         if before is not None and now.step > before.step:
             mean = (now.beat - before.beat) / 1e9 / (now.step - before.step)

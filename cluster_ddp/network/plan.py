@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.network.profiles import PROFILES
 from cluster_ddp.network.variables import (
     LEVEL_VARIABLES,
     LEVELS,
-    MOST_SOCKET_THREADS,
-    MOST_SOCKETS,
+    MAX_SOCKET_THREADS,
+    MAX_SOCKETS,
     RENAMED,
     WITHOUT_EFFECT,
 )
-from cluster_ddp.spec.errors import ClusterDDPError
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import NetworkSpec
+    from cluster_ddp.job import NetworkSpec
 
+_DEFAULT_TIMEOUT = 1800
+_DEFAULT_DEBUG = "warn"
 _DEBUG: dict[str, dict[str, str]] = {
     "off": {},
     "warn": {"NCCL_DEBUG": "WARN"},
@@ -38,11 +41,22 @@ class NetworkError(ClusterDDPError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable to export, and why."""
+    """One variable to export, and why.
+
+    Attributes
+    ----------
+    explicit
+        The job file names it, so that it beats what was exported; a default yields to that.
+    """
 
     name: str
     value: str
     why: str
+    explicit: bool = False
+
+    def beats(self, exported: Mapping[str, str]) -> bool:
+        """Whether it is to be set where these variables are set already. An empty one counts as not set."""
+        return self.explicit or not exported.get(self.name)
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,16 @@ class NetworkPlan:
         return {setting.name: setting.value for setting in self.settings}
 
 
-def resolve(network: NetworkSpec) -> NetworkPlan:
-    """Work out the variables: the profile's defaults, beaten by the keys, beaten by `env`.
+def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> NetworkPlan:
+    """Work out the variables: the profile's defaults, beaten by what was exported, by the keys, and by `env`.
+
+    Parameters
+    ----------
+    network
+        The section of the job file.
+    exported
+        The environment that the variables will be added to, where it is known. What stays as it was exported is not
+        among the settings.
 
     Raises
     ------
@@ -80,11 +102,11 @@ def resolve(network: NetworkSpec) -> NetworkPlan:
     chosen: dict[str, Setting] = {}
     remarks: list[str] = []
 
-    def put(name: str, value: str, why: str) -> None:
-        chosen[name] = Setting(name, value, why)
+    def put(name: str, value: str, why: str, *, explicit: bool = True) -> None:
+        chosen[name] = Setting(name, value, why, explicit)
 
     for name, default in PROFILES[network.profile].items():
-        put(name, default.value, f"profile {network.profile}: {default.why}")
+        put(name, default.value, f"profile {network.profile}: {default.why}", explicit=False)
     if network.ib_disable is not None:
         put("NCCL_IB_DISABLE", "1" if network.ib_disable else "0", "network.ib_disable")
     if network.socket_ifname:
@@ -97,10 +119,11 @@ def resolve(network: NetworkSpec) -> NetworkPlan:
                 f"network.socket_ifname: Gloo cannot exclude interfaces as {network.socket_ifname} does for NCCL; "
                 "set GLOO_SOCKET_IFNAME in network.env if Gloo picks a wrong one."
             )
-    for name, value in _DEBUG[network.debug].items():
-        put(name, value, f"network.debug: {network.debug}")
+    for name, value in _DEBUG[network.debug or _DEFAULT_DEBUG].items():
+        why = f"network.debug: {network.debug}" if network.debug else f"the default of network.debug: {_DEFAULT_DEBUG}"
+        put(name, value, why, explicit=network.debug is not None)
 
-    timeout = int(network.timeout)
+    timeout = int(network.timeout or _DEFAULT_TIMEOUT)
     for name, value in network.env.items():
         if name == "NCCL_TIMEOUT":
             timeout = _seconds(value)
@@ -109,14 +132,44 @@ def resolve(network: NetworkSpec) -> NetworkPlan:
                 f"timeout, which is what was meant; write it as network.timeout: {timeout}s."
             )
         elif name in WITHOUT_EFFECT:
-            remarks.append(f"network.env.{name} has no effect: {WITHOUT_EFFECT[name]}. It is left out.")
+            remarks.append(f"network.env.{name} has no effect: {WITHOUT_EFFECT[name]}. It is omitted.")
         elif name in RENAMED:
             remarks.append(f"network.env.{name} is torch's and called {RENAMED[name]} now; exported under that name.")
             put(RENAMED[name], value, f"network.env.{name}")
         else:
             put(name, value, "network.env")
     _check_values({setting.name: setting.value for setting in chosen.values()})
-    return NetworkPlan(tuple(chosen.values()), timeout, tuple(remarks))
+    exported = exported or {}
+    if exported.get("NCCL_TIMEOUT"):
+        set_by = "network.env" if "NCCL_TIMEOUT" in network.env else "network.timeout" if network.timeout else None
+        timeout, remark = _exported_timeout(exported["NCCL_TIMEOUT"], timeout, set_by)
+        remarks.append(remark)
+    remarks += [said for setting in chosen.values() if (said := _said_once(setting, exported))]
+    return NetworkPlan(
+        tuple(setting for setting in chosen.values() if setting.beats(exported)), timeout, tuple(remarks)
+    )
+
+
+def _said_once(setting: Setting, exported: Mapping[str, str]) -> str | None:
+    """Which of two values counts, where the job and the person's environment differ."""
+    value = exported.get(setting.name)
+    if not value or value == setting.value:
+        return None
+    if setting.explicit:
+        return f"{setting.name}={value} is exported, but the job sets {setting.value} ({setting.why}), which counts."
+    return f"{setting.name}={value} is exported and counts, not {setting.value} ({setting.why})."
+
+
+def _exported_timeout(value: str, timeout: int, set_by: str | None) -> tuple[int, str]:
+    """The process-group timeout where NCCL_TIMEOUT is exported, and what a person should know."""
+    if set_by is not None:
+        return timeout, f"NCCL_TIMEOUT={value} is exported, but {set_by} sets the timeout to {timeout} s, which counts."
+    if not value.strip().isdigit() or int(value) == 0:
+        return timeout, f"NCCL_TIMEOUT={value} is exported, but is not a number of seconds: the timeout is {timeout} s."
+    return int(value), (
+        f"NCCL_TIMEOUT={value} is exported: NCCL has no such variable. Its {int(value)} s became the process-group "
+        f"timeout, which is what was meant; write it as network.timeout: {int(value)}s."
+    )
 
 
 def _gloo_interfaces(nccl: str) -> str:
@@ -127,7 +180,7 @@ def _gloo_interfaces(nccl: str) -> str:
 def _seconds(value: str) -> int:
     if not value.strip().isdigit() or int(value) == 0:
         raise NetworkError(
-            f"network.env.NCCL_TIMEOUT: {value!r} is no number of seconds. Write network.timeout instead, such as 30m."
+            f"network.env.NCCL_TIMEOUT: {value!r} is not a number of seconds. Set network.timeout instead, such as 30m."
         )
     return int(value)
 
@@ -142,12 +195,12 @@ def _check_values(variables: dict[str, str]) -> None:
             )
     threads = _number(variables, "NCCL_SOCKET_NTHREADS", 1)
     sockets = _number(variables, "NCCL_NSOCKS_PERTHREAD", 1)
-    if threads > MOST_SOCKET_THREADS:
-        raise NetworkError(f"network.env.NCCL_SOCKET_NTHREADS: {threads} is more than NCCL's {MOST_SOCKET_THREADS}.")
-    if threads * sockets > MOST_SOCKETS:
+    if threads > MAX_SOCKET_THREADS:
+        raise NetworkError(f"network.env.NCCL_SOCKET_NTHREADS: {threads} is more than NCCL's {MAX_SOCKET_THREADS}.")
+    if threads * sockets > MAX_SOCKETS:
         raise NetworkError(
             f"network.env: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD is {threads} x {sockets} = "
-            f"{threads * sockets}; NCCL takes at most {MOST_SOCKETS}."
+            f"{threads * sockets}; NCCL takes at most {MAX_SOCKETS}."
         )
 
 

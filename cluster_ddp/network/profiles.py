@@ -16,7 +16,6 @@ class Default(NamedTuple):
 PROFILES: Mapping[str, Mapping[str, Default]] = {
     # NCCL's own detection is right on most clusters: set nothing that was not asked for.
     "auto": {},
-    "custom": {},
     "ethernet": {
         "NCCL_IB_DISABLE": Default("1", "no InfiniBand: NCCL uses plain sockets"),
         "NCCL_SOCKET_NTHREADS": Default("4", "one thread cannot fill a fast Ethernet link"),

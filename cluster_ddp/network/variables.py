@@ -28,6 +28,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Variables that guides repeat and that no NCCL of today reads."""
 
-MOST_SOCKET_THREADS = 16
-MOST_SOCKETS = 64
+MAX_SOCKET_THREADS = 16
+MAX_SOCKETS = 64
 """NCCL's limits: threads per connection, and threads times sockets per thread."""

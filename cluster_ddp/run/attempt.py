@@ -6,15 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from cluster_ddp.run.attempt_record import (
-    AttemptRecord,
-    end_attempt,
-    find_attempt,
-    last_attempt,
-    list_attempts,
-    read_attempt,
-)
+from cluster_ddp.run.attempt_record import AttemptRecord, read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.ending import refuse_ended
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import (
     COMPLETED,
@@ -27,25 +21,9 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
-from cluster_ddp.run.outcome import refuse_ended
 from cluster_ddp.run.record import add_slurm_job, update_record
+from cluster_ddp.run.requeue import Decision, decide, record_decision
 from cluster_ddp.run.storage import Storage, write_json
-from cluster_ddp.run.verdict import Verdict, judge, record_verdict
-
-__all__ = [
-    "AttemptRecord",
-    "attempt_is_alive",
-    "begin_attempt",
-    "end_attempt",
-    "find_attempt",
-    "is_earlier_start",
-    "last_attempt",
-    "list_attempts",
-    "read_attempt",
-    "request_resume",
-]
-
-_RECORD_NAME = "attempt.json"
 
 
 def begin_attempt(
@@ -90,7 +68,7 @@ def begin_attempt(
     """
     history = read_history(run)
     refuse_ended(history)
-    last, verdict = history.last, None
+    last, decision = history.last, None
     while True:
         if last is not None:
             same = slurm_job_id is not None and (last.slurm_job_id, last.restart_count) == (slurm_job_id, restart_count)
@@ -98,7 +76,7 @@ def begin_attempt(
                 return run.attempt(last.number)
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 _refuse_alive(run, history, last, job_alive)
-            verdict = _judge_late(history, last)
+            decision = _judge_late(history, last)
         number = last.number + 1 if last is not None else 0
         record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
         try:
@@ -109,8 +87,8 @@ def begin_attempt(
             break
         # Another process was first. Its folder is looked up by name: a listing may be old on network storage.
         history, last = read_history(run), read_attempt(run.attempt(number))
-    if last is not None and verdict is not None:
-        record_verdict(run.attempt(last.number), verdict, writer=login_writer())
+    if last is not None and decision is not None:
+        record_decision(run.attempt(last.number), decision, writer=login_writer())
     if slurm_job_id is not None:
         add_slurm_job(run, slurm_job_id)
     update_record(run, nodes=nodes, procs=procs)
@@ -137,7 +115,7 @@ def is_earlier_start(last: AttemptRecord, slurm_job_id: str | None, restart_coun
 def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -> None:
     """Record that a person wants the run to go on.
 
-    It clears cancelled, stalled, failed and stopped, and the stall guard and the count of requeues begin anew. The
+    It clears cancelled, stalled, failed and stopped, and the stall guard and the count of requeues start from zero. The
     caller has made sure that no attempt is alive.
 
     Parameters
@@ -166,13 +144,13 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
     record.
     """
     storage = Storage()
-    draft = run.attempts / f".begin-{os.urandom(6).hex()}"
-    storage.mkdir(draft)
+    draft = AttemptDirectory(run.attempts / f".begin-{os.urandom(6).hex()}")
+    storage.mkdir(draft.path)
     try:
-        write_json(storage, draft / _RECORD_NAME, record.to_json())
-        storage.rename(draft, run.attempt(record.number).path)
+        write_json(storage, draft.record_file, record.to_json())
+        storage.rename(draft.path, run.attempt(record.number).path)
     except OSError:
-        storage.rmtree(draft)
+        storage.rmtree(draft.path)
         if run.attempt(record.number).record_file.exists():
             return False
         raise
@@ -180,7 +158,7 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
     return True
 
 
-def _judge_late(history: History, last: AttemptRecord) -> Verdict | None:
+def _judge_late(history: History, last: AttemptRecord) -> Decision | None:
     """Judge an attempt that was killed before anyone could: None when that was done, or is forgiven.
 
     Raises
@@ -191,11 +169,11 @@ def _judge_late(history: History, last: AttemptRecord) -> Verdict | None:
     if last.ended is not None or last.number < history.first_number:
         return None
     attempt = history.run.attempt(last.number)
-    verdict = judge(history.run, attempt)
-    if verdict.action == "stall":
-        record_verdict(attempt, verdict, writer=login_writer())
-        raise RunEnded(f"run {history.run.id} has stalled: {verdict.reason}", "STALLED")
-    return verdict
+    decision = decide(history.run, attempt)
+    if decision.action == "stall":
+        record_decision(attempt, decision, writer=login_writer())
+        raise RunEnded(f"run {history.run.id} has stalled: {decision.reason}", "STALLED")
+    return decision
 
 
 def _refuse_alive(

@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.lines import is_number, read_json_object
 from cluster_ddp.run.liveness import ProcessIdentity, read_identity
+from cluster_ddp.run.reading import as_time, as_whole, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
+from cluster_ddp.slurm.states import is_job_id
+
+_MOST_DIGITS = 6  # of an attempt's number
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,13 @@ def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
     job_id = value.get("slurm_job_id")
     return AttemptRecord(
         number=attempt.number,
-        begun=_time(value.get("begun")) or _folder_time(attempt),
+        begun=as_time(value.get("begun")) or _folder_time(attempt),
         process=read_identity(value),
-        slurm_job_id=str(job_id) if isinstance(job_id, (str, int)) else None,
-        restart_count=_count(value.get("restart_count")) or 0,
-        nodes=_count(value.get("nodes")),
-        procs=_count(value.get("procs")),
-        ended=_time(value.get("ended")),
+        slurm_job_id=str(job_id) if is_job_id(str(job_id)) else None,
+        restart_count=as_whole(value.get("restart_count")) or 0,
+        nodes=as_whole(value.get("nodes")),
+        procs=as_whole(value.get("procs")),
+        ended=as_time(value.get("ended")),
     )
 
 
@@ -72,19 +75,9 @@ def list_attempts(run: RunDirectory) -> list[AttemptDirectory]:
     return [run.attempt(number) for number in sorted(int(name) for name in names if _is_number(name))]
 
 
-def last_attempt(run: RunDirectory) -> AttemptDirectory | None:
-    """The latest attempt of a run; None before the first."""
-    attempts = list_attempts(run)
-    return attempts[-1] if attempts else None
-
-
-def find_attempt(run: RunDirectory, slurm_job_id: str, restart_count: int) -> AttemptDirectory | None:
-    """The attempt that one allocation has begun, the latest if Slurm used the id again; None before it has."""
-    for attempt in reversed(list_attempts(run)):
-        record = read_attempt(attempt)
-        if (record.slurm_job_id, record.restart_count) == (slurm_job_id, restart_count):
-            return attempt
-    return None
+def is_superseded(attempt: AttemptDirectory) -> bool:
+    """Whether a newer attempt of the run has begun: then this one, cut off perhaps, is to end without saving."""
+    return any(other.number > attempt.number for other in list_attempts(attempt.run))
 
 
 def end_attempt(attempt: AttemptDirectory) -> None:
@@ -100,7 +93,7 @@ def end_attempt(attempt: AttemptDirectory) -> None:
 
 
 def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) >= 3
+    return name.isascii() and name.isdigit() and 3 <= len(name) <= _MOST_DIGITS
 
 
 def _folder_time(attempt: AttemptDirectory) -> float:
@@ -108,11 +101,3 @@ def _folder_time(attempt: AttemptDirectory) -> float:
         return attempt.path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _time(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

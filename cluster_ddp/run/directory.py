@@ -1,22 +1,23 @@
-"""Where everything of a run lies, how a run is made, and how it is found again."""
+"""Where everything of a run lies on shared storage: the one home of the names in its folder."""
 
 from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cluster_ddp.run.errors import RunError, RunNotFound
-from cluster_ddp.run.record import new_record, write_record
-from cluster_ddp.run.storage import Storage, replace_file
+_CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
-if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
 
-_MAX_CANDIDATES_SHOWN = 10
+class _Inside:
+    """A name in a folder, as an attribute of the class that stands for the folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: AttemptDirectory | RunDirectory, _: object) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class AttemptDirectory:
 
     path: Path
 
+    record_file = _Inside("attempt.json")  # who began it, where and when
+    stop_file = _Inside("stop")  # exists when training is to save and end
+
     @property
     def run(self) -> RunDirectory:
-        """The run it belongs to."""
         return RunDirectory(self.path.parent.parent)
 
     @property
@@ -35,22 +38,14 @@ class AttemptDirectory:
         """0 for the first attempt."""
         return int(self.path.name)
 
-    @property
-    def record_file(self) -> Path:
-        """Who began it, where and when."""
-        return self.path / "attempt.json"
-
-    @property
-    def stop_file(self) -> Path:
-        """Exists when training is to save and end."""
-        return self.path / "stop"
+    def stacks_file(self, rank: int) -> Path:
+        """Where a rank writes the stacks of its threads when it is asked for them."""
+        return self.path / f"stacks-rank{rank}.txt"
 
     def report_file(self, node: int | str) -> Path:
-        """The environment report of one node."""
         return self.path / f"environment-{node}.json"
 
     def logs(self, node_rank: int) -> Path:
-        """The folder of the logs of one node's ranks."""
         return self.path / f"node-{node_rank}"
 
     def samples_file(self, rank: int) -> Path:
@@ -64,178 +59,45 @@ class RunDirectory:
 
     path: Path
 
+    job_file = _Inside("job.yaml")  # the resolved job
+    script = _Inside("job.sbatch")  # exactly what was submitted to Slurm
+    resume_file = _Inside("resume.json")  # who resumed it last; changed by one call of `resume` at a time
+    record_file = _Inside("run.json")  # the run's identity; a folder is a run when this file exists
+    events = _Inside("events")  # a file for each writer
+    metrics_file = _Inside("metrics.jsonl")  # written by rank 0
+    attempts = _Inside("attempts")
+    checkpoints = _Inside("checkpoints")
+    wandb = _Inside("wandb")  # wandb's own files
+
     @property
     def id(self) -> str:
         """`<name>-<yyyymmdd-hhmmss>-<4 hex>`."""
         return self.path.name
-
-    @property
-    def job_file(self) -> Path:
-        """The resolved job."""
-        return self.path / "job.yaml"
-
-    @property
-    def script(self) -> Path:
-        """Exactly what was submitted to Slurm."""
-        return self.path / "job.sbatch"
-
-    @property
-    def record_file(self) -> Path:
-        """The run's identity; a folder is a run when this file exists."""
-        return self.path / "run.json"
-
-    @property
-    def events(self) -> Path:
-        """The folder of the event files, one per writer."""
-        return self.path / "events"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One JSON object per line, written by rank 0."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def attempts(self) -> Path:
-        """The folder of the attempts."""
-        return self.path / "attempts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def wandb(self) -> Path:
-        """The folder of wandb's own files."""
-        return self.path / "wandb"
 
     def attempt(self, number: int) -> AttemptDirectory:
         """The attempt of that number, whether it exists or not."""
         return AttemptDirectory(self.attempts / f"{number:03d}")
 
     def exists(self) -> bool:
-        """Whether this folder holds a run."""
-        return os.path.isfile(self.record_file)  # noqa: PTH113 - Path.is_file raises where one may not look
+        """Whether this folder holds a run; one whose record cannot be read is a run, too."""
+        return os.path.lexists(self.record_file)
 
 
-def runs_dir_of(spec: JobSpec | None) -> Path:
-    """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute."""
-    chosen = spec.runs_dir if spec is not None else None
-    return _absolute(chosen or os.environ.get("CLUSTER_DDP_RUNS") or "runs")
+def step_name(step: int) -> str:
+    """The folder of the complete checkpoint of a step; nothing else in ``<run>/checkpoints`` begins with ``step-``."""
+    return f"step-{step:08d}"
 
 
-def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
-    """Make the folder of a new run and everything in it that is known before it starts.
+def step_of(name: str) -> int | None:
+    """The step of a complete checkpoint by its folder's name; None for any other name."""
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found.group(1)) if found and name == step_name(int(found.group(1))) else None
 
-    Parameters
-    ----------
-    spec
-        The resolved job.
-    runs_dir
-        Where the folder is made; made too if need be.
-    via
-        How the run is started: sbatch, submitit, local or manual.
-    script
-        The text of the batch script, when there is one.
 
-    Raises
-    ------
-    RunError
-        The folder cannot be written.
-    """
-    from cluster_ddp.spec import dump_resolved  # loads pydantic, which most users of this module do without
-
-    storage = Storage()
+def steps_in(checkpoints: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, ascending; empty when the folder does not exist."""
     try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        run = _new_folder(storage, runs_dir, spec.name)
-        for folder in (run.events, run.attempts, run.checkpoints):
-            storage.mkdir(folder)
-        replace_file(storage, run.job_file, dump_resolved(spec).encode())
-        if script is not None:
-            replace_file(storage, run.script, script.encode(), mode=0o700)
-        write_record(storage, run, new_record(spec, run_id=run.id, via=via))  # last: it makes the folder a run
-    except OSError as error:
-        raise RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.") from error
-    return run
-
-
-def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
-    while True:
-        run = RunDirectory(runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
-        try:
-            storage.mkdir(run.path)
-        except FileExistsError:
-            continue  # made by another in the same second: draw again
-        return run
-
-
-def list_runs(folder: Path) -> list[RunDirectory]:
-    """The runs in a folder, and in the sweeps in it, the oldest first; none when the folder does not exist."""
-    try:
-        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
-    except OSError:
+        names = os.listdir(checkpoints)  # noqa: PTH208 - only the names are wanted
+    except FileNotFoundError:
         return []
-    runs = [RunDirectory(entry) for entry in entries if RunDirectory(entry).exists()]
-    for entry in entries:
-        if is_sweep(entry):
-            runs += list_runs(entry)
-    return sorted(runs, key=lambda run: (_created(run), run.id))
-
-
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep: a folder with one sweep.json and runs inside."""
-    return os.path.isfile(folder / "sweep.json")  # noqa: PTH113 - as in RunDirectory.exists
-
-
-def find_sweep(text: str, runs_dir: Path) -> Path | None:
-    """The folder of the sweep that `text` names, by path or by name; None when it names no sweep."""
-    candidates = [_absolute(text), runs_dir / text]
-    return next((folder for folder in candidates if is_sweep(folder)), None)
-
-
-def find_run(text: str, runs_dir: Path) -> RunDirectory:
-    """The run that `text` names: a run directory, a run id, or a unique prefix of one.
-
-    Raises
-    ------
-    RunNotFound
-        None is meant, or more than one; the message lists what is there.
-    """
-    if not text.strip():
-        raise RunNotFound("no run is named: give a run directory, a run id or the beginning of one")
-    at_path = RunDirectory(_absolute(text))
-    if at_path.exists():
-        return at_path
-    if os.sep in text:
-        raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
-    runs = list_runs(runs_dir)
-    found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise RunNotFound(
-            f"'{text}' could be any of {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}"
-        )
-    if not runs:
-        raise RunNotFound(
-            f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
-            "the folder that holds the runs."
-        )
-    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(runs[::-1])}")
-
-
-def _absolute(text: str) -> Path:
-    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path.expanduser raises for an unknown user
-
-
-def _created(run: RunDirectory) -> str:
-    """The time in the run's id, as text that sorts; empty when a person renamed the folder."""
-    stamp = re.search(r"-(\d{8}-\d{6})-[0-9a-f]{4}$", run.id)
-    return stamp.group(1) if stamp else ""
-
-
-def _names(runs: list[RunDirectory]) -> str:
-    shown = "".join(f"\n  {run.id}" for run in runs[:_MAX_CANDIDATES_SHOWN])
-    more = len(runs) - _MAX_CANDIDATES_SHOWN
-    return shown + (f"\n  and {more} more" if more > 0 else "")
+    return sorted(step for name in names if (step := step_of(name)) is not None)

@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.run.lines import is_number, read_json_lines
+from cluster_ddp.printing import put
+from cluster_ddp.run.reading import as_time, as_whole, read_json_lines
+from cluster_ddp.run.storage import Storage, open_lines
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
 
 # The names of all events. `started` and `resumed` (rank 0 of training) carry step, world_size, total_steps;
 # `checkpoint` step, samples; `stopped` step, reason; `completed` step; `failed` step (or null), rank, node, error,
-# phase; `rank-failed` rank, node, host, error, and signal when one killed it; `resume-requested` the last attempt
+# phase; `rank-failed` rank, node, host, error, and signal when one killed it;
+# `node-failed` host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
+# agent gave up before there were ranks); `resume-requested` the last attempt
 # before it, and cancels: how many `cancelled` there were; `host-suspected` the last attempt before it, host and
 # slurm_job_id: Slurm has given the job a host that failed more than once, and the job was asked to avoid it.
 SUBMITTED = "submitted"
@@ -31,6 +34,9 @@ CHECKPOINT = "checkpoint"
 STOP_REQUESTED = "stop-requested"
 PREEMPTED = "preempted"
 REQUEUED = "requeued"
+START_FAILED = "start-failed"  # by the batch script: slurm_job_id, restart_count, host, reason, queued (again?)
+REQUEUE_DELAYED = "requeue-delayed"  # reason: Slurm does not answer; the keeper goes on trying
+REQUEUE_FAILED = "requeue-failed"  # reason
 STOPPED = "stopped"
 STALLED = "stalled"
 COMPLETED = "completed"
@@ -39,13 +45,22 @@ CANCELLED = "cancelled"
 NODE_STARTED = "node-started"
 NODE_FINISHED = "node-finished"
 NODE_LOST = "node-lost"
+NODE_FAILED = "node-failed"
 RANK_FAILED = "rank-failed"
 HANG = "hang"
 CHECKPOINT_FAILED = "checkpoint-failed"
 CHECKPOINT_DAMAGED = "checkpoint-damaged"
+REMOVAL_FAILED = "removal-failed"  # name, reason: a checkpoint that is no longer kept takes up room
 CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
 RESUME_REQUESTED = "resume-requested"
 HOST_SUSPECTED = "host-suspected"
+WARNING = "warning"  # rank, host, message: training goes on, but a person should know
+
+# The values that others compute with, compare or look up; what is of another kind in a file is as good as not there.
+_WHOLE = frozenset({"step", "samples", "total_steps", "world_size", "rank", "cancels"})
+_PLAIN = frozenset(
+    {"node", "host", "signal", "reason", "error", "by", "phase", "outcome", "via", "slurm_job_id", "training"}
+)
 
 
 class EventWriter:
@@ -73,7 +88,7 @@ class EventWriter:
         try:
             _append_line(self.path, line.encode() + b"\n")
         except OSError as error:
-            print(f"cluster-ddp: cannot record '{event}' in {self.path}: {error}", file=sys.stderr, flush=True)
+            put(f"cluster-ddp: cannot record '{event}' in {self.path}: {error}")
             return False
         return True
 
@@ -106,29 +121,33 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
         files = sorted(path for path in run.events.iterdir() if path.suffix == ".jsonl")
     except OSError:
         return []
-    events = [event for path in files for event in read_json_lines(path) if _is_event(event)]
+    events = [_known(event) for path in files for event in read_json_lines(path) if _is_event(event)]
     events.sort(key=lambda event: float(event["time"]))
     return events
 
 
 def _is_event(value: dict[str, Any]) -> bool:
-    moment, attempt = value.get("time"), value.get("attempt")
-    return (
-        isinstance(value.get("event"), str)
-        and is_number(moment)
-        and (attempt is None or (isinstance(attempt, int) and not isinstance(attempt, bool)))
-    )
+    attempt = value.get("attempt")
+    named = isinstance(value.get("event"), str)
+    return named and as_time(value.get("time")) is not None and (attempt is None or as_whole(attempt) is not None)
+
+
+def _known(event: dict[str, Any]) -> dict[str, Any]:
+    """The event without values of a kind that this package never writes."""
+    strange = [
+        name
+        for name, value in event.items()
+        if (name in _WHOLE or (name in _PLAIN and not isinstance(value, str)))
+        and value is not None
+        and as_whole(value) is None
+    ]
+    return {name: value for name, value in event.items() if name not in strange} if strange else event
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd, torn_end = open_lines(path)
     try:
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            line = b"\n" + line  # the line before was torn: it must not take this one with it
-        rest = memoryview(line)
-        while len(rest):
-            rest = rest[os.write(fd, rest) :]
+        Storage().write(fd, torn_end + line)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""A run's events and attempts, read once and put in order: what states, verdicts and goodput are computed from."""
+"""A run's events and attempts, read once and put in order: what states, decisions and goodput are computed from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import CANCELLED, CHECKPOINT, CHECKPOINT_DAMAGED, RESUME_REQUESTED, read_events
-from cluster_ddp.run.lines import is_number
+from cluster_ddp.run.reading import as_whole
 
 Event = dict[str, Any]
 
@@ -58,7 +58,7 @@ class History:
     @cached_property
     def first_number(self) -> int:
         """Number of the first attempt since a person last asked to resume; those before it are forgiven."""
-        seen = (one["attempt"] for one in self.resume_requests if one.get("attempt") is not None)
+        seen = (event["attempt"] for event in self.resume_requests if event.get("attempt") is not None)
         return 1 + max(seen, default=-1)
 
     @cached_property
@@ -68,19 +68,27 @@ class History:
         return self.cancels[-1] if len(self.cancels) > taken_back else None
 
     def _cancels_taken_back(self, request: Event) -> int:
-        count = as_step(request.get("cancels"))
+        count = as_whole(request.get("cancels"))
         if count is None:  # by a version that did not count them
-            count = sum(one["time"] < request["time"] for one in self.cancels)
+            count = sum(cancel["time"] < request["time"] for cancel in self.cancels)
         return count
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """The events of one attempt by time; only those of the given names, if any are given."""
-        return [one for one in self.events if one.get("attempt") == number and (not names or one["event"] in names)]
+        return [
+            event for event in self.events if event.get("attempt") == number and (not names or event["event"] in names)
+        ]
 
     def current(self, name: str) -> Event | None:
-        """The last event of that name of an attempt since a person last asked to resume."""
-        found = (one for one in reversed(self.events) if one["event"] == name)
-        return next((one for one in found if (one.get("attempt") or 0) >= self.first_number), None)
+        """The last event of that name of the latest attempt, unless a person has asked to resume since.
+
+        What an earlier attempt says once another has begun does not count: a node that is cut from Slurm's controller
+        trains on while its job has been started elsewhere.
+        """
+        since = max(self.first_number, self.last_number or 0)
+        found = (event for event in reversed(self.events) if event["event"] == name)
+        counted = (since,) if self.first_number else (since, None)
+        return next((event for event in found if event.get("attempt") in counted), None)
 
     def attempts_without_progress(self, upto: int) -> int:
         """How many attempts, counted back from `upto`, ended without a checkpoint of a new step.
@@ -90,7 +98,7 @@ class History:
         idle = 0
         saved: set[int] = set()
         best = 0
-        for number in range(upto + 1):
+        for number in sorted({record.number for record in self.attempts if record.number <= upto} | {upto}):
             for event in self.of_attempt(number, CHECKPOINT, CHECKPOINT_DAMAGED):
                 step = event.get("step")
                 if not isinstance(step, int):
@@ -111,8 +119,3 @@ def read_history(run: RunDirectory) -> History:
     """Read a run's events and attempts as they are now."""
     attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
     return History(run, tuple(read_events(run)), attempts)
-
-
-def as_step(value: Any) -> int | None:
-    """A step from an event or a metrics line; None when it is no whole number."""
-    return value if isinstance(value, int) and is_number(value) else None

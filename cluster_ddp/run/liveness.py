@@ -1,6 +1,6 @@
 """Whether a process that was written down some time ago, perhaps on another machine, is still there.
 
-A process id alone says little: ids are reused, machines restart, containers number their processes anew. So the machine
+A process id alone says little: ids are reused, machines restart, containers number their own processes. So the machine
 (by its boot), the id's namespace and the moment the process started are written down with it.
 """
 
@@ -59,7 +59,7 @@ def is_alive(process: ProcessIdentity) -> bool | None:
         return False
     if process.boot_id != _boot_id():
         same_machine = process.host == socket.gethostname()
-        return False if same_machine else None  # this machine has started anew since, or it is another one
+        return False if same_machine else None  # this machine has restarted since, or it is another one
     if process.namespace != _namespace():
         return None
     if not process.boot_id and process.host != socket.gethostname():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from cluster_ddp.run.lines import is_number, parse_object
+from cluster_ddp.run.reading import as_number, as_time, as_whole, read_json_lines
 
 # A long run's file is too long to read at each look; this much of its end holds tens of thousands of lines.
 _TAIL_BYTES = 4 << 20
@@ -23,7 +22,7 @@ class LatestMetrics:
     step, samples
         Of the latest line; None before the first.
     values
-        Latest value of each metric.
+        Latest value of each metric; NaN when it was not finite.
     steps, times
         Of each attempt that the end of the file tells of: the highest step and the latest time (Unix seconds).
     """
@@ -38,31 +37,20 @@ class LatestMetrics:
 
 def read_latest(path: Path) -> LatestMetrics:
     """Read the end of a metrics file; steps that were done again after a crash count as the later attempt says."""
-    lines = _tail(path)
-    rows = [row for line in lines if (row := parse_object(line)) is not None and _whole(row.get("step")) is not None]
-    rows.sort(key=lambda row: (_whole(row.get("attempt")) or 0, row["step"]))
+    rows = [row for row in read_json_lines(path, _TAIL_BYTES) if as_whole(row.get("step")) is not None]
+    rows.sort(key=lambda row: (as_whole(row.get("attempt")) or 0, row["step"]))
     latest = LatestMetrics()
     for row in rows:
-        latest.step, latest.attempt = row["step"], _whole(row.get("attempt")) or 0
-        latest.samples = _whole(row.get("samples"))
+        latest.step, latest.attempt = row["step"], as_whole(row.get("attempt")) or 0
+        latest.samples = as_whole(row.get("samples"))
         latest.steps[latest.attempt] = row["step"]
-        if is_number(row.get("time")):
-            latest.times[latest.attempt] = max(float(row["time"]), latest.times.get(latest.attempt, 0.0))
-        latest.values.update({key: value for key, value in row.items() if key not in _POSITION and is_number(value)})
+        if (moment := as_time(row.get("time"))) is not None:
+            latest.times[latest.attempt] = max(moment, latest.times.get(latest.attempt, 0.0))
+        for key, value in row.items():
+            if key in _POSITION:
+                continue
+            if value is None:
+                latest.values[key] = math.nan  # it was not finite
+            elif (number := as_number(value)) is not None:
+                latest.values[key] = number
     return latest
-
-
-def _tail(path: Path) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(_TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []
-    return lines[1:] if start else lines
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and is_number(value) else None

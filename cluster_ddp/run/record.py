@@ -8,23 +8,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.lines import is_number
-from cluster_ddp.run.storage import Storage, write_json
+from cluster_ddp.run.lock import change_file
+from cluster_ddp.run.reading import MOST_RECORD, as_time, as_whole, read_file
+from cluster_ddp.run.storage import Storage, json_bytes, write_json
+from cluster_ddp.slurm.states import is_job_id
 
 if TYPE_CHECKING:
+    from cluster_ddp.job import JobSpec
     from cluster_ddp.run.directory import RunDirectory
-    from cluster_ddp.spec import JobSpec
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
-_LOCK_WAIT_SECONDS = 10.0
-_LOCK_STALE_SECONDS = 30.0
+_COMMENT = "cluster_ddp "  # begins the comment of a job of ours; the run's id follows
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
         via=via,
         wandb_id=os.urandom(6).hex(),
         git_revision=_git_revision(_code_folder(spec)),
-        versions=_versions(),
+        versions=package_versions(),
         nodes=spec.slurm.nodes,
         procs=procs if isinstance(procs, int) else None,
     )
@@ -87,26 +88,41 @@ def read_record(run: RunDirectory) -> RunRecord:
         It cannot be read or is not what this package wrote.
     """
     try:
-        value = json.loads(run.record_file.read_bytes())
-        known = {one.name for one in dataclasses.fields(RunRecord)}
+        value = json.loads(read_file(run.record_file, MOST_RECORD))
+        known = {field.name for field in dataclasses.fields(RunRecord)}
         record = RunRecord(**{key: entry for key, entry in value.items() if key in known})
         _check_kinds(record)
         return dataclasses.replace(record, slurm_job_ids=tuple(map(str, record.slurm_job_ids)))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{run.record_file} cannot be read ({error}); without it {run.path} is not a run") from error
+    except FileNotFoundError:
+        raise RunError(f"{run.record_file} does not exist; without it {run.path} is not a run") from None
+    except OSError as error:
+        raise RunError(f"{run.record_file} cannot be read: {error.strerror or error}") from error
+    except RecursionError:
+        raise RunError(f"{run.record_file} cannot be read: it is nested too deeply") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{run.record_file} cannot be read: {error}") from error
 
 
 def _check_kinds(record: RunRecord) -> None:
-    texts = (record.id, record.name, record.via, record.wandb_id)
-    counts = (one for one in (record.nodes, record.procs, record.global_batch) if one is not None)
-    right = (
-        all(isinstance(text, str) for text in texts)
-        and is_number(record.created)
-        and all(isinstance(count, int) and count > 0 for count in counts)
-        and isinstance(record.slurm_job_ids, (list, tuple))
-    )
-    if not right:
-        raise ValueError("a value in it is of the wrong kind")
+    def optional(check: Callable[[Any], bool], value: object) -> bool:
+        return value is None or check(value)
+
+    right = {
+        **{name: isinstance(getattr(record, name), str) for name in ("id", "name", "via", "wandb_id")},
+        "created": as_time(record.created) is not None,
+        "git_revision": optional(lambda value: isinstance(value, str), record.git_revision),
+        "versions": isinstance(record.versions, dict)
+        and all(isinstance(version, str) for version in record.versions.values()),
+        **{
+            name: optional(lambda value: (as_whole(value) or 0) > 0, getattr(record, name))
+            for name in ("nodes", "procs", "global_batch")
+        },
+        "slurm_job_ids": isinstance(record.slurm_job_ids, (list, tuple))
+        and all(is_job_id(str(job_id)) for job_id in record.slurm_job_ids),
+    }
+    wrong = [name for name, is_right in right.items() if not is_right]
+    if wrong:
+        raise ValueError(f"the value of {wrong[0]} is not one that cluster_ddp writes")
 
 
 def write_record(storage: Storage, run: RunDirectory, record: RunRecord) -> None:
@@ -114,8 +130,8 @@ def write_record(storage: Storage, run: RunDirectory, record: RunRecord) -> None
     write_json(storage, run.record_file, dataclasses.asdict(record))
 
 
-def update_record(run: RunDirectory, **changes: Any) -> RunRecord:
-    """Change some fields of the record and return the new one; other processes' changes are kept.
+def update_record(run: RunDirectory, **changes: Any) -> None:
+    """Change some fields of the record; other processes' changes are kept.
 
     Raises
     ------
@@ -124,55 +140,39 @@ def update_record(run: RunDirectory, **changes: Any) -> RunRecord:
     OSError
         It cannot be written.
     """
-    with _lock(run):
-        record = dataclasses.replace(read_record(run), **changes)
-        write_record(Storage(), run, record)
-    return record
+    _change(run, lambda record: dataclasses.replace(record, **changes))
 
 
-def add_slurm_job(run: RunDirectory, job_id: str) -> RunRecord:
-    """Note a Slurm job of the run; noting it again changes nothing."""
-    with _lock(run):
-        record = read_record(run)
-        if job_id not in record.slurm_job_ids:
-            record = dataclasses.replace(record, slurm_job_ids=(*record.slurm_job_ids, job_id))
-            write_record(Storage(), run, record)
-    return record
+def add_slurm_job(run: RunDirectory, job_id: str) -> None:
+    """Note another Slurm job of the run; see `update_record`."""
+    _change(
+        run,
+        lambda record: (
+            record
+            if job_id in record.slurm_job_ids
+            else dataclasses.replace(record, slurm_job_ids=(*record.slurm_job_ids, job_id))
+        ),
+    )
 
 
-@contextlib.contextmanager
-def _lock(run: RunDirectory) -> Iterator[None]:
-    """Keep others from changing the record between our reading and our writing it.
-
-    A file made exclusively, which works on every network file system, unlike flock. The lock of a process that died
-    is taken over after half a minute.
-    """
-    path = run.path / ".run.json.lock"
-    deadline = time.monotonic() + _LOCK_WAIT_SECONDS
-    while True:
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-            break
-        except FileExistsError:
-            if _is_stale(path):
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-            elif time.monotonic() > deadline:
-                raise RunError(f"{path} has been held for long; remove it if no process of this run is alive") from None
-            else:
-                time.sleep(0.01)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+def slurm_comment(run_id: str) -> str:
+    """The comment of a run's Slurm jobs, by which they are known: Slurm uses job ids again."""
+    return f"{_COMMENT}{run_id}"
 
 
-def _is_stale(lock: Path) -> bool:
-    try:
-        return time.time() - lock.stat().st_mtime > _LOCK_STALE_SECONDS
-    except FileNotFoundError:
-        return False
+def run_in_comment(comment: str) -> str | None:
+    """The run that the comment of a Slurm job names, before the job file's own comment; None when it names none."""
+    words = comment.removeprefix(_COMMENT).split() if comment.startswith(_COMMENT) else []
+    return words[0] if words else None
+
+
+def _change(run: RunDirectory, change: Callable[[RunRecord], RunRecord]) -> None:
+    def content() -> bytes | None:
+        before = read_record(run)
+        after = change(before)
+        return None if after == before else json_bytes(dataclasses.asdict(after))
+
+    change_file(Storage(), run.record_file, content)
 
 
 def _code_folder(spec: JobSpec) -> Path:
@@ -192,8 +192,9 @@ def _git_revision(folder: Path) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _versions() -> dict[str, str]:
-    import importlib.metadata  # slow to load, and only needed where a run is made
+def package_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that matter, here; a package that is not installed is omitted."""
+    import importlib.metadata  # slow to load, and only needed where a run or an attempt is made
 
     versions = {"python": "{}.{}.{}".format(*sys.version_info[:3])}
     for package in _PACKAGES:

@@ -1,7 +1,7 @@
 """The stop file of an attempt: the wish that training saves and ends now, left on shared storage for every node.
 
 It is how a stop reaches a run whatever started it (sbatch, submitit, local). One poller per node reads it; the node
-program hands the wish on to its ranks over the board.
+program hands the wish on to its ranks over the heartbeat file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.run.lines import is_number, parse_object
+from cluster_ddp.run.reading import MOST_RECORD, as_number, as_time, parse_object, read_file
 from cluster_ddp.run.storage import Storage, write_json
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ CANCEL = "cancel"
 HANG = "hang"
 AGENT_LOST = "agent-lost"
 
-# In the order of the codes on the board; 0 there means none. A new one goes to the end.
+# In the order of the codes on the heartbeat file; 0 there means none. A new one goes to the end.
 REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST)
 # Reasons behind which stands a person's decision that the run is not to go on by itself.
 FINAL_REASONS = frozenset({PERSON, CANCEL})
@@ -90,7 +90,7 @@ def read_stop(attempt: AttemptDirectory) -> StopRequest | None:
     is read at the next poll.
     """
     try:
-        data = attempt.stop_file.read_bytes()
+        data = read_file(attempt.stop_file, MOST_RECORD)
     except OSError:
         return None
     value = parse_object(data)
@@ -104,11 +104,7 @@ def _request(value: dict[str, Any]) -> StopRequest:
     return StopRequest(
         reason=reason if reason in REASONS else PERSON,
         level=AT_ONCE if isinstance(level, int) and level >= AT_ONCE else SAVE_AND_END,
-        grace=_seconds(value.get("grace")),
+        grace=as_number(value.get("grace")),
         by=str(value.get("by", "")),
-        time=_seconds(value.get("time")) or 0.0,
+        time=as_time(value.get("time")) or 0.0,
     )
-
-
-def _seconds(value: Any) -> float | None:
-    return float(value) if is_number(value) else None

@@ -1,7 +1,8 @@
-"""Every file operation that writes a run's data, one method each.
+"""Every file operation by which a run's files are made, replaced and removed, one method each.
 
-Tests put a `Storage` of their own in its place to interrupt a write at any operation, so nothing that writes to a run
-may go past it.
+Tests put a `Storage` of their own in its place to interrupt a write at any operation, so what must be whole or absent
+(records, job files, checkpoints) is written through it and nothing else. Files of lines (events, metrics) are appended
+to directly, `open_lines`: a torn line costs that line alone, and readers pass over it. Logs are the ranks' own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import functools
 import json
 import os
 import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,20 @@ from typing import Any
 # durable as it will get.
 _FOLDER_FLUSH_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
+NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
+"""For `os.open`: a link in place of the file is an error, for it may lead anywhere."""
 
 
 class Storage:
     """The real file system. Every method raises `OSError` as the system does."""
 
     def open_write(self, path: Path, mode: int = 0o644) -> int:
-        """Create `path`, or empty it, and return a file descriptor for writing; `mode` is subject to the umask."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        """Create `path`, or empty it, and return a file descriptor for writing; never through a link.
+
+        `mode` is subject to the umask.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | NO_LINK
+        return os.open(path, flags, mode)
 
     def write(self, fd: int, data: bytes | bytearray | memoryview) -> None:
         """Write all of `data`, however many system calls that takes."""
@@ -56,7 +65,6 @@ class Storage:
         source.replace(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file."""
         path.unlink()
 
     def mkdir(self, path: Path, mode: int = 0o777) -> None:
@@ -64,8 +72,11 @@ class Storage:
         path.mkdir(mode)
 
     def rmtree(self, path: Path) -> None:
-        """Remove a folder and all in it."""
-        shutil.rmtree(path)
+        """Remove a folder and all in it; of a link, or a file in its place, only that itself."""
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a folder durable (creations, renames and removals)."""
@@ -79,19 +90,25 @@ class Storage:
             os.close(fd)
 
 
-def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Give `path` the content `data` in one step: a reader or a crash finds the old content or the new one.
+@contextlib.contextmanager
+def created(storage: Storage, path: Path, mode: int = 0o644) -> Iterator[int]:
+    """A file descriptor for writing a new file; at the end the file is flushed, and closed whatever happens."""
+    fd = storage.open_write(path, mode)
+    try:
+        yield fd
+        storage.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            storage.close(fd)
+        raise
+    storage.close(fd)
 
-    Parameters
-    ----------
-    storage
-        Carries out each operation.
-    path
-        The file; its folder must exist.
-    data
-        The whole new content.
-    mode
-        Permissions of the new file, subject to the umask.
+
+@contextlib.contextmanager
+def replaced(storage: Storage, path: Path, mode: int = 0o644) -> Iterator[int]:
+    """A file descriptor for the new content of `path`, which takes its place in one step when the block ends.
+
+    A reader or a crash finds the old content or the new one. The folder must exist; `mode` is subject to the umask.
 
     Raises
     ------
@@ -100,12 +117,8 @@ def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o644) -
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
-        fd = storage.open_write(temporary, mode)
-        try:
-            storage.write(fd, data)
-            storage.fsync(fd)
-        finally:
-            storage.close(fd)
+        with created(storage, temporary, mode) as fd:
+            yield fd
         storage.rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -114,9 +127,58 @@ def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o644) -
     storage.fsync_dir(path.parent)
 
 
-def write_json(storage: Storage, path: Path, value: Any, mode: int = 0o644) -> None:
+def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Give `path` the content `data` in one step; see `replaced`."""
+    with replaced(storage, path, mode) as fd:
+        storage.write(fd, data)
+
+
+def write_json(storage: Storage, path: Path, value: Any) -> None:
     """Replace `path` by the JSON form of `value`, indented, with a newline at the end."""
-    replace_file(storage, path, (json.dumps(value, indent=2) + "\n").encode(), mode)
+    replace_file(storage, path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """The JSON form of `value`, indented, with a newline at the end."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def open_append(path: Path) -> int:
+    """Open a regular file for reading and appending, made if it is not there; never through a link.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened, or is no regular file: a named pipe without a reader would hold up its writer for ever.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | NO_LINK, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, and nothing is written through links", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return fd
+
+
+def open_lines(path: Path) -> tuple[int, bytes]:
+    """Open a file of lines for appending, made if it is not there.
+
+    Returns
+    -------
+    tuple
+        The file descriptor, and what has to be written first: the end of a line that a killed process left torn, which
+        would otherwise take the next one with it.
+    """
+    fd = open_append(path)
+    try:
+        size = os.fstat(fd).st_size
+        return fd, b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
+    except OSError:
+        os.close(fd)
+        raise
 
 
 @functools.cache

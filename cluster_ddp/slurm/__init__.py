@@ -1,1 +1,1 @@
-"""Everything that speaks Slurm: node lists, rendering the batch script, calling its commands, its states."""
+"""Slurm as it is: its commands, node lists, job states, and what it says about a job. Nothing of ours is known here."""

@@ -6,22 +6,19 @@ about with one call.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
-from cluster_ddp.slurm.states import SlurmJob
-from cluster_ddp.spec.errors import ClusterDDPError
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.slurm.states import SlurmJob, is_job_id
 
-COMMENT = "cluster_ddp "
-"""Begins the comment of a job of ours; the run's id follows. It tells our job from a stranger that got its id later."""
+QUEUE_FORMAT = "%i|%A|%T|%N|%r|%k"
+"""What squeue is asked for each job: id, plain id, state, nodes, reason, comment."""
 
-_KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+_KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
 """How to reach Slurm: the variables that a child job needs, too (without SLURM_CONF nothing works on some clusters)."""
 
 _BUSY = (
@@ -30,6 +27,18 @@ _BUSY = (
     "Resource temporarily unavailable",
     "Slurm temporarily unable",
 )
+_UNREACHABLE = (
+    *_BUSY,
+    "onnection refused",
+    "onnection failure",
+    "onnection timed out",
+    "o route to host",
+    "ero Bytes were transmitted or received",
+    "standby mode",
+    "not in a state to",
+)
+"""In an answer: the controller is away, starting, or handing over to another. Anything else is a no."""
+
 _PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""
 
@@ -44,6 +53,10 @@ class SlurmError(ClusterDDPError):
     """Slurm refused, cannot be reached, or is not here."""
 
     exit_status = 3
+
+
+class SlurmRefused(SlurmError):
+    """Slurm's controller was reached, and said no."""
 
 
 class SubmissionUnclear(SlurmError):
@@ -75,7 +88,7 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
         sbatch is missing, or refuses.
     """
     require("sbatch")
-    answer = _call(
+    answer = call(
         ["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ)
     )
     return parse_job_id(answer)
@@ -96,7 +109,8 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
     Parameters
     ----------
     job_ids
-        Ids, ``123`` or ``123_4``. Those that Slurm no longer knows are missing from the answer.
+        Ids, ``123`` or ``123_4``; what is none is not asked about. Those that Slurm no longer knows are missing from
+        the answer.
     seconds
         How long to wait for an answer.
 
@@ -105,7 +119,7 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
     SlurmError
         squeue is missing or the controller does not answer.
     """
-    wanted = sorted(set(job_ids))
+    wanted = sorted(filter(is_job_id, set(job_ids)))
     if not wanted:
         return {}
     require("squeue")
@@ -115,10 +129,10 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
         "--states=all",
         "--array",
         f"--jobs={','.join(wanted)}",
-        "--format=%i|%A|%T|%N|%r|%k",
+        f"--format={QUEUE_FORMAT}",
     ]
     try:
-        return parse_queue(_call(command, seconds=seconds))
+        return parse_queue(call(command, seconds=seconds))
     except SlurmError as error:
         # Asked about one job only, squeue fails where it is silent among several.
         if "Invalid job id" in str(error):
@@ -134,8 +148,7 @@ def parse_queue(answer: str) -> dict[str, SlurmJob]:
         if len(fields) != 6:
             continue
         shown, plain, state, nodes, reason, comment = fields
-        run_id = comment.removeprefix(COMMENT) if comment.startswith(COMMENT) else None
-        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, run_id)
+        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, comment)
     return jobs
 
 
@@ -147,99 +160,13 @@ def cancel_job(job_id: str) -> None:
     SlurmError
         scancel is missing, refuses, or cannot reach the controller.
     """
+    assert is_job_id(job_id), job_id
     require("scancel")
     try:
-        _call(["scancel", job_id])
+        call(["scancel", job_id])
     except SlurmError as error:
         if "Invalid job id" not in str(error) and "already completing or completed" not in str(error):
             raise
-
-
-def termination_reason(job_id: str, restart_count: int) -> str:
-    """Why Slurm ends a job, asked in the same words as in the batch script.
-
-    Parameters
-    ----------
-    job_id, restart_count
-        The job, and which of its starts this is (SLURM_RESTART_COUNT).
-
-    Returns
-    -------
-    str
-        ``time-limit``, ``preemption``, ``requeued`` (Slurm has queued it again itself: a node failure, a preemption),
-        ``cancel``, or ``terminated`` where Slurm does not end it or does not answer.
-    """
-    try:
-        require("scontrol")
-        job = f" {_call(['scontrol', 'show', 'job', '-o', job_id]).strip()} "
-    except SlurmError:
-        return "terminated"
-    if " Reason=TimeLimit " in job:
-        return "time-limit"
-    if re.search(r" PreemptTime=\d", job):
-        return "preemption"
-    if f" Restarts={restart_count} " not in job or " PreemptTime=None " not in job:
-        return "requeued"
-    return "terminated" if " JobState=RUNNING " in job else "cancel"
-
-
-def has_enough_others(job_id: str, hosts: Iterable[str], *, partition: str, nodes: int) -> bool:
-    """Whether a partition has so many nodes besides some hosts and those that the job is kept from already.
-
-    The batch script counts them in the same way.
-
-    Raises
-    ------
-    SlurmError
-        Slurm does not answer.
-    """
-    states = "--states=idle,mixed,allocated,completing"
-    up = _call(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]).split()
-    known = _excluded(job_id)
-    gone = _call(["scontrol", "show", "hostnames", known]).split() if known else []
-    return len(set(up) - set(hosts) - set(gone)) >= nodes
-
-
-def exclude_hosts(job_id: str, hosts: Sequence[str]) -> None:
-    """Keep a queued job from some hosts, besides those that it is kept from, as the batch script does.
-
-    Raises
-    ------
-    SlurmError
-        Slurm does not answer, or refuses.
-    """
-    excluded = ",".join(filter(None, [_excluded(job_id), *hosts]))
-    _call(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"])
-
-
-def _excluded(job_id: str) -> str:
-    """The node list that a job is kept from; empty where there is none."""
-    known = re.search(r" ExcNodeList=([^ (]+)", _call(["scontrol", "show", "job", "-o", job_id]))
-    return known[1] if known else ""
-
-
-def seconds_left(job_id: str) -> float:
-    """Seconds until SIGKILL, at the least, when Slurm ends a job, told as in the batch script.
-
-    It is KillWait, or the grace of a preemption where that is longer: whoever gives it, partition or QOS, Slurm sets
-    EndTime to its end and lets the job run.
-    """
-    left = 0.0
-    with contextlib.suppress(SlurmError, ValueError, OverflowError):
-        job = f" {_call(['scontrol', 'show', 'job', '-o', job_id])}"
-        found = re.search(r" JobState=RUNNING .* EndTime=(\S+) .* PreemptTime=\d", job)
-        if found:
-            left = datetime.fromisoformat(found[1]).timestamp() - time.time()
-    return max(left, kill_wait())
-
-
-def kill_wait() -> float:
-    """Seconds between SIGTERM and SIGKILL when Slurm ends a job; Slurm's own default where it does not tell."""
-    try:
-        found = re.search(r"^KillWait\s*=\s*(\d+)", _call(["scontrol", "show", "config"]), re.MULTILINE)
-    except SlurmError:
-        found = None
-    return float(found[1]) if found else 30.0
 
 
 def require(command: str) -> None:
@@ -265,9 +192,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _call(
-    command: list[str], *, environment: Mapping[str, str] | None = None, seconds: float = _COMMAND_TIMEOUT
-) -> str:
+def call(command: list[str], *, environment: Mapping[str, str] | None = None, seconds: float = _COMMAND_TIMEOUT) -> str:
     """Standard output of a command of Slurm's; tried again while the controller is too busy to answer.
 
     A submission is tried only once: after a time-out sbatch's job may be in the queue all the same.
@@ -275,15 +200,26 @@ def _call(
     pauses = () if command[0] == "sbatch" else _PAUSES
     for pause in pauses:
         try:
-            return _call_once(command, environment, seconds)
+            return call_once(command, environment=environment, seconds=seconds)
         except SlurmError as error:
             if not any(word in str(error) for word in _BUSY):
                 raise
         time.sleep(pause)
-    return _call_once(command, environment, seconds)
+    return call_once(command, environment=environment, seconds=seconds)
 
 
-def _call_once(command: list[str], environment: Mapping[str, str] | None, seconds: float) -> str:
+def call_once(
+    command: list[str], *, environment: Mapping[str, str] | None = None, seconds: float = _COMMAND_TIMEOUT
+) -> str:
+    """Standard output of a command of Slurm's.
+
+    Raises
+    ------
+    SlurmRefused
+        The controller says no; the message holds its words.
+    SlurmError
+        The command is missing, gives no answer in time, or cannot reach the controller.
+    """
     import subprocess
 
     try:
@@ -297,13 +233,14 @@ def _call_once(command: list[str], environment: Mapping[str, str] | None, second
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        kind = SubmissionUnclear if command[0] == "sbatch" else SlurmError
-        raise kind(
+        unclear = SubmissionUnclear if command[0] == "sbatch" else SlurmError
+        raise unclear(
             f"{command[0]} gave no answer in {seconds:.0f} s; is Slurm's controller up? (scontrol ping)"
         ) from None
     except OSError as error:
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error
     if done.returncode != 0:
         words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MOST_WORDS:]
-        raise SlurmError(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
+        kind = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
+        raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
     return done.stdout

@@ -11,9 +11,9 @@ import itertools
 import re
 import sys
 
-from cluster_ddp.spec.errors import ClusterDDPError
+from cluster_ddp.job.errors import ClusterDDPError
 
-MOST_HOSTS = 1_000_000
+MAX_HOSTS = 1_000_000
 """More than any cluster has: a range beyond it is a slip, and is refused before it fills the memory."""
 
 _PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<text>[A-Za-z0-9._-]+)")
@@ -21,7 +21,7 @@ _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
 
 class NodeListError(ClusterDDPError):
-    """The text is no node list of Slurm's."""
+    """The string is not a Slurm node list."""
 
 
 def expand(text: str) -> list[str]:
@@ -30,13 +30,13 @@ def expand(text: str) -> list[str]:
     Raises
     ------
     NodeListError
-        The text is malformed, or names more than a million hosts.
+        The string is malformed, or names more than a million hosts.
     """
     hosts: list[str] = []
     for item in _items(text):
         hosts.extend(_hosts(item, text))
-        if len(hosts) > MOST_HOSTS:
-            raise NodeListError(f"node list {_short(text)} names more than {MOST_HOSTS:,} hosts")
+        if len(hosts) > MAX_HOSTS:
+            raise NodeListError(f"node list {_short(text)} names more than {MAX_HOSTS:,} hosts")
     return hosts
 
 
@@ -68,8 +68,8 @@ def _hosts(item: str, whole: str) -> list[str]:
         parts.append([piece["text"]] if piece["text"] else _numbers(piece["ranges"], whole))
         count *= len(parts[-1])
         position = piece.end()
-    if count > MOST_HOSTS:
-        raise NodeListError(f"node list {_short(whole)} names more than {MOST_HOSTS:,} hosts")
+    if count > MAX_HOSTS:
+        raise NodeListError(f"node list {_short(whole)} names more than {MAX_HOSTS:,} hosts")
     if parts[0][0].startswith("-"):
         raise NodeListError(f"node list {_short(whole)}: no host's name begins with -")
     return ["".join(parts) for parts in itertools.product(*parts)]
@@ -86,8 +86,8 @@ def _numbers(ranges: str, whole: str) -> list[str]:
         first, last = int(found["first"]), int(found["last"] or found["first"])
         if last < first:
             raise NodeListError(f"node list {_short(whole)}: the range {part} runs backwards")
-        if last - first >= MOST_HOSTS:
-            raise NodeListError(f"node list {_short(whole)} names more than {MOST_HOSTS:,} hosts")
+        if last - first >= MAX_HOSTS:
+            raise NodeListError(f"node list {_short(whole)} names more than {MAX_HOSTS:,} hosts")
         # Slurm pads by the width of the first number; ClusterShell wants both ends equally wide.
         width = len(found["first"])
         numbers.extend(str(number).zfill(width) for number in RangeSet(f"{first}-{last}").intiter())

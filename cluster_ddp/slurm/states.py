@@ -1,13 +1,32 @@
-"""What Slurm says about a job, and what its state words mean for a run."""
+"""What squeue says about a job, and what Slurm's state words mean: the one place that knows them."""
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
-WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-)
+HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+"""To be started (again), but not before a person releases it. A job that is PENDING may be held, too."""
+
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED"}) | HELD
+"""To be started (again). In CONFIGURING the nodes are given, but nothing of the job runs on them yet."""
+
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+"""The job's processes may still be there."""
+
+LETS_RUN = frozenset({"RUNNING", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"})
+"""Slurm has not begun to end the job. SIGNALING shows for a moment (since 23.11) while a signal is delivered."""
+
+_JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,9})?")
+
+
+def is_job_id(text: str) -> bool:
+    """Whether `text` is the id of a job or of a task of an array, and nothing that Slurm's commands take for more."""
+    return _JOB_ID.fullmatch(text) is not None
+
+
+SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
+"""Of the active ones: its processes are there, and stand still."""
 
 
 class SlurmJob(NamedTuple):
@@ -23,27 +42,24 @@ class SlurmJob(NamedTuple):
         Why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` where Slurm has nothing to say.
     nodes : str
         The node list as Slurm writes it, empty while waiting.
-    run_id : str or None
-        The run that this job was submitted for. Slurm uses job ids again: another run's job is a stranger.
+    comment : str
+        What its owner gave it as ``--comment``.
     """
 
     job_id: str
     state: str
     reason: str
     nodes: str
-    run_id: str | None
+    comment: str
 
     @property
-    def waiting(self) -> bool:
-        """In the queue, to be started (again)."""
-        return self.state in WAITING
+    def held(self) -> bool:
+        """Whether it stays in the queue until a person releases it."""
+        return self.state in HELD or (self.state in WAITING and _says_held(self.reason))
 
-    @property
-    def active(self) -> bool:
-        """Holds nodes now."""
-        return self.state in ACTIVE
 
-    @property
-    def alive(self) -> bool:
-        """Waiting or active: Slurm will still run something of it."""
-        return self.waiting or self.active
+def _says_held(reason: str) -> bool:
+    """Whether a reason speaks of a hold: a word such as JobHeldUser, or a sentence, perhaps with underscores."""
+    return reason.startswith(("JobHeld", "JobHoldMaxRequeue")) or reason.replace("_", " ").endswith(
+        ("requeued held", "requeued in held state", "requeued in special exit state")
+    )

@@ -1,1 +1,1 @@
-"""The ways to start a run: sbatch, submitit, local, manual. One file each behind one small interface."""
+"""The ways to start a run: sbatch and submitit behind one small interface (ways.py), local, going on (resume.py)."""

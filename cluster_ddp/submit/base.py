@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cluster_ddp.run.directory import RunDirectory, create_run, runs_dir_of
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
+from cluster_ddp.run.runs import create_run, runs_dir_of
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear
-from cluster_ddp.spec.errors import ClusterDDPError
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec
 
 
 class SubmitError(ClusterDDPError):
@@ -54,7 +55,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     ClusterDDPError
         A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then.
     SlurmError
-        The job may be in the queue or not; then the run directory stays, lest the job finds it gone.
+        The job may be in the queue or not; then the run directory stays, so that the job finds it.
     """
     runs_dir = runs_dir_of(spec)
     check_writable(runs_dir)

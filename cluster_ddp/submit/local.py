@@ -6,35 +6,41 @@ several nodes.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cluster_ddp.launch.address import LOOPBACK, free_port
+from cluster_ddp.launch.address import LOOPBACK
 from cluster_ddp.launch.attempt import speak_for_script
-from cluster_ddp.launch.environment import ADDRESS_VARIABLE, TERMINAL_VARIABLE, usable_cpus
+from cluster_ddp.launch.environment import usable_cpus
+from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.processes import die_with_parent
+from cluster_ddp.launch.signals import present
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
-from cluster_ddp.run.attempt import begin_attempt, end_attempt
-from cluster_ddp.run.directory import AttemptDirectory, RunDirectory, create_run, runs_dir_of
+from cluster_ddp.launch.variables import ADDRESS_VARIABLE, SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
+from cluster_ddp.network import NetworkPlan, resolve
+from cluster_ddp.printing import put
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.events import EventWriter, login_writer
-from cluster_ddp.run.record import read_record
-from cluster_ddp.run.state import RunState, RunStatus, describe, telling_first
+from cluster_ddp.run.runs import create_run, runs_dir_of
+from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
+from cluster_ddp.run.storage import open_append
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec
 
 VIA = "local"
-EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
-FAILED_STATUS = 4
 
 _POLL_SECONDS = 0.2
 # When one node has failed the others notice by themselves, as their collectives fail; if they do not, they are ended.
@@ -63,6 +69,8 @@ class LocalStart:
         CPUs are wanted though there may be GPUs.
     port
         Of the rendezvous, on loopback.
+    python
+        The interpreter of the node programs and their ranks.
     """
 
     spec: JobSpec
@@ -71,6 +79,12 @@ class LocalStart:
     gpus: tuple[tuple[str, ...], ...]
     hide_gpus: bool
     port: int
+    python: str
+
+    @property
+    def network(self) -> NetworkPlan:
+        """The network variables that every node gets in addition to this process's environment."""
+        return resolve(self.spec.network, os.environ)
 
     def torchrun(self, run_directory: str, attempt: int) -> list[str]:
         """The torchrun line with its placeholders, as the node programs get it."""
@@ -127,11 +141,11 @@ def plan_local(
     Raises
     ------
     SubmitError
-        The devices do not divide among the nodes, or are fewer than the ranks.
+        The devices do not divide among the nodes, or are fewer than the ranks; or the interpreter is not here.
     BatchError
         The global batch cannot be divided among the ranks.
     """
-    from cluster_ddp.spec import plan_batch
+    from cluster_ddp.job import plan_batch
 
     count = nodes or 1
     devices = _devices(gpus)
@@ -151,7 +165,21 @@ def plan_local(
     if spec.task is not None:
         plan_batch(spec.train, count * ranks, global_batch)
     split = tuple(tuple(devices[node * share : (node + 1) * share]) for node in range(count))
-    return LocalStart(spec, count, ranks, split, hide_gpus=gpus is not None and not devices, port=_port(spec))
+    hide_gpus = gpus is not None and not devices
+    return LocalStart(spec, count, ranks, split, hide_gpus=hide_gpus, port=_port(spec), python=_python(spec))
+
+
+def _python(spec: JobSpec) -> str:
+    """The interpreter that ``launch.python`` names, or this one."""
+    if spec.launch.python is None:
+        return sys.executable
+    found = shutil.which(spec.launch.python)
+    if found is None:
+        raise SubmitError(
+            f"launch.python: {spec.launch.python} is not on this machine.\n"
+            "For this Python: --set launch.python=null"
+        )
+    return found
 
 
 def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunStatus]:
@@ -169,47 +197,6 @@ def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunSt
     return run, run_attempt(run, start, show=show)
 
 
-def resume_local(
-    run: RunDirectory,
-    nodes: int | None = None,
-    procs: int | None = None,
-    *,
-    gpus: str | None = None,
-    show: TextIO = sys.stdout,
-) -> int:
-    """Run the next attempt of a run on this machine, in the foreground, and print how it ended on standard error.
-
-    Parameters
-    ----------
-    nodes, procs
-        Default: those of the last attempt.
-
-    Returns
-    -------
-    int
-        The exit status: 0 when the run is complete, 4 when it failed, 5 when it was stopped.
-
-    Raises
-    ------
-    RunAlive, RunEnded
-        As `begin_attempt` says; a person's wish to resume is recorded before (`request_resume`).
-    """
-    from cluster_ddp.spec import load_resolved
-
-    record = read_record(run)
-    spec = load_resolved(run.job_file)
-    start = plan_local(
-        spec,
-        nodes=nodes or record.nodes,
-        procs=procs or record.procs,
-        gpus=gpus,
-        global_batch=record.global_batch,
-    )
-    status = run_attempt(run, start, show=show)
-    print_summary(run, status)
-    return exit_status(status)
-
-
 def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunStatus:
     """Run one attempt to its end and judge it.
 
@@ -222,13 +209,11 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     supervisor = Supervisor(attempt, start, show=show)
     supervisor.run()
     speak_for_script(attempt, EventWriter(run, login_writer()))
-    end_attempt(attempt)
+    try:
+        end_attempt(attempt)
+    except OSError as error:
+        say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
     return describe(run, None)
-
-
-def exit_status(status: RunStatus) -> int:
-    """What the command ends with for a run in this state."""
-    return EXIT_STATUS.get(status.state, FAILED_STATUS)
 
 
 class Supervisor:
@@ -243,17 +228,18 @@ class Supervisor:
         self._show = show
         self._signals: list[signal.Signals] = []
         self._asked = 0
+        self._children: list[subprocess.Popen[bytes]] = []
         self._failed_at: float | None = None
 
     def run(self) -> None:
         """Start all node programs and wait until the last has ended."""
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        handled = present("SIGINT", "SIGTERM", "SIGHUP")
         before = {number: signal.signal(number, self._note) for number in handled}
         try:
-            children = [self._start_node(node) for node in range(self._start.nodes)]
-            while any(child.poll() is None for child in children):
+            self._children = [self._start_node(node) for node in range(self._start.nodes)]
+            while any(child.poll() is None for child in self._children):
                 self._pass_on()
-                self._look_after(children)
+                self._look_after()
                 time.sleep(_POLL_SECONDS)
         finally:
             for number, handler in before.items():
@@ -268,8 +254,8 @@ class Supervisor:
         logs = self._attempt.logs(node)
         logs.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
-        command = [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={run}", f"--attempt={number}"]
-        with (logs / "node.log").open("ab") as log:
+        command = [self._start.python, "-m", "cluster_ddp.launch.node", f"--run={run}", f"--attempt={number}"]
+        with os.fdopen(open_append(logs / "node.log"), "ab") as log:
             return subprocess.Popen(
                 [*command, f"--node-rank={node}", "--", *self._start.torchrun(run, number)],
                 env=self._environment(node),
@@ -284,7 +270,7 @@ class Supervisor:
         # This may be a shell inside an allocation: its Slurm variables say nothing about these nodes.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         terminal = {TERMINAL_VARIABLE: os.ttyname(self._show.fileno())} if self._show.isatty() else {}
-        return {**inherited, **self._start.variables(node), **terminal}
+        return {**inherited, **self._start.variables(node), **terminal, SAFE_PATH_VARIABLE: "1"}
 
     def _pass_on(self) -> None:
         while self._signals:
@@ -293,53 +279,36 @@ class Supervisor:
             by = "Ctrl-C" if number is signal.SIGINT else number.name
             reason = PERSON if number is signal.SIGINT else TERMINATED
             level = SAVE_AND_END if self._asked == 1 else AT_ONCE
-            request_stop(self._attempt, reason=reason, level=level, grace=0.0 if self._asked > 2 else None, by=by)
+            self._ask(reason, level, 0.0 if self._asked > 2 else None, by)
             say(f"\n{by}: {_ANSWERS[min(self._asked, len(_ANSWERS)) - 1]}")
 
-    def _look_after(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
+    def _ask(self, reason: str, level: int, grace: float | None, by: str) -> None:
+        """Ask all nodes to stop: by the stop file, or by a signal where that cannot be written."""
+        try:
+            request_stop(self._attempt, reason=reason, level=level, grace=grace, by=by)
+        except OSError as error:
+            say(f"\ncannot write {self._attempt.stop_file} ({error.strerror}): the nodes are signalled instead")
+            for child in self._children:
+                if child.poll() is None:
+                    child.send_signal(signal.SIGTERM if grace is None else signal.SIGKILL)
+
+    def _look_after(self) -> None:
         """End the other nodes when one has failed and they do not notice."""
         now = time.monotonic()
-        if self._failed_at is None and any(child.poll() for child in children):
+        if self._failed_at is None and any(child.poll() for child in self._children):
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > _OTHERS_SECONDS:
             self._failed_at = float("inf")
-            request_stop(self._attempt, reason=AGENT_LOST, level=AT_ONCE, grace=_OTHERS_GRACE, by="the supervisor")
-
-
-def print_summary(run: RunDirectory, status: RunStatus) -> None:
-    """Say on standard error how a run ended and how to go on."""
-    name = run.id if run.path.parent == runs_dir_of(None) else str(run.path)
-    total = f" of {status.total_steps}" if status.total_steps else ""
-    steps = "" if status.step is None else f"step {status.step}{total}"
-    metrics = [(name, status.metrics[name]) for name in sorted(status.metrics, key=telling_first)]
-    rows = [
-        ("reached", "  ".join([steps, *(f"{key} {value:.4g}" for key, value in metrics[:4])]).strip()),
-        ("why", status.reason or ""),
-        ("directory", status.directory),
-        ("see more", f"cluster-ddp status {name}"),
-        ("go on", "" if status.state is RunState.COMPLETED else f"cluster-ddp resume {name}"),
-    ]
-    say(f"\n{_coloured(status.state)}  {run.id}")
-    for label, text in rows:
-        if text:
-            say(f"  {label:<10} {text}")
-    if status.state not in EXIT_STATUS and status.attempts:
-        say(f"  {'logs':<10} {run.attempt(status.attempts - 1).path}")
+            with contextlib.suppress(OSError):
+                request_stop(self._attempt, reason=AGENT_LOST, level=AT_ONCE, grace=_OTHERS_GRACE, by="the supervisor")
 
 
 def say(text: str) -> None:
     """Print for people; a terminal that was closed is no reason to end."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        put(text)
     except OSError:
         return
-
-
-def _coloured(state: RunState) -> str:
-    if not sys.stderr.isatty():
-        return state.value
-    colour = {RunState.COMPLETED: 32, RunState.STOPPED: 33, RunState.CANCELLED: 33}.get(state, 31)
-    return f"\x1b[1;{colour}m{state.value}\x1b[0m"
 
 
 def _devices(gpus: str | None) -> list[str]:
@@ -348,7 +317,7 @@ def _devices(gpus: str | None) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
-    return _all_devices(os.environ)
+    return _all_devices()
 
 
 def _named_devices(gpus: str) -> list[str]:
@@ -358,7 +327,7 @@ def _named_devices(gpus: str) -> list[str]:
     return devices
 
 
-def _all_devices(environment: Mapping[str, str]) -> list[str]:
+def _all_devices() -> list[str]:
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
@@ -366,7 +335,6 @@ def _all_devices(environment: Mapping[str, str]) -> list[str]:
             text=True,
             timeout=_GPU_SECONDS,
             check=True,
-            env=dict(environment),
         )
     except (OSError, subprocess.SubprocessError):
         return []

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
+from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.record import read_record
-from cluster_ddp.run.state import RunState, RunStatus, last_checkpoint
+from cluster_ddp.run.lock import change_file
+from cluster_ddp.run.reading import as_whole, read_json_object
+from cluster_ddp.run.record import RunRecord, read_record
+from cluster_ddp.run.status import RunStatus, last_checkpoint
 from cluster_ddp.run.storage import Storage, replace_file
-from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit import local
+from cluster_ddp.submit.base import Submission, SubmitError, note_submitted
+from cluster_ddp.submit.ways import WAYS, submission
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec, RunJob
 
 _FREE = frozenset({
     "train.epochs", "train.steps", "train.batch_size", "train.global_batch", "train.accumulation_steps",
@@ -23,96 +32,204 @@ _FREE = frozenset({
 """Settings of training that leave the weights of an uninterrupted run as they are, or that are checked elsewhere."""
 
 
-def refuse_alive(run: RunDirectory, status: RunStatus) -> None:
-    """Raise when something of the run is alive or in the queue.
+@dataclass(frozen=True)
+class ResumePlan:
+    """How a run goes on: all that is read and decided about it, once, before anything is changed.
 
-    Raises
-    ------
-    SubmitError
-        With what to do about it.
+    Attributes
+    ----------
+    seen
+        The run as it was before anybody made sure that nothing of it is alive.
+    spec, changed
+        The job, and whether it differs from the run's job file.
+    remarks
+        What a person should know about the settings.
+    start
+        What is to be started: here, or by a batch system. None when the run is complete, was given nothing more to do,
+        and its last checkpoint is intact.
     """
-    in_queue = status.state in (RunState.PENDING, RunState.REQUEUED) and status.slurm_job_id is not None
-    if status.state is RunState.RUNNING or in_queue:
-        job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
-        raise SubmitError(
-            f"run {run.id} is {status.state.value}{job} and goes on by itself.\n"
-            f"To start it anew, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
-        )
+
+    seen: History
+    spec: JobSpec
+    changed: bool
+    remarks: tuple[str, ...]
+    start: local.LocalStart | Submission | None
 
 
-def refuse_overtaken(seen: History) -> None:
-    """Raise when the run has been resumed, or has gone on, since it was seen.
+def plan_resume(
+    run: RunDirectory, seen: History, status: RunStatus, settings: Sequence[str], nodes: int | None, procs: int | None
+) -> ResumePlan:
+    """Decide how a run goes on; nothing is written.
 
-    Between the look at a run and what follows from it lies a second of planning, in which a second call of `resume`
-    would see no sign of life either.
-
-    Raises
-    ------
-    SubmitError
-        Nothing may be changed any more: another call does what was wanted.
-    """
-    now = read_history(seen.run)
-    if (now.last_number, len(now.resume_requests)) != (seen.last_number, len(seen.resume_requests)):
-        raise SubmitError(
-            f"run {seen.run.id} was resumed a moment ago by another call, and this one has changed nothing.\n"
-            f"See how it goes on: cluster-ddp status {seen.run.id}"
-        )
-
-
-def changed_job(run: RunDirectory, overrides: Sequence[str]) -> tuple[JobSpec, tuple[str, ...], bool]:
-    """The run's job with settings laid over it; nothing is written yet.
-
-    Returns
-    -------
-    tuple
-        The job, remarks for people, and whether it differs from the run's job file.
-
-    Raises
-    ------
-    JobFileError
-        A setting is wrong.
-    SubmitError
-        A setting would be ignored without a word: the global batch is the run's for life.
-    """
-    from cluster_ddp.spec import load_job, load_resolved
-
-    before = load_resolved(run.job_file)
-    if not overrides:
-        return before, (), False
-    after = load_job(str(run.job_file), overrides, check_target=False, resolved=True).spec
-    _check_global_batch(run, before, after)
-    old, new = _flat(before), _flat(after)
-    exact = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in _FREE)
-    remarks = [
-        f"{key} changes from {old.get(key)!r} to {new.get(key)!r}; the run's weights will differ from here on."
-        for key in exact
-    ]
-    return after, tuple(remarks), after != before
-
-
-def check_size(run: RunDirectory, spec: JobSpec, nodes: int | None, procs: int | None) -> None:
-    """Raise, before anything is changed, when a local run cannot go on with so many ranks.
+    Parameters
+    ----------
+    seen, status
+        The run's history, and then its state with Slurm's word.
+    settings
+        ``a.b=c`` settings laid over the run's job.
+    nodes, procs
+        Nodes and ranks on each. Default: those of the last attempt.
 
     Raises
     ------
     ClusterDDPError
-        The global batch or the GPUs cannot be divided among them.
+        Something of the run is alive or in the queue, a setting is wrong or would be ignored (the global batch is the
+        run's for life), it cannot go on with so many ranks, or it was started by hand.
     """
-    from cluster_ddp.submit.local import plan_local
+    from cluster_ddp.job import load_run_job
 
-    record = read_record(run)
-    plan_local(spec, nodes=nodes or record.nodes, procs=procs or record.procs, global_batch=record.global_batch)
+    _refuse_alive(run, status)
+    record = status.record or read_record(run)
+    here = record.via == local.VIA
+    size = {} if here else {"slurm.nodes": nodes, "launch.procs_per_node": procs}
+    sizes = [f"{key}={value}" for key, value in size.items() if value is not None]
+    job = load_run_job(run.job_file, [*settings, *sizes])
+    _check_global_batch(record, job)
+    if _is_finished(run, status, job):
+        return ResumePlan(seen, job.spec, changed=False, remarks=job.remarks, start=None)
+    start: local.LocalStart | Submission
+    if here:
+        nodes, procs = nodes or record.nodes, procs or record.procs
+        start = local.plan_local(job.spec, nodes=nodes, procs=procs, global_batch=record.global_batch)
+    else:
+        start = _submission(run, record.via, job.spec)
+    changed = job.spec != job.before
+    return ResumePlan(seen, job.spec, changed, (*job.remarks, *_weights_remarks(job)), start)
 
 
-def write_job(run: RunDirectory, spec: JobSpec) -> None:
-    """Replace the run's job file; the old one stays as job.yaml.1, job.yaml.2, ...
+def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> RunStatus:
+    """Go on with a local run in the foreground; how it ended.
+
+    Raises
+    ------
+    ClusterDDPError
+        Another call is going on with it, or its files cannot be written.
+    """
+    run = plan.seen.run
+    _claim(plan, script=None)
+    return local.run_attempt(run, start, show=show)
+
+
+def send_again(plan: ResumePlan, again: Submission) -> str | None:
+    """Submit a run again, the way it was submitted first, to the same run directory; the new Slurm job id.
+
+    The batch script of the run is sent as it lies there, with whatever a person has edited; only changed settings make
+    a new one.
+
+    Raises
+    ------
+    ClusterDDPError
+        The batch system refuses, another call is going on with the run, or its files cannot be written.
+    """
+    run = plan.seen.run
+    again.check()
+    _claim(plan, script=again.text)
+    job_id = again.send(run)
+    note_submitted(run, again.via, job_id)
+    return job_id
+
+
+def _submission(run: RunDirectory, via: str, spec: JobSpec) -> Submission:
+    if via in WAYS:
+        return submission(spec, via)
+    raise SubmitError(
+        f"run {run.id} was started by hand on each node; resume starts only what submit or local has started.\n"
+        f"It can be started again only by hand, with its run directory: {run.path}\n"
+        f"Its weights, if it has saved any, for use elsewhere: cluster-ddp export {run.id} -o {run.id}.safetensors"
+    )
+
+
+def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
+    in_queue = status.state in (RunState.PENDING, RunState.REQUEUED) and status.slurm_job_id is not None
+    if status.state is RunState.HELD:
+        raise SubmitError(
+            f"run {run.id} is HELD: {status.reason}\n"
+            f"To start it in another job instead, take this one out of the queue first: cluster-ddp cancel {run.id}"
+        )
+    if status.state.alive or in_queue:
+        job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
+        raise SubmitError(
+            f"run {run.id} is {status.state.value}{job} and goes on by itself.\n"
+            f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
+        )
+
+
+def _claim(plan: ResumePlan, *, script: str | None) -> None:
+    """Write what is to go on, and that a person wants it; of several calls at once only one gets there.
 
     Raises
     ------
     SubmitError
-        The run directory cannot be written.
+        Another call was first, or has gone on with the run since it was seen; or the run's files cannot be written.
     """
-    from cluster_ddp.spec import dump_resolved
+    run = plan.seen.run
+    by: str | None = None
+
+    def change() -> bytes:
+        nonlocal by
+        if by is None:  # else the lock was lost on the way: what was written stays
+            _refuse_overtaken(plan.seen)
+            if plan.changed:
+                _write_job(run, plan.spec)
+                if script is not None:
+                    replace_file(Storage(), run.script, script.encode(), mode=0o700)
+            wanted_by = caller()
+            request_resume(run, by=wanted_by, seen=plan.seen)
+            by = wanted_by
+        return json.dumps({"by": by, "requests": len(plan.seen.resume_requests) + 1}).encode()
+
+    try:
+        change_file(Storage(), run.resume_file, change)
+    except OSError as error:
+        raise SubmitError(f"{run.id} cannot be resumed: {run.resume_file}: {error.strerror}") from error
+
+
+def _refuse_overtaken(seen: History) -> None:
+    """Raise when the run has been resumed, or has gone on, since it was seen.
+
+    Between the look at a run and what follows from it lies a second of planning, in which a second call of `resume`
+    would see no sign of life either. A listing of the events may be old on network storage; the file is not.
+    """
+    now, claimed = read_history(seen.run), read_json_object(seen.run.resume_file) or {}
+    overtaken = (as_whole(claimed.get("requests")) or 0) > len(seen.resume_requests)
+    if overtaken or (now.last_number, len(now.resume_requests)) != (seen.last_number, len(seen.resume_requests)):
+        by = f" ({claimed['by']})" if overtaken and isinstance(claimed.get("by"), str) else ""
+        raise SubmitError(
+            f"run {seen.run.id} was resumed a moment ago by another call{by}, and this one has changed nothing.\n"
+            f"See how it goes on: cluster-ddp status {seen.run.id}"
+        )
+
+
+def _check_global_batch(record: RunRecord, job: RunJob) -> None:
+    kept, wanted = record.global_batch, job.spec.train.global_batch
+    if kept is not None and wanted not in (None, job.before.train.global_batch, kept):
+        raise SubmitError(
+            f"train.global_batch: this run has trained with {kept} samples a step and keeps to it; "
+            f"{wanted} would be another training.\nSubmit a new run for it."
+        )
+
+
+def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:
+    """Whether a run is complete, was given nothing more to do, and has an intact last checkpoint."""
+    if status.state is not RunState.COMPLETED:
+        return False
+    before, after = job.before.train, job.spec.train
+    grown = any((getattr(after, key) or 0) > (getattr(before, key) or 0) for key in ("epochs", "steps"))
+    return not grown and not _last_is_damaged(run)
+
+
+def _weights_remarks(job: RunJob) -> tuple[str, ...]:
+    old, new = _flat(job.before), _flat(job.spec)
+    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in _FREE)
+    return tuple(
+        f"{key} changes from {old.get(key)!r} to {new.get(key)!r}; the run's weights will differ from here on."
+        for key in differing
+    )
+
+
+def _write_job(run: RunDirectory, spec: JobSpec) -> None:
+    """Replace the run's job file; the old one stays as job.yaml.1, job.yaml.2, ..."""
+    from cluster_ddp.job import dump_resolved
 
     number = 1
     while os.path.lexists(kept := run.path / f"{run.job_file.name}.{number}"):
@@ -124,110 +241,6 @@ def write_job(run: RunDirectory, spec: JobSpec) -> None:
         raise SubmitError(f"the settings of {run.id} cannot be changed: {run.job_file}: {error.strerror}") from error
 
 
-def nothing_to_do(run: RunDirectory, status: RunStatus, before: JobSpec, after: JobSpec) -> bool:
-    """Whether a run is complete, was given nothing more to do, and has a last checkpoint that is sound."""
-    if status.state is not RunState.COMPLETED:
-        return False
-    grown = any((getattr(after.train, key) or 0) > (getattr(before.train, key) or 0) for key in ("epochs", "steps"))
-    return not grown and not _last_is_damaged(run)
-
-
-def send_again(seen: History, spec: JobSpec, *, changed: bool) -> str | None:
-    """Submit a run again, the way it was submitted first, to the same run directory; the new Slurm job id.
-
-    The batch script of the run is sent as it lies there, with whatever a person has edited; only changed settings make
-    a new one.
-
-    Parameters
-    ----------
-    seen
-        The run as it was before anybody made sure that nothing of it is alive.
-    spec, changed
-        The job, and whether it is another than the run's.
-
-    Raises
-    ------
-    ClusterDDPError
-        The batch system refuses, or the run was started by hand.
-    """
-    from cluster_ddp.submit.base import Submission, note_submitted
-    from cluster_ddp.submit.sbatch import SbatchSubmission
-    from cluster_ddp.submit.submitit import SubmititSubmission
-
-    run = seen.run
-    via = read_record(run).via
-    submission: Submission
-    if via == SbatchSubmission.via:
-        submission = SbatchSubmission(spec)
-    elif via == SubmititSubmission.via:
-        submission = SubmititSubmission(spec)
-    else:
-        raise SubmitError(
-            f"run {run.id} was started by hand on each node; resume starts only what submit or local has started.\n"
-            f"It can be started again only by hand, with its run directory: {run.path}\n"
-            f"Its weights, if it has saved any, for use elsewhere: cluster-ddp export {run.id} -o {run.id}.safetensors"
-        )
-    submission.check()
-    refuse_overtaken(seen)
-    if changed:
-        write_job(run, spec)
-        replace_file(Storage(), run.script, submission.text.encode(), mode=0o700)
-    _record_wish(seen)
-    job_id = submission.send(run)
-    note_submitted(run, via, job_id)
-    return job_id
-
-
-def resume_here(
-    seen: History, spec: JobSpec, nodes: int | None, procs: int | None, *, changed: bool, quiet: bool
-) -> int:
-    """Go on with a local run in the foreground; its exit status.
-
-    Parameters
-    ----------
-    seen
-        The run as it was before anybody made sure that nothing of it is alive.
-    spec, changed
-        The job, and whether it is another than the run's.
-    nodes, procs
-        Default: those of the last attempt.
-    quiet
-        Show progress on standard error.
-
-    Raises
-    ------
-    ClusterDDPError
-        It cannot go on with so many ranks, or another call is going on with it.
-    """
-    import sys
-
-    from cluster_ddp.submit.local import resume_local
-
-    run = seen.run
-    check_size(run, spec, nodes, procs)
-    refuse_overtaken(seen)
-    if changed:
-        write_job(run, spec)
-    _record_wish(seen)
-    return resume_local(run, nodes, procs, show=sys.stderr if quiet else sys.stdout)
-
-
-def _record_wish(seen: History) -> None:
-    from cluster_ddp.run.attempt import request_resume
-    from cluster_ddp.run.events import caller
-
-    request_resume(seen.run, by=caller(), seen=seen)
-
-
-def _check_global_batch(run: RunDirectory, before: JobSpec, after: JobSpec) -> None:
-    kept = read_record(run).global_batch
-    if kept is not None and after.train.global_batch not in (None, before.train.global_batch, kept):
-        raise SubmitError(
-            f"train.global_batch: this run has trained with {kept} samples a step and keeps to it; "
-            f"{after.train.global_batch} would be another training.\nSubmit a new run for it."
-        )
-
-
 def _flat(spec: JobSpec) -> dict[str, Any]:
     dumped = spec.model_dump(include={"task", "params", "script", "args", "train"})
     train = dumped.pop("train")
@@ -235,13 +248,13 @@ def _flat(spec: JobSpec) -> dict[str, Any]:
 
 
 def _last_is_damaged(run: RunDirectory) -> bool:
-    from cluster_ddp.train.checkpoint.errors import CheckpointError
-    from cluster_ddp.train.checkpoint.inspect import newest_sound, owner_of
+    from cluster_ddp.checkpoint.errors import CheckpointError
+    from cluster_ddp.checkpoint.verify import newest_intact, run_id_of
 
     if last_checkpoint(run) is None:
         return False  # a script of the user's keeps its checkpoints itself
     try:
-        _, _, passed_over = newest_sound(run.checkpoints, owner_of(run))
+        _, _, passed_over = newest_intact(run.checkpoints, run_id_of(run))
     except CheckpointError:
         return True
     return any(listed.state == "damaged" for listed in passed_over)

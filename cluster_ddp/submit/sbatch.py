@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.slurm.commands import COMMENT, SlurmError, cancel_job, require, submit_script
-from cluster_ddp.slurm.script import BatchScript, check_syntax, render_script
+from cluster_ddp.run.record import add_slurm_job, slurm_comment
+from cluster_ddp.slurm.commands import SlurmError, cancel_job, require, submit_script
+from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec
 
 
 class SbatchSubmission:
@@ -30,9 +31,10 @@ class SbatchSubmission:
     via = "sbatch"
 
     def __init__(self, spec: JobSpec, *, chain: int = 1, after: tuple[str, ...] = ()) -> None:
-        self.script: BatchScript = render_script(spec)
+        self.script: BatchScript = render_script(spec, exported=os.environ)
         self.remarks = self.script.remarks
-        self._own_comment = "comment" in spec.slurm.extra
+        self._comment = own_comment(spec)
+        self._spec = spec
         self._chain = chain
         self._after = after
 
@@ -44,14 +46,15 @@ class SbatchSubmission:
     def check(self) -> None:
         """See `Submission.check`."""
         require("sbatch")
-        check_syntax(self.script)
+        check_setup(self._spec)
 
     def options(self, run: RunDirectory, after: tuple[str, ...]) -> list[str]:
         """The options of sbatch that belong to a run and thus cannot stand in the script."""
         # In sbatch's file patterns % begins a replacement.
-        options = [f"--output={str(run.path).replace('%', '%%')}/slurm-%j.out"]
-        if not self._own_comment:
-            options.append(f"--comment={COMMENT}{run.id}")
+        options = [
+            f"--output={str(run.path).replace('%', '%%')}/slurm-%j.out",
+            f"--comment={slurm_comment(run.id)}{self._comment}",
+        ]
         if after:
             options.append(f"--dependency=afterany:{':'.join(after)}")
         return options

@@ -1,4 +1,7 @@
-"""Submitting through submitit: the same job file and the same node program, behind submitit's executors.
+"""Submitting through submitit: the same job file, keeper and node program, behind submitit's executors.
+
+On Slurm submitit's script hands over to the keeper as our own does: without an srun around it, by ``exec``, and with
+the warning signal sent to the batch process (B:), so that no node's death takes the keeper along but the batch host's.
 
 What submitit pickles is the run directory's name and nothing else, in a folder of the run that only its owner can open.
 submitit imports much, so it is imported only when it is used.
@@ -18,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.slurm.commands import COMMENT, SlurmError, child_environment
-from cluster_ddp.slurm.script import job_options
+from cluster_ddp.run.record import add_slurm_job, slurm_comment
+from cluster_ddp.slurm.commands import SlurmError, child_environment
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.submitit_job import SubmititJob
+from cluster_ddp.submit.quote import quote
+from cluster_ddp.submit.script import check_setup, job_options, own_comment, preamble
+from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
 
 if TYPE_CHECKING:
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec
 
 _NO_LIMIT_MINUTES = 365 * 24 * 60
 """What submitit's local executor is given where the job file sets no time: it wants a number."""
@@ -44,7 +48,7 @@ class SubmititSubmission:
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
-        self.remarks = resolve(spec.network).remarks
+        self.remarks = resolve(spec.network, os.environ).remarks
 
     @property
     def text(self) -> str:
@@ -52,12 +56,13 @@ class SubmititSubmission:
         from submitit.slurm.slurm import _make_sbatch_string
 
         folder = Path("RUN_DIRECTORY/submitit")
-        command = f"{self._python()} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+        command = f"{self._batch_python()} -u -m submitit.core._submit {shlex.quote(str(folder))}"
         return str(_make_sbatch_string(command=command, folder=folder, **self._slurm_parameters(None)))
 
     def check(self) -> None:
         """See `Submission.check`."""
         spec = self._spec
+        check_setup(spec)
         if spec.launch.container is not None:
             raise SubmitError("launch.container needs --via sbatch: submitit starts its own python on the nodes.")
         if self._on_slurm():
@@ -83,7 +88,7 @@ class SubmititSubmission:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         executor = submitit.SlurmExecutor(
-            folder=folder, python=self._python(), max_num_timeout=self._spec.requeue.max_requeues
+            folder=folder, python=self._batch_python(), max_num_timeout=self._spec.requeue.max_requeues
         )
         executor.update_parameters(**self._slurm_parameters(run))
         try:
@@ -117,22 +122,26 @@ class SubmititSubmission:
         options = {name: True if value is None else value for name, value in job_options(spec).items()}
         for name in ("job-name", "nodes", "ntasks-per-node"):
             del options[name]  # submitit has parameters for these
+        folder = "RUN_DIRECTORY" if run is None else quote(str(run.path))
         if run is not None:
-            options.setdefault("comment", f"{COMMENT}{run.id}")
-        step_options = ["--kill-on-bad-exit=1", "--wait=0"]
-        if spec.slurm.cpus_per_task is not None:
-            step_options.append(f"--cpus-per-task={spec.slurm.cpus_per_task}")
+            options["comment"] = f"{slurm_comment(run.id)}{own_comment(spec)}"
         return {
             "job_name": spec.name,
             "nodes": spec.slurm.nodes,
             "ntasks_per_node": 1,
             "time": math.ceil((spec.slurm.time or 60) / 60),
-            "signal_delay_s": spec.requeue.warning,
-            "setup": list(spec.launch.setup),
-            "srun_args": step_options,
+            "setup": list(preamble(spec, signal=warning_name(), run=folder, setup="\n".join(spec.launch.setup))),
+            "use_srun": False,
             "stderr_to_stdout": True,
-            "additional_parameters": {**options, "requeue": True},
+            "additional_parameters": {
+                "requeue": True,
+                **options,
+                "signal": f"B:{warning_name()}@{spec.requeue.warning}",
+            },
         }
+
+    def _batch_python(self) -> str:
+        return f"exec {self._python()}"
 
     def _python(self) -> str:
         return shlex.quote(self._spec.launch.python or sys.executable)

@@ -1,32 +1,30 @@
-"""What submitit pickles and calls on every node: a run directory's name, and the way from there to the node program.
+"""What submitit pickles and calls: a run directory's name, and the way from there to the keeper.
 
-submitit requeues by one signal alone (USR2), and passes SIGTERM by. Here both become a stop request for all nodes; when
-the ranks have saved and ended, the run's own verdict decides, and submitit's handler is called to requeue the job.
+On Slurm the keeper is the same as under our own batch script, and submitit only starts it. Under submitit's local
+executor the step is one node program on this machine, and a requeue is submitit's own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import sys
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.spec.errors import ClusterDDPError
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
-    from cluster_ddp.spec import JobSpec
+    from cluster_ddp.job import JobSpec
+    from cluster_ddp.launch.allocation import Allocation
+    from cluster_ddp.launch.keeper import Kept
+    from cluster_ddp.slurm.start import SlurmStart
 
-_REQUEUED = "requeued"
-_POLL_SECONDS = 0.5
-_MARGIN_SECONDS = 4.0
-"""Before Slurm's SIGKILL: the time that judging and requeueing take."""
+_SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 
 
 class SubmititRunFailed(ClusterDDPError):
@@ -35,256 +33,149 @@ class SubmititRunFailed(ClusterDDPError):
     exit_status = 4
 
 
+def warning_name() -> str:
+    """The name of the signal by which submitit announces the end of a job."""
+    return os.environ.get(_SIGNAL_VARIABLE, "USR2")
+
+
 class SubmititJob:
     """A run, as submitit's executors call it.
 
     Parameters
     ----------
     run_directory
-        Absolute path. It is all that is pickled: whatever else a node needs, it reads there.
+        Absolute path. It is all that is pickled: whatever else is needed is read there.
     """
 
     def __init__(self, run_directory: str) -> None:
         self.run_directory = run_directory
 
     def __call__(self) -> str:
-        """Run this node's part of an attempt, to the end.
+        """Keep one start of the job.
 
         Returns
         -------
         str
-            ``done`` or ``stop``. (When the run is requeued this does not return.)
+            ``done`` or ``stop``. (When the job is queued again this does not return: for submitit it is not over.)
 
         Raises
         ------
         SubmititRunFailed
-            The run has failed or stalled, or the attempt cannot begin.
+            The run has failed or stalled.
+        RunAlive, RunEnded
+            The attempt cannot begin.
         """
-        return _NodeOfRun(RunDirectory(Path(self.run_directory))).run()
-
-    def checkpoint(self) -> DelayedSubmission:
-        """Ask the ranks to save and end, wait for it, and hand submitit what to requeue: the same run directory."""
-        import submitit
-
-        from cluster_ddp.launch.node import wait_for_ranks
-
-        # Already so when the requeue comes from `__call__`. A handler of submitit's own may come before that.
-        if _running is not None and not wait_for_ranks(0.0):
-            _running.ask_to_stop()
-            wait_for_ranks(_running.patience)
-        return submitit.helpers.DelayedSubmission(SubmititJob(self.run_directory))
-
-
-_running: _NodeOfRun | None = None
-
-
-class _NodeOfRun:
-    """One node of an attempt under submitit."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        from cluster_ddp.spec import load_resolved
-
-        self._run = run
-        self._spec: JobSpec = load_resolved(run.job_file)
-        self._job_id = os.environ.get("SLURM_JOB_ID")
-        self._node = int(os.environ.get("SLURM_NODEID", "0"))
-        self._restart_count = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self._attempt: AttemptDirectory | None = None
-        self._requeued = False
-        self.patience = float(self._spec.requeue.warning)
-
-    def run(self) -> str:
-        """Begin or join the attempt, run the node program, and on node 0 act on the verdict."""
-        global _running
-        from cluster_ddp.launch.node import run_node
         from cluster_ddp.run.errors import RunEnded
 
-        requeue = signal.getsignal(_submitit_signal())
         try:
-            if self._node == 0:
-                self._give_back_suspects(requeue)
-            self._attempt = self._begin() if self._node == 0 else self._join()
+            kept = _keep(RunDirectory(Path(self.run_directory)))
         except RunEnded as error:
             if error.state == "COMPLETED":
                 return "done"
             raise
-        _running = self
-        for number in (signal.SIGTERM, _submitit_signal()):
-            signal.signal(number, self._on_signal)
-        _apply_network(self._spec)
-        status = run_node(
-            self._run.path, self._attempt.number, self._command(), node_rank=self._node, take_signals=False
-        )
-        if self._node != 0:
-            return "done" if status == 0 else "fail"
-        return self._conclude(requeue)
+        if kept.follows == "start again":
+            sys.exit(0)
+        if kept.follows == "fail":
+            raise SubmititRunFailed(f"run {Path(self.run_directory).name}: {kept.word}: {kept.reason}")
+        return kept.word
 
-    def ask_to_stop(self) -> None:
-        """Leave the stop file for all nodes, with the reason that Slurm gives."""
-        from cluster_ddp.run.stopfile import TIME_LIMIT, request_stop
+    def checkpoint(self) -> DelayedSubmission:
+        """What submitit is to queue again: the same run directory."""
+        import submitit
 
-        if self._attempt is not None:
-            request_stop(self._attempt, reason=TIME_LIMIT, by=f"submitit on {socket.gethostname()}")
+        return submitit.helpers.DelayedSubmission(SubmititJob(self.run_directory))
 
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        """Node 0 asks all nodes to stop. The others have had the same signal, and read the same file."""
-        if self._node != 0:
-            return
-        if number == signal.SIGTERM:
-            self._stop_for_term()
-        else:
-            self.ask_to_stop()
 
-    def _stop_for_term(self) -> None:
-        from cluster_ddp.run.stopfile import PREEMPTION, TERMINATED, request_stop
-        from cluster_ddp.slurm.commands import seconds_left
+def _keep(run: RunDirectory) -> Kept:
+    from cluster_ddp.job import load_resolved
+    from cluster_ddp.launch.allocation import SlurmAllocation
+    from cluster_ddp.launch.keeper import Keeper
+    from cluster_ddp.launch.step import SRUN, node_program
+    from cluster_ddp.network import resolve
+    from cluster_ddp.slurm.start import this_start
 
-        assert self._attempt is not None
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it more than once
-        by = f"SIGTERM to {socket.gethostname()}"
-        if self._job_id is None:
-            request_stop(self._attempt, reason=TERMINATED, by=by)
-            return
-        reason = self._slurm_says()
-        self._requeued = reason == _REQUEUED
-        grace = max(1.0, seconds_left(self._job_id) - _MARGIN_SECONDS)
-        request_stop(self._attempt, reason=PREEMPTION if self._requeued else reason, grace=grace, by=by)
+    warning = signal.Signals[f"SIG{warning_name()}"]
+    spec = load_resolved(run.job_file)
+    start = this_start(os.environ) if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" else None
+    step = node_program(sys.executable, str(run.path), _torchrun(spec, run, start))
+    os.environ.update(resolve(spec.network, os.environ).variables)  # what the batch script would export
+    allocation: Allocation
+    if start is None:
+        allocation = _ThisMachine(signal.getsignal(warning), warning)
+    else:
+        allocation, step = SlurmAllocation(start), [*SRUN, *step]
+    return Keeper(run, step, allocation, warning=warning).keep()
 
-    def _slurm_says(self) -> str:
-        from cluster_ddp.slurm.commands import termination_reason
 
-        return termination_reason(str(self._job_id), self._restart_count)
+def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> list[str]:
+    from cluster_ddp.launch.address import LOOPBACK
+    from cluster_ddp.launch.step import ATTEMPT, PORT
+    from cluster_ddp.launch.torchrun import torchrun_command
+    from cluster_ddp.slurm.nodelist import first_host
 
-    def _give_back_suspects(self, requeue: Any) -> None:
-        """Queue the job again, before an attempt has begun, if Slurm has given it hosts that failed more than once.
+    if start is None:
+        nodes, address, name = 1, LOOPBACK, run.id
+    else:
+        nodes, address, name = start.nodes, first_host(start.node_list), start.job_id
+    port = PORT if spec.launch.port == "auto" else spec.launch.port
+    return torchrun_command(
+        spec,
+        run_directory=str(run.path),
+        nodes=nodes,
+        procs=spec.procs_per_node,
+        rdzv_id=f"{name}.{ATTEMPT}",
+        endpoint=f"{address}:{port}",
+    )
 
-        The other nodes, which wait to join, end with the requeue.
-        """
-        from cluster_ddp.launch.avoid import hosts_to_avoid
 
-        hosts = hosts_to_avoid(self._run)
-        if not hosts:
-            return
-        bad = " ".join(hosts)
-        if self._has_enough_others(hosts):
-            print(f"cluster-ddp: this allocation has hosts that failed more than once ({bad}): starting again without")
-            self._queue_again(requeue, hosts)
-        print(f"cluster-ddp: {bad} failed more than once, but the partition has too few other nodes: going on")
+class _ThisMachine:
+    """What submitit's local executor gives: this machine, and its controller that starts the job again.
 
-    def _begin(self) -> AttemptDirectory:
-        from cluster_ddp.launch.attempt import begin
-        from cluster_ddp.run.attempt import begin_attempt
+    Parameters
+    ----------
+    requeue
+        submitit's handler of its signal. It asks `SubmititJob.checkpoint` what to queue again, and ends this process.
+    """
 
-        if self._job_id is not None:
-            return begin(self._run)
-        return begin_attempt(
-            self._run, host=socket.gethostname(), pid=os.getpid(), nodes=1, procs=self._spec.procs_per_node
-        )
+    start = None
+    ends_at = None
+    kill_wait = 30.0  # nobody kills here
 
-    def _join(self) -> AttemptDirectory:
-        """Wait for node 0 to begin the attempt."""
-        from cluster_ddp.run.attempt import find_attempt
-        from cluster_ddp.run.history import read_history
-        from cluster_ddp.run.outcome import refuse_ended
+    def __init__(self, requeue: Any, warning: signal.Signals) -> None:
+        self._requeue: Callable[[int, None], NoReturn] = requeue
+        self._warning = warning
 
-        assert self._job_id is not None
-        deadline = time.monotonic() + self._spec.launch.join_timeout
-        while time.monotonic() < deadline:
-            attempt = find_attempt(self._run, self._job_id, self._restart_count)
-            if attempt is not None:
-                return attempt
-            refuse_ended(read_history(self._run))
-            time.sleep(_POLL_SECONDS)
-        raise SubmititRunFailed(
-            f"node 0 has not begun an attempt of {self._run.id} within launch.join_timeout "
-            f"({self._spec.launch.join_timeout} s)"
-        )
+    def environment(self) -> dict[str, str]:
+        """See `Allocation`."""
+        return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
 
-    def _command(self) -> list[str]:
-        from cluster_ddp.launch.address import LOOPBACK, free_port
-        from cluster_ddp.launch.torchrun import torchrun_command
-        from cluster_ddp.slurm.nodelist import first_host
-        from cluster_ddp.slurm.script import FIRST_PORT, PORTS
-
-        assert self._attempt is not None
-        if self._job_id is None:
-            nodes, address, port, rendezvous = 1, LOOPBACK, free_port(), self._run.id
-        else:
-            nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-            address = first_host(os.environ["SLURM_JOB_NODELIST"])
-            port, rendezvous = FIRST_PORT + int(self._job_id) % PORTS, f"{self._job_id}.{self._attempt.number}"
-        if self._spec.launch.port != "auto":
-            port = int(self._spec.launch.port)
-        return torchrun_command(
-            self._spec,
-            run_directory=str(self._run.path),
-            nodes=nodes,
-            procs=self._spec.procs_per_node,
-            rdzv_id=rendezvous,
-            endpoint=f"{address}:{port}",
-        )
-
-    def _conclude(self, requeue: Any) -> str:
-        """Act on the verdict as the batch script does."""
-        from cluster_ddp.launch.attempt import end
-        from cluster_ddp.run.stopfile import PREEMPTION, TIME_LIMIT, read_stop, request_stop
-
-        assert self._attempt is not None
-        stop = read_stop(self._attempt)
-        # A preemption may come by the same signal as the time limit, or without any that reached this process.
-        open_question = self._job_id is not None and (stop is None or stop.reason == TIME_LIMIT)
-        if open_question and self._slurm_says() == PREEMPTION:
-            request_stop(self._attempt, reason=PREEMPTION, by="Slurm")
-        verdict = end(self._attempt, writer=f"submitit-{self._job_id or os.getpid()}")
-        print(f"cluster-ddp: attempt {self._attempt.number}: {verdict.action}: {verdict.reason}", flush=True)
-        if verdict.action == "requeue":
-            self._queue_again(requeue, self._suspects())
-        if verdict.action in ("done", "stop"):
-            return verdict.action
-        raise SubmititRunFailed(f"run {self._run.id}: {verdict.action}: {verdict.reason}")
-
-    def _queue_again(self, requeue: Any, bad: list[str]) -> None:
-        """Have the job queued again, keep it from the bad hosts, and end this process."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's, for the requeue, would end the calls below, too
-        try:
-            if self._requeued:
-                sys.exit(0)  # Slurm has done it already; for submitit the job is not over, so no result
-            requeue(_submitit_signal(), None)  # asks `checkpoint` what to requeue, requeues, and ends this process
-        finally:
-            self._exclude(bad)
-
-    def _suspects(self) -> list[str]:
-        from cluster_ddp.run.history import read_history
-        from cluster_ddp.run.suspects import suspects
-
-        assert self._attempt is not None
-        return suspects(read_history(self._run), self._attempt.number)
-
-    def _has_enough_others(self, hosts: list[str]) -> bool:
-        from cluster_ddp.slurm.commands import SlurmError, has_enough_others
-
-        partition, nodes = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ["SLURM_JOB_NUM_NODES"])
-        with contextlib.suppress(SlurmError):
-            return has_enough_others(str(self._job_id), hosts, partition=partition, nodes=nodes)
+    def ask_ahead(self) -> bool:
+        """See `Allocation`."""
         return False
 
-    def _exclude(self, hosts: list[str]) -> None:
-        """Keep the job, which is queued again, from some hosts, as long as enough others are left."""
-        from cluster_ddp.slurm.commands import SlurmError, exclude_hosts
+    def why_it_ends(self, seconds: float) -> str:
+        """See `Allocation`: whoever sends a SIGTERM here does not say why."""
+        del seconds
+        from cluster_ddp.slurm.shown import TERMINATED
 
-        if self._job_id is None or not hosts or not self._has_enough_others(hosts):
-            return
-        with contextlib.suppress(SlurmError):  # the job is queued; that is what counts
-            exclude_hosts(self._job_id, hosts)
-            print(f"cluster-ddp: {' '.join(hosts)} failed more than once: excluded from now on", flush=True)
+        return TERMINATED
 
+    def end(self, since: float) -> tuple[str, float | None]:
+        """See `Allocation`."""
+        del since
+        return self.why_it_ends(0.0), None
 
-def _submitit_signal() -> signal.Signals:
-    return signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"]
+    def queue_again(self) -> NoReturn:
+        """See `Allocation`."""
+        self._requeue(int(self._warning), None)
 
+    def stay_ended(self) -> None:
+        """See `Allocation`: submitit's controller starts nothing again of its own accord."""
 
-def _apply_network(spec: JobSpec) -> None:
-    """Export what the batch script would: the node program leaves alone what it finds set."""
-    from cluster_ddp.network import resolve
+    def has_enough_others(self, bad: Sequence[str]) -> bool:
+        """See `Allocation`."""
+        return False
 
-    os.environ.update(resolve(spec.network).variables)
+    def keep_from(self, bad: Sequence[str]) -> bool:
+        """See `Allocation`."""
+        return False

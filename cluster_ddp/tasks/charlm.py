@@ -48,7 +48,6 @@ class Block(nn.Module):
         return F.dropout(merged, self.dropout, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the block."""
         x = x + self.attend(self.norm1(x))
         fed: Tensor = self.feed_forward(self.norm2(x))
         return x + fed
@@ -73,7 +72,6 @@ class CharGPT(nn.Module):
         self.head.weight = self.characters.weight
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Compute the logits."""
         places = torch.arange(characters.shape[1], device=characters.device)
         x = self.dropout(self.characters(characters) + self.positions(places))
         for block in self.blocks:
@@ -131,7 +129,6 @@ class CharLM(Task):
 
     @cached_property
     def text(self) -> str:
-        """The text, read once."""
         if self.path is None:
             return resources.files("cluster_ddp.tasks").joinpath("data/alice.txt").read_text(encoding="utf-8")
         return Path(self.path).read_text(encoding="utf-8")
@@ -152,7 +149,6 @@ class CharLM(Task):
         return self.text[:border], self.text[border:]
 
     def model(self) -> nn.Module:
-        """Build the transformer."""
         return CharGPT(len(self.vocabulary), self.context, self.layers, self.width, self.heads, self.dropout)
 
     def train_data(self) -> TensorDataset:

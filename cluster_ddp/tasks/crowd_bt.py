@@ -65,7 +65,6 @@ class Comparisons:
 
     @property
     def annotators(self) -> int:
-        """How many annotators there are."""
         return int(self.annotator.max()) + 1
 
 
@@ -260,11 +259,9 @@ class CrowdBT(Task):
 
     @cached_property
     def data(self) -> Comparisons:
-        """The comparisons, made once."""
         return self.comparisons()
 
     def model(self) -> CrowdScorer:
-        """Build the scorer."""
         backbone = build_backbone(self.backbone, self.data.items.shape[1:], self.width)
         return CrowdScorer(backbone, self.data.annotators, self.trust_all)
 

@@ -109,7 +109,6 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the block."""
         inner = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
 
@@ -132,7 +131,6 @@ class DigitNet(nn.Module):
         self.head = nn.Linear(4 * width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits."""
         features = self.blocks(self.stem(images)).mean(dim=(2, 3))
         logits: Tensor = self.head(self.dropout(features))
         return logits
@@ -166,7 +164,6 @@ class Digits(Task):
         self.augment = augment
 
     def model(self) -> nn.Module:
-        """Build the network."""
         return DigitNet(self.width, self.dropout)
 
     def train_data(self) -> Dataset[tuple[Tensor, Tensor]]:

@@ -10,23 +10,23 @@ import os
 import sys
 from pathlib import Path
 
-from cluster_ddp.leave import leave
+from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
+from cluster_ddp.process import fast_exit, gc_paused
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.startup import no_garbage
 
 
 def main(arguments: list[str]) -> None:
     """Run a rank; `arguments` is the run directory, else $CLUSTER_DDP_RUN names it."""
-    place = arguments[0] if arguments else os.environ.get("CLUSTER_DDP_RUN")
+    place = arguments[0] if arguments else os.environ.get(RUN_VARIABLE)
     if place is None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
-        leave(2)
-    with no_garbage():
+        fast_exit(2)
+    with gc_paused():
         import torch._dynamo  # noqa: F401 - else the optimizer brings it in, a second of imports, later
 
-        from cluster_ddp.train.program import run_rank
-    end = run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get("CLUSTER_DDP_ATTEMPT", "0")))
-    leave(end.status, at_once=end.at_once)
+        from cluster_ddp.train.trainer import run_rank
+    end = run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
+    fast_exit(end.status, at_once=end.at_once)
 
 
 if __name__ == "__main__":

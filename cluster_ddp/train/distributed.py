@@ -14,8 +14,11 @@ import datetime
 import gc
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -24,13 +27,18 @@ import torch.distributed.nn  # before there is a group, which defaults of its fu
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cluster_ddp.job import load_resolved
+from cluster_ddp.launch.ports import job_port
+from cluster_ddp.launch.variables import RUN_VARIABLE
+from cluster_ddp.network import resolve
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.errors import DistributedError
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 1800.0
+_HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
 _left: list[dist.ProcessGroup | None] = []
-_PORTS = 10_000, 20_000  # from the first on, so many: below 32768, where the ephemeral ports begin
 
 
 # What srun tells the tasks of a step whose GPUs it divides among them.
@@ -48,14 +56,6 @@ class World(NamedTuple):
     def is_main(self) -> bool:
         """Whether this is rank 0, which alone writes and prints."""
         return self.rank == 0
-
-    @property
-    def local_world_size(self) -> int:
-        """Ranks on this node."""
-        for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-            if os.environ.get(name, "").isdigit():
-                return int(os.environ[name])
-        return 1 if self.world_size == 1 else self.local_rank + 1
 
     @property
     def gpu(self) -> int:
@@ -100,16 +100,16 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
     return World(0, 0, 1)
 
 
-def setup_distributed(backend: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> World:
+def setup_distributed(backend: str | None = None, timeout: float | None = None) -> World:
     """Find out who this process is, take its device, and join the other ranks.
 
     Parameters
     ----------
     backend
-        nccl or gloo; None: by platform, see `choose_backend`. With NCCL the group also has Gloo, for what the CPU has
-        to say.
+        nccl or gloo; None: what the job file of the run says, else by platform, see `choose_backend`. With NCCL the
+        group also has Gloo, for what the CPU has to say.
     timeout
-        Seconds that a collective may take before it fails.
+        Seconds that a collective may take before it fails; None: what the job file of the run says, else 1800.
 
     Returns
     -------
@@ -118,8 +118,20 @@ def setup_distributed(backend: str | None = None, timeout: float = DEFAULT_TIMEO
     Raises
     ------
     DistributedError
-        The address of rank 0 is not known, there are fewer GPUs than ranks on this node, or the ranks did not meet.
+        The address of rank 0 is not known, there are fewer GPUs than ranks on this node, the ranks did not meet, or it
+        was called with a rank and a world size, which it finds by itself.
     """
+    if not isinstance(backend, (str, NoneType)):
+        raise DistributedError(
+            f"setup_distributed({backend!r}, {timeout!r}): it takes no rank and no world size, it finds them by itself "
+            "where torchrun, srun or launch_distributed_training() started the process. Call setup_distributed()"
+        )
+    if any(argument.startswith(("--local-rank", "--local_rank")) for argument in sys.argv[1:]):
+        warnings.warn(
+            "the script was started with --local-rank, by torch.distributed.launch without --use-env: start it with "
+            "torchrun, which puts the local rank into the environment only",
+            stacklevel=2,
+        )
     world = find_world()
     _take_device(world)
     if world.world_size == 1 or dist.is_initialized():
@@ -131,13 +143,14 @@ def setup_distributed(backend: str | None = None, timeout: float = DEFAULT_TIMEO
             stacklevel=2,
         )
     _set_meeting_point(world)
-    chosen = backend or choose_backend()
+    asked_backend, asked_timeout = _asked_for()
+    chosen = backend or asked_backend or choose_backend()
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen,
             rank=world.rank,
             world_size=world.world_size,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=datetime.timedelta(seconds=timeout or asked_timeout),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -147,6 +160,15 @@ def setup_distributed(backend: str | None = None, timeout: float = DEFAULT_TIMEO
     return world
 
 
+def _asked_for() -> tuple[str | None, float]:
+    """The backend and the timeout of the run that this process belongs to, for a script that only calls this module."""
+    place = os.environ.get(RUN_VARIABLE)
+    if place is None:
+        return None, DEFAULT_TIMEOUT
+    network = load_resolved(RunDirectory(Path(place)).job_file).network
+    return None if network.backend == "auto" else network.backend, resolve(network).timeout
+
+
 def _take_device(world: World) -> None:
     if not torch.cuda.is_available():
         return
@@ -154,7 +176,7 @@ def _take_device(world: World) -> None:
     if world.gpu >= gpus:
         raise DistributedError(
             f"local rank {world.local_rank} has no GPU: this node shows {gpus}. "
-            "Lower launch.procs_per_node, or look at CUDA_VISIBLE_DEVICES."
+            "Lower launch.procs_per_node, or check CUDA_VISIBLE_DEVICES."
         )
     torch.cuda.set_device(world.gpu)
 
@@ -168,8 +190,7 @@ def _set_meeting_point(world: World) -> None:
                 'in the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
             )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    first, count = _PORTS
-    os.environ.setdefault("MASTER_PORT", str(first + int(os.environ.get("SLURM_JOB_ID", 0)) % count))
+    os.environ.setdefault("MASTER_PORT", str(job_port(int(os.environ.get("SLURM_JOB_ID", 0)))))
 
 
 def cleanup_distributed() -> None:
@@ -189,11 +210,21 @@ def _end_groups() -> None:
     A thread that wants Python's lock after that aborts the process, with all its work done.
     """
     gc.collect()
-    for one in gc.get_objects():
-        if issubclass(type(one), DistributedDataParallel):
-            for name in ("logger", "reducer", "process_group"):  # which hold the group
-                one.__dict__.pop(name, None)
+    for candidate in gc.get_objects():  # nothing public lists the models; 0.2 s, once, at the exit
+        if issubclass(type(candidate), DistributedDataParallel):
+            for name in _HOLD_THE_GROUP:
+                candidate.__dict__.pop(name, None)
     _left.clear()
+
+
+def describe_ranks(world: World) -> list[str]:
+    """A line for each host with the ranks there and their devices; all ranks call it."""
+    device = world.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    hosts: dict[tuple[str, str], list[str]] = {}
+    for rank, place in enumerate(all_gather_object((platform.node(), kind))):
+        hosts.setdefault(place, []).append(str(rank))
+    return [f"rank {', '.join(ranks)}: {kind} on {host}" for (host, kind), ranks in hosts.items()]
 
 
 def is_main_process() -> bool:

@@ -3,57 +3,120 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from cluster_ddp.train.errors import TaskError
+
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class Ema:
     """Keeps ``average = decay * average + (1 - decay) * weights``, beginning with the first update's weights.
 
     Buffers (BatchNorm's statistics among them) are those of the model. The average is what evaluation sees and what
-    ``export --ema`` gives.
-
-    Attributes
-    ----------
-    model
-        A model of its own that holds the average.
+    ``export --ema`` gives. The average of 16-bit weights is kept in fp32: in 16 bits what an update adds would be
+    rounded away.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model = copy.deepcopy(model)
-        self._begun = False
-        self._take_in = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._averages, self._copies = _parts(self.model)
-        self._weights, self._others = _parts(model)
+        self._decay = decay
+        self._begun: bool | Tensor = False
+        self._model = _copy(model)
+        self._weights, self._held = ([weight.detach() for weight in _averaged(of)] for of in (model, self._model))
+        self._others, self._copies = _places(model), _places(self._model)
+        self._averages = [held.float() if held.dtype in _LOW else held for held in self._held]
+        self._exact = {
+            id(parameter): average
+            for parameter, average in zip(_averaged(self._model), self._averages, strict=True)
+            if average.dtype is not parameter.dtype
+        }
 
-    def update(self) -> None:
-        """Take in the weights after an update.
+    def update(self, left_out: bool | Tensor) -> None:
+        """Take in the weights after an update, unless it was left out.
 
-        The host does not wait for a GPU, as it would in torch's AveragedModel, which copies its count of updates there.
+        Parameters
+        ----------
+        left_out
+            Whether it was; on a device a number of one element, not 0 when it was, for which the host does not wait.
         """
+        if isinstance(left_out, bool) and isinstance(self._begun, bool):
+            if left_out:
+                return
+            share: float | Tensor = 1.0 - self._decay if self._begun else 1.0
+            self._begun = True
+        else:
+            share = self._share_on_device(left_out)
         with torch.no_grad():
-            if self._begun:
-                self._take_in(self._averages, self._weights, None)
+            weights = [
+                weight.float() if average.dtype is not weight.dtype else weight
+                for average, weight in zip(self._averages, self._weights, strict=True)
+            ]
+            if isinstance(share, Tensor):
+                shares = {average.dtype: share.to(average.dtype) for average in self._averages}
+                torch._foreach_lerp_(self._averages, weights, [shares[average.dtype] for average in self._averages])
+            elif share == 1.0:
+                torch._foreach_copy_(self._averages, weights)
             else:
-                torch._foreach_copy_(self._averages, self._weights)
-                self._begun = True
-            for mine, theirs in zip(self._copies, self._others, strict=True):
-                mine.copy_(theirs)
+                torch._foreach_lerp_(self._averages, weights, share)
+
+    def model(self) -> nn.Module:
+        """A model of its own that holds the average as it is now, and the buffers."""
+        with torch.no_grad():
+            for (place, name), (theirs, _) in zip(self._copies, self._others, strict=True):
+                _take_over(place, name, theirs[name])
+            for held, average in zip(self._held, self._averages, strict=True):
+                if held.dtype is not average.dtype:
+                    held.copy_(average)
+        return self._model
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averaged weights and buffers by the names that they have in the model."""
-        return dict(self.model.state_dict())
+        """The averaged weights and the buffers by the names that they have in the model."""
+        named = self.model().state_dict(keep_vars=True)
+        return {name: self._exact.get(id(tensor), tensor).detach() for name, tensor in named.items()}
 
     def restore(self, updates: int) -> None:
         """Say how many updates are in the average whose tensors have been put back."""
         self._begun = updates > 0
 
+    def _share_on_device(self, left_out: bool | Tensor) -> Tensor:
+        device = self._averages[0].device
+        out = torch.as_tensor(left_out, device=device).reshape(()) != 0
+        begun = torch.as_tensor(self._begun, device=device)
+        self._begun = begun | ~out
+        return torch.where(out, 0.0, torch.where(begun, 1.0 - self._decay, 1.0))
 
-def _parts(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """What can be averaged, and what is copied: the buffers, and parameters of whole numbers."""
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    averaged = [one for one in parameters if one.is_floating_point() or one.is_complex()]
-    whole = [one for one in parameters if not (one.is_floating_point() or one.is_complex())]
-    return averaged, whole + [buffer.detach() for buffer in model.buffers()]
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise TaskError(
+            "train.ema_decay: the model cannot be copied, because it keeps a tensor that was computed from its "
+            "parameters, as torch.nn.utils.weight_norm and prune do: use torch.nn.utils.parametrizations, or call "
+            f"prune.remove, or leave ema_decay out ({str(error).partition('.')[0]})"
+        ) from error
+
+
+def _places(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where what is copied is registered, for a module may put another tensor there: buffers, and whole numbers."""
+    taken = set(map(id, _averaged(model)))
+    places: list[tuple[dict[str, Any], str]] = []
+    for module in model.modules():
+        places += [(module._parameters, name) for name, weight in module._parameters.items() if id(weight) not in taken]
+        places += [(module._buffers, name) for name in module._buffers]
+    return places
+
+
+def _take_over(place: dict[str, Tensor | None], name: str, theirs: Tensor | None) -> None:
+    mine = place[name]
+    if theirs is not None and mine is not None and mine.shape == theirs.shape:
+        mine.copy_(theirs)
+    elif theirs is not mine:
+        place[name] = None if theirs is None else theirs.detach().clone()
+
+
+def _averaged(model: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in model.parameters() if weight.is_floating_point() or weight.is_complex()]

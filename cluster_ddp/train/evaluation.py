@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from cluster_ddp.spec import BatchPlan, TrainSpec
-from cluster_ddp.train.data import Loader
+from cluster_ddp.job import BatchPlan, TrainSpec
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
-from cluster_ddp.train.fetch import Fetcher
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import Use, derive, seed_host
-from cluster_ddp.train.sampler import Indices
 from cluster_ddp.train.task import Task
 
 

@@ -12,15 +12,17 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from cluster_ddp.job import ClusterDDPError
+from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.run import events
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.spec import ClusterDDPError
 from cluster_ddp.train.distributed import World
-from cluster_ddp.train.explain import explain
 from cluster_ddp.train.rank import RankProcess
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0
+_UNUSED = ("Expected to have finished reduction", "did not receive grad")
 
 
 def record_failure(
@@ -30,11 +32,10 @@ def record_failure(
     attempt: int,
     world: World,
     process: RankProcess | None,
-    step: int | None,
 ) -> None:
     """Print an error, and record it as this rank's event; only on the rank where it happened.
 
-    The other ranks fail too, because they wait for this one in vain; they only name it.
+    The other ranks fail too, because they wait for this one; they only name it.
 
     Parameters
     ----------
@@ -42,13 +43,12 @@ def record_failure(
         Takes the event; None: nowhere.
     process
         What the rank was set up as; None: it had not come to that.
-    step
-        Steps that were finished; None: training had not begun.
     """
     cause = _earlier_failure(error, world)
     if cause is not None:
         print(f"cluster_ddp: rank {world.rank} ends because {cause}", file=sys.stderr, flush=True)
         return
+    phase = process.beat.phase if process is not None else Phase.STARTING
     text = explain(error)
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # a rank that works needs none
@@ -61,11 +61,11 @@ def record_failure(
         writer.write(
             events.FAILED,
             attempt=attempt,
-            step=step,
+            step=process.beat.steps if process is not None and phase is not Phase.STARTING else None,
             rank=world.rank,
-            node=int(os.environ.get("CLUSTER_DDP_NODE", "0")),
+            node=int(os.environ.get(NODE_VARIABLE, "0")),
             host=socket.gethostname(),
-            phase=(process.beat.phase.name if process is not None else "STARTING").lower(),
+            phase=phase.name.lower(),
             error=text,
         )
     _let_others_ask(world)
@@ -90,7 +90,7 @@ def _earlier_failure(error: BaseException, world: World) -> str | None:
 
 
 def _let_others_ask(world: World) -> None:
-    """Keep rank 0, and the store with it, until all ranks that make the same mistake have asked who was first."""
+    """Keep rank 0, and the store with it, until all ranks that fail for the same reason have asked who was first."""
     if world.rank != 0 or not dist.is_initialized():
         return
     end = time.monotonic() + _ASKING_SECONDS
@@ -98,3 +98,32 @@ def _let_others_ask(world: World) -> None:
         store = dist.distributed_c10d._get_default_store()
         while store.add(_FIRST_FAILURE, 0) < world.world_size and time.monotonic() < end:
             time.sleep(0.02)
+
+
+def explain(error: BaseException) -> str:
+    """What went wrong and, where it is known, the setting to change."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, ClusterDDPError):
+        return text
+    named = f"{type(error).__name__}: {text}"
+    advice = _advice(error, text)
+    return f"{advice}\n    ({named})" if advice else named
+
+
+def _advice(error: BaseException, text: str) -> str | None:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+        return (
+            "a batch does not fit in memory: lower train.batch_size (with train.global_batch the accumulation adapts), "
+            "or set train.grad_checkpointing or a lower train.precision"
+        )
+    if any(sign in text for sign in _UNUSED):
+        return (
+            "some parameters take no part in the loss: set train.find_unused_parameters: true, or give them "
+            "requires_grad=False"
+        )
+    if "Expected more than 1 value per channel when training" in text:
+        return (
+            "a BatchNorm was given a single sample: set train.drop_last: true, or choose train.batch_size so that no "
+            "rank is left with one sample of a last batch"
+        )
+    return None

@@ -56,6 +56,26 @@ def can_fuse(model: nn.Module) -> bool:
     return all(parameter.device.type in _FUSED and torch.is_floating_point(parameter) for parameter in trainable)
 
 
+def refuse_broken(optimizer: Optimizer) -> None:
+    """Refuse what torch itself computes differently each time.
+
+    Raises
+    ------
+    TaskError
+        Fused SGD with momentum reads past the momentum of bf16 and fp16 parameters on the CPU.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if group["fused"] and group["momentum"] and any(_is_half_on_cpu(weight) for weight in group["params"]):
+            raise TaskError(
+                "optimizer(): torch's SGD with fused=True and momentum gives other weights each time for bf16 and fp16 "
+                "parameters on the CPU; use fused=False"
+            )
+
+
+def _is_half_on_cpu(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+
+
 def start_momentum(optimizer: Optimizer) -> None:
     """Give a fused SGD the momentum that it begins with: zero.
 
@@ -64,7 +84,7 @@ def start_momentum(optimizer: Optimizer) -> None:
     Raises
     ------
     TaskError
-        With dampening the first update cannot be told from the others by a momentum of zero.
+        With dampening the first update cannot be distinguished from the others by a momentum of zero.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -80,6 +100,22 @@ def start_momentum(optimizer: Optimizer) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def check_groups(optimizer: Optimizer, at_first: int) -> None:
+    """See that the optimizer has as many groups as before the first step.
+
+    Raises
+    ------
+    TaskError
+        Some were added, which a resume could not repeat.
+    """
+    if len(optimizer.param_groups) != at_first:
+        raise TaskError(
+            f"the optimizer had {at_first} parameter groups before the first step and has "
+            f"{len(optimizer.param_groups)} now, which a resume could not repeat: give all parameters to optimizer() "
+            "from the beginning, and let those that come later begin with requires_grad=False"
+        )
+
+
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the optimizer itself leaves an update out when it is told, without the host waiting for the device."""
+    """Whether the optimizer itself leaves an update out by its `found_inf`, without the host waiting for the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster_ddp.spec import TrainSpec
+from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TrainError
 
 _NOTHING = nullcontext()

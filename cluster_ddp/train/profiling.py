@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cluster_ddp.job import ProfileSpec
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.spec import ProfileSpec
 from cluster_ddp.train.distributed import World
 
 

@@ -1,8 +1,7 @@
-"""What a process does once to be a rank of a run: signals, stack dumps, the board, not outliving its parent."""
+"""What a process does once to be a rank of a run: signals, stack dumps, the heartbeat, not outliving its parent."""
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -10,42 +9,65 @@ import sys
 from dataclasses import dataclass, field
 from typing import IO
 
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, RankSlot
+from cluster_ddp.launch.processes import die_with_parent
+from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.network import resolve
-from cluster_ddp.run.board import STACKS_SIGNAL, Board, Phase, Slot
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.spec import JobSpec
 from cluster_ddp.train.distributed import World, setup_distributed
 from cluster_ddp.train.stop import StopSignals
 
-_PR_SET_PDEATHSIG = 1
-
 
 class Beat:
-    """Says on the board what this rank is doing; without a board it says nothing."""
+    """What this rank is doing: known here, and shown to the node program where there is a heartbeat file.
 
-    def __init__(self, slot: Slot | None = None) -> None:
+    Attributes
+    ----------
+    phase
+        What is under way.
+    steps
+        Steps that are finished.
+    """
+
+    def __init__(self, slot: RankSlot | None = None) -> None:
         self._slot = slot
         self.phase = Phase.STARTING
+        self.steps = 0
 
     def enter(self, phase: Phase) -> None:
-        """Say what comes now."""
+        """This is what comes now; counts as a sign of life."""
         self.phase = phase
         if self._slot is not None:
             self._slot.set_phase(phase)
 
-    def step(self, step: int) -> None:
-        """Say that so many steps are finished."""
+    def step(self, steps: int) -> None:
+        """So many steps are finished; counts as a sign of life."""
+        self.steps = steps
         if self._slot is not None:
-            self._slot.beat(step)
+            self._slot.beat(steps)
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What the set-up of this process left behind; by default no signals and no board."""
+    """What the set-up of this process left behind; by default no signals and no heartbeat file.
+
+    Attributes
+    ----------
+    stop
+        Its wish to stop.
+    beat
+        What it is doing.
+    stacks
+        Where faulthandler writes; open as long as the process lives.
+    consensus_seconds
+        How often the ranks exchange whether to stop.
+    """
 
     stop: StopSignals = field(default_factory=StopSignals)
     beat: Beat = field(default_factory=Beat)
     stacks: IO[str] | None = None
+    consensus_seconds: float = 1.0
 
 
 def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
@@ -60,13 +82,13 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
     warning_signal
         Name of the signal that announces the time limit, such as USR1.
     """
-    _die_with_parent()
-    board = _open_board()
-    stop = StopSignals(board)
+    die_with_parent(number=signal.SIGTERM)
+    heartbeat = _open_heartbeat()
+    stop = StopSignals(heartbeat)
     stop.install(warning_signal)
     slot = None
-    if board is not None and world.local_rank < len(board.slots):
-        slot = board.slots[world.local_rank]
+    if heartbeat is not None and world.local_rank < len(heartbeat.slots):
+        slot = heartbeat.slots[world.local_rank]
         slot.claim(rank=world.rank)
     return RankProcess(stop, Beat(slot), _register_stacks(world, attempt))
 
@@ -74,32 +96,29 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
 def join_ranks(job: JobSpec) -> None:
     """Join the other ranks with the backend and the timeout that the job asks for."""
     backend = None if job.network.backend == "auto" else job.network.backend
-    setup_distributed(backend, timeout=resolve(job.network).timeout)
+    setup_distributed(backend, timeout=resolve(job.network, os.environ).timeout)
 
 
-def _die_with_parent() -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _open_board() -> Board | None:
-    path = os.environ.get("CLUSTER_DDP_BOARD")
+def _open_heartbeat() -> HeartbeatFile | None:
+    path = os.environ.get(HEARTBEAT_VARIABLE)
     if not path:
         return None
     try:
-        return Board.open(path)
+        return HeartbeatFile.open(path)
     except (OSError, ValueError) as error:
-        print(f"cluster_ddp: no board, stop requests come by signals only: {error}", file=sys.stderr, flush=True)
+        print(
+            f"cluster_ddp: no heartbeat file, stop requests come by signals only: {error}", file=sys.stderr, flush=True
+        )
         return None
 
 
 def _register_stacks(world: World, attempt: AttemptDirectory | None) -> IO[str] | None:
-    if attempt is None or not hasattr(faulthandler, "register"):
+    if attempt is None or not STACKS_SIGNALS:
         return None
     try:
-        file = (attempt.path / f"stacks-rank{world.rank}.txt").open("a")
+        file = attempt.stacks_file(world.rank).open("a")
     except OSError:
         return None
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    for number in STACKS_SIGNALS:
+        faulthandler.register(number, file=file, all_threads=True, chain=False)
     return file

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from cluster_ddp.checkpoint.checkpointer import Checkpointer
+from cluster_ddp.checkpoint.restore import Restored
+from cluster_ddp.checkpoint.verify import run_id_of
+from cluster_ddp.job import CheckpointSpec, JobSpec
+from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.spec import CheckpointSpec, JobSpec
-from cluster_ddp.train.checkpoint import Checkpointer, Restored
-from cluster_ddp.train.checkpoint.inspect import owner_of
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.selfcheck import check_comes_back
 from cluster_ddp.train.state import State
+
+_CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
 
 
 class Saving:
@@ -31,6 +37,11 @@ class Saving:
         Where checkpoints lie, or None.
     events
         Where they are reported.
+
+    Attributes
+    ----------
+    fresh
+        Makes the state once more, as at the beginning of an attempt; None: it is not checked that the state comes back.
     """
 
     def __init__(
@@ -40,16 +51,19 @@ class Saving:
         self._since = time.monotonic()
         self._saved: int | None = None
         self._checkpointer: Checkpointer | None = None
-        self._unprepared: Checkpointer | None = None
+        self._steps_here = 0
+        self._rank = world.rank
+        self._checked: dict[str, tuple[torch.dtype, torch.Size]] | None = None
+        self.fresh: Callable[[], State] | None = None
         if run is None:
             return
 
         def report(event: str, fields: dict[str, Any]) -> bool:
             return events is None or events.write(event, attempt=attempt, **fields)
 
-        self._checkpointer = self._unprepared = Checkpointer(
+        self._checkpointer = Checkpointer(
             run.checkpoints,
-            run_id=owner_of(run),
+            run_id=run_id_of(run),
             job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
             settings=job.checkpoint,
             rank=world.rank,
@@ -60,7 +74,7 @@ class Saving:
         )
 
     def restore(self, state: State) -> Restored | None:
-        """Put the newest sound checkpoint's state into the training; None when there is none."""
+        """Put the newest intact checkpoint's state into the training; None when there is none."""
         if self._checkpointer is None:
             return None
         restored = self._checkpointer.restore(state.live())
@@ -105,25 +119,58 @@ class Saving:
         if self._checkpointer is None or (self._saved == step and not again):
             return
         self._saved = step
+        tensors, scalars = state.collect()
+        self._check(state, step, tensors, together=False)
         self._checkpointer.save(
             step=step,
             samples=samples,
             epoch=epoch,
-            tensors=state.tensors(),
-            scalars=state.scalars(),
+            tensors=tensors,
+            scalars=scalars,
             metrics=metrics,
         )
 
-    def wait_copied(self) -> None:
+    def wait_for_staging(self) -> None:
         """Call before the parameters change."""
         if self._checkpointer is not None:
-            self._checkpointer.wait_copied()
+            self._checkpointer.wait_for_staging()
 
-    def prepare(self, state: State) -> None:
-        """Call after each step; the first finds the memory for saving in the background: no save has to wait for it."""
-        if self._unprepared is not None:
-            self._unprepared.prepare(state.tensors())
-            self._unprepared = None
+    def prepare(self, state: State, step: int) -> None:
+        """Call after each step, with the steps that are finished.
+
+        After the first it finds the memory for saving in the background, so that no save has to wait for it; after the
+        second it checks that the state comes back.
+        """
+        if self._steps_here >= _CHECKED_AFTER or self._checkpointer is None:
+            return
+        self._steps_here += 1
+        if self._steps_here == 1:
+            self._checkpointer.prepare(state.collect()[0])
+        if self._steps_here == _CHECKED_AFTER:
+            self._check(state, step, state.collect()[0], together=True)
+
+    def _check(self, state: State, step: int, tensors: Mapping[str, Tensor], *, together: bool) -> None:
+        """Check on rank 0 that the state comes back, unless one with the same tensors has been found to.
+
+        Raises
+        ------
+        TaskError
+            It does not: on all ranks when they check together, else on rank 0.
+        """
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if self.fresh is None or kinds == self._checked:
+            return
+        self._checked = kinds
+        problem = None
+        if self._rank == 0:
+            try:
+                check_comes_back(state, step, self.fresh)
+            except ClusterDDPError as error:
+                problem = str(error)
+        if together:
+            problem = broadcast_object(problem)
+        if problem is not None:
+            raise TaskError(problem)
 
     def finish(self) -> bool:
         """Wait until what was begun is durable; False, on all ranks, when it could not be made so."""

@@ -11,17 +11,8 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from cluster_ddp.spec import TrainSpec
-
-
-def scaled_lr(train: TrainSpec, global_batch: int) -> float:
-    """The peak learning rate: `train.lr`, scaled by ``global_batch / train.base_batch`` as `train.lr_scaling` says."""
-    ratio = global_batch / (train.base_batch or global_batch)
-    if train.lr_scaling == "linear":
-        return train.lr * ratio
-    if train.lr_scaling == "sqrt":
-        return train.lr * math.sqrt(ratio)
-    return train.lr
+from cluster_ddp.job import TrainSpec
+from cluster_ddp.train.optimizer import check_groups
 
 
 class Schedule:
@@ -65,6 +56,7 @@ class Schedule:
         if factor == self._last:
             return
         self._last = factor
+        check_groups(self._optimizer, len(self._peaks))
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
 

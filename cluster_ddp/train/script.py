@@ -3,7 +3,7 @@
     with join_run(folder="by-hand") as run:
         ...                                  # model, optimizer, data
         run.resume(model, optimizer, stream, total_steps=1000, first_loss=...)
-        for share in rank_shares(stream, plan, run.world.rank, run.step, 1000):
+        for micro in rank_micro_batches(stream, plan, run.world.rank, run.step, 1000):
             run.begin_step()
             ...                              # forward, backward, optimizer.step()
             if run.end_step():
@@ -25,24 +25,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cluster_ddp.run import events
-from cluster_ddp.run.board import Phase
+from cluster_ddp.job import JobSpec, load_resolved
+from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.spec import JobSpec, load_resolved
-from cluster_ddp.train.distributed import barrier, cleanup_distributed, find_world
+from cluster_ddp.run.record import read_record
+from cluster_ddp.train.data.order import SampleStream
+from cluster_ddp.train.distributed import barrier, find_world
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.failure import record_failure
-from cluster_ddp.train.metrics import MetricsFile
-from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
-from cluster_ddp.train.report import Report
-from cluster_ddp.train.sampler import SampleStream
-from cluster_ddp.train.saving import Saving
+from cluster_ddp.train.metrics.file import MetricsFile
+from cluster_ddp.train.metrics.log import Report
+from cluster_ddp.train.metrics.loggers import open_loggers
+from cluster_ddp.train.model import settle_buckets
+from cluster_ddp.train.nonfinite import FiniteWeights
+from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.session import Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
-from cluster_ddp.train.stop import Agreed, Agreement
-from cluster_ddp.train.task import Task
-from cluster_ddp.train.update import Update
-from cluster_ddp.train.warmup import settle_buckets
+
+_RATES = "learning rates of the optimizer"
 
 
 @contextlib.contextmanager
@@ -63,29 +64,33 @@ def join_run(folder: Path | str) -> Iterator[ScriptRun]:
     SystemExit
         Something failed, here or on another rank; it has been reported.
     """
-    place = os.environ.get("CLUSTER_DDP_RUN")
+    place = os.environ.get(RUN_VARIABLE)
     directory = RunDirectory(Path(place or folder).absolute())
-    attempt = int(os.environ.get("CLUSTER_DDP_ATTEMPT", "0"))
-    world = find_world()
-    writer = EventWriter(directory, f"rank-{world.rank}") if place else None
-    process: RankProcess | None = None
-    run: ScriptRun | None = None
-    try:
-        job = load_resolved(directory.job_file) if place else _bare_job()
-        process = become_rank(world, directory.attempt(attempt) if place else None, job.requeue.signal)
-        join_ranks(job)
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+    writer = EventWriter(directory, f"rank-{find_world().rank}") if place else None
+
+    left: SystemExit | None = None
+
+    def read_job() -> JobSpec:
+        if place:
+            return load_resolved(directory.job_file)
+        return JobSpec(name="script", script=Path(sys.argv[0]).name or "python")
+
+    with joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
         run = ScriptRun(job, directory, attempt, process, writer)
-        yield run
+        try:
+            yield run
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                run.fail()
+                raise
+            left = end  # sys.exit(0) in the middle of the script ends it as reaching its last line does
+        except BaseException:
+            run.fail()
+            raise
         run.end()
-    except BaseException as error:
-        step = run.step if run is not None else None
-        record_failure(error, writer, attempt=attempt, world=world, process=process, step=step)
-        raise SystemExit(1) from error
-    cleanup_distributed()
-
-
-def _bare_job() -> JobSpec:
-    return JobSpec(name="script", script=Path(sys.argv[0]).name or "python")
+    if left is not None:
+        raise left
 
 
 class ScriptRun:
@@ -97,31 +102,27 @@ class ScriptRun:
         Rank, local rank, world size and device of this process.
     job
         The job file's settings; under a bare torchrun the defaults.
-    step
-        Steps that are finished.
-    stop, agreement, saving
-        The parts: this rank's wish to stop, what all ranks agree on, the checkpoints.
     """
 
     def __init__(
         self, job: JobSpec, directory: RunDirectory, attempt: int, process: RankProcess, writer: EventWriter | None
     ) -> None:
-        self.world, self.job, self.step = find_world(), job, 0
-        self._attempt, self._writer, self._beat = attempt, writer, process.beat
+        self.world, self.job = find_world(), job
         if self.world.is_main:
             directory.path.mkdir(parents=True, exist_ok=True)
         barrier()
-        self.stop = process.stop
-        self.saving = Saving(job, directory, writer, attempt, self.world)
-        self.agreement = Agreement(
-            self.stop, self.saving.is_wanted, rank=self.world.rank, world_size=self.world.world_size
-        )
-        self._report = Report(MetricsFile(directory.metrics_file, attempt) if self.world.is_main else None)
+        self._session = Session(job, directory, attempt, process, writer)
+        self._directory, self._attempt, self._is_run = directory, attempt, writer is not None
+        self._report = Report()
+        self._check_weights: Callable[[int], None] = lambda step: None
         self._stream: SampleStream | None = None
-        self._state: State | None = None
         self._total_steps = 0
-        self._agreed = Agreed()
-        self._beat.enter(Phase.READY)
+        self._session.beat.enter(Phase.READY)
+
+    @property
+    def step(self) -> int:
+        """Steps that are finished."""
+        return self._session.step
 
     def resume(
         self,
@@ -133,9 +134,9 @@ class ScriptRun:
         first_loss: Callable[[], Tensor],
         also: Stateful | None = None,
     ) -> None:
-        """Fill model and optimizer from the newest sound checkpoint, if there is one, and set `step`.
+        """Fill model and optimizer from the newest intact checkpoint, if there is one, and set `step`.
 
-        The learning rate is not state: set it from the step, in every step.
+        The learning rates of the optimizer's groups are kept with the rest. A scheduler of torch is resumed by `also`.
 
         Parameters
         ----------
@@ -146,31 +147,28 @@ class ScriptRun:
         total_steps
             Where training ends.
         first_loss
-            Computes the loss of the first micro-batch of the whole training (``rank_shares(..., 0, 1)``), with the
-            generators seeded. DDP settles its gradient buckets on it: without that, a resume on three ranks or more
+            Computes the loss of the first micro-batch of the whole training (``rank_micro_batches(..., 0, 1)``), with
+            the generators seeded. DDP settles its gradient buckets on it: without that, a resume on three ranks or more
             adds in another order and ends with other bits.
         also
-            What else is to be saved, such as a gradient scaler: its ``state_dict()`` holds tensors, or what JSON can
-            hold.
+            What else is to be saved, such as a scheduler or a gradient scaler: its ``state_dict()`` holds tensors, or
+            what JSON can hold.
         """
-        also = also or Task()
         if self.world.world_size > 1:
             settle_buckets(model, also, first_loss)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._stream, self._total_steps = stream, total_steps
-        parameters = [parameter for parameter in bare.parameters() if parameter.requires_grad]
-        self._state = State(bare, Update(optimizer, parameters, clip_norm=None, scaler=None), None, also)
-        restored = self.saving.restore(self._state)
-        if restored is not None:
-            self.step = restored.step
-        optimizer.register_step_pre_hook(lambda *_: self.saving.wait_copied())
-        started = events.STARTED if restored is None else events.RESUMED
-        self.tell(started, world_size=self.world.world_size, total_steps=total_steps)
+        self._check_weights = FiniteWeights(bare).check
+        self._session.resume(State(bare, optimizer, also=_Own(optimizer, also)), stream, total_steps=total_steps)
+        if self.world.is_main:
+            self._report = self._open_report()
+        optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
+        self._session.tell_start()
 
     def begin_step(self) -> None:
         """Call before the computation of a step."""
-        self._beat.enter(Phase.TRAINING)
-        self.agreement.begin(self.step)
+        self._session.beat.enter(Phase.TRAINING)
+        self._session.begin_step()
 
     def end_step(self) -> bool:
         """Call when a step's update is made; saves when that is due.
@@ -179,57 +177,66 @@ class ScriptRun:
         -------
         Whether all ranks agreed to stop, the same on every rank: leave the loop then.
         """
-        self.step += 1
-        self._beat.step(self.step)
-        self._agreed = self.agreement.end(self.step - 1)
-        stops = self._agreed.level > 0
-        if not stops and (self._agreed.save or self.saving.is_due(self.step)):
+        self._resumed()
+        stops = self._session.end_step().level > 0
+        if not stops and self._session.save_is_due:
             self._save()
         return stops
 
     def evaluating(self) -> None:
         """Say that an evaluation comes, which the hang watchdog does not take for a step; `begin_step` ends it."""
-        self._beat.enter(Phase.EVALUATING)
+        self._session.beat.enter(Phase.EVALUATING)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line to metrics.jsonl; all ranks call it, with values that are the same on all."""
-        stream, _ = self._resumed()
+        stream = self._resumed()
         self._report.log(step=step, samples=stream.consumed(step), epoch=stream.epoch(step - 1), values=values)
-
-    def tell(self, event: str, **fields: Any) -> None:
-        """Record an event of the run, on rank 0; under a bare torchrun nowhere."""
-        if self.world.is_main and self._writer is not None:
-            self._writer.write(event, attempt=self._attempt, step=self.step, **fields)
 
     def end(self) -> None:
         """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
         self._resumed()
-        self._beat.enter(Phase.STOPPING)
-        stopped = self._agreed.level > 0 and self.step < self._total_steps
-        if stopped:
-            self.tell(events.STOP_REQUESTED, reason=self._agreed.reason)
-        self._save()
-        if not self.saving.finish() and not stopped:
-            raise TrainError(f"all is done, but the checkpoint of step {self.step} could not be written: make room")
-        self.tell(events.STOPPED if stopped else events.COMPLETED, reason=self._agreed.reason)
+        stopped = self._session.decision.level > 0 and self.step < self._total_steps
+        self._session.end(self._save, completed=not stopped)
         self._report.close(failed=False)
-        self.saving.close()
-        self._beat.enter(Phase.DONE)
+        self._session.close()
+
+    def fail(self) -> None:
+        """Close what keeps metrics, after an exception. `join_run` calls it."""
+        self._report.close(failed=True)
+
+    def _open_report(self) -> Report:
+        file = MetricsFile(self._directory.metrics_file, self._attempt)
+        if not self._is_run:
+            return Report(file)
+        wandb_id = read_record(self._directory).wandb_id
+        return Report(file, None, open_loggers(self.job, self._directory, wandb_id, self.step))
 
     def _save(self) -> None:
-        stream, state = self._resumed()
-        phase = self._beat.phase
-        self._beat.enter(Phase.SAVING)
-        self.saving.save(
-            state,
-            step=self.step,
-            samples=stream.consumed(self.step),
-            epoch=stream.epoch(self.step),
-            metrics=dict(self._report.latest),
-        )
-        self._beat.enter(phase)
+        self._check_weights(self.step)
+        self._session.save(dict(self._report.latest))
 
-    def _resumed(self) -> tuple[SampleStream, State]:
-        if self._stream is None or self._state is None:
+    def _resumed(self) -> SampleStream:
+        if self._stream is None:
             raise TrainError("the script has not called resume(model, optimizer, stream, ...) of its run")
-        return self._stream, self._state
+        return self._stream
+
+
+class _Own:
+    """A script's own state, with the learning rates, which a script may change in whatever way."""
+
+    def __init__(self, optimizer: Optimizer, also: Stateful | None) -> None:
+        self._optimizer, self._also = optimizer, also
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        return {**({} if self._also is None else self._also.state_dict()), _RATES: rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rates = state.pop(_RATES, ())
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        if self._also is not None and state:
+            self._also.load_state_dict(state)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
+import pickle
 import sys
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from cluster_ddp.launch.ports import NoFreePort, free_port
 from cluster_ddp.train.distributed import cleanup_distributed, setup_distributed
 from cluster_ddp.train.errors import DistributedError
 
@@ -37,7 +39,7 @@ def launch_distributed_training(
     Raises
     ------
     DistributedError
-        It is called in a notebook, whose functions other processes cannot import.
+        Other processes cannot import `train_fn`, because it is a lambda, or defined inside a function or a notebook.
     Exception
         What `train_fn` raised, as torch.multiprocessing reports it.
     """
@@ -47,10 +49,11 @@ def launch_distributed_training(
             "ranks cannot be started from a notebook: other processes cannot import a function that is defined in it. "
             "Put the training into a file and run it with torchrun, or use world_size=1 here."
         )
-    if count == 1 or not _can_join(backend):
+    port = _meeting_port(backend) if count > 1 else None
+    if port is None:
         train_fn(0, 1, **arguments)
         return
-    port = _free_port()
+    _expect_importable(train_fn, arguments)
     spawn(_run_rank, args=(train_fn, count, backend, port, arguments), nprocs=count)  # type: ignore[no-untyped-call]
 
 
@@ -72,21 +75,37 @@ def _run_rank(
         cleanup_distributed()
 
 
-def _can_join(backend: str | None) -> bool:
-    missing = None
+def _meeting_port(backend: str | None) -> int | None:
+    """The port where ranks can meet; None, with a word on why, when they cannot be joined here."""
+    missing = _missing(backend)
+    if missing is None:
+        try:
+            return free_port()
+        except NoFreePort as error:
+            missing = str(error)
+    print(f"cluster_ddp: training in one process: {missing}", file=sys.stderr, flush=True)
+    return None
+
+
+def _missing(backend: str | None) -> str | None:
     if not torch.distributed.is_available():
-        missing = "this torch is built without torch.distributed"
-    elif backend == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        missing = "NCCL needs CUDA, which is not here"
-    if missing:
-        print(f"cluster_ddp: training in one process: {missing}", file=sys.stderr, flush=True)
-    return missing is None
+        return "this torch is built without torch.distributed"
+    if backend == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return "NCCL needs CUDA, which is not here"
+    if backend == "mpi" and not torch.distributed.is_mpi_available():
+        return "this torch is built without MPI"
+    return None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _expect_importable(train_fn: TrainFunction, arguments: dict[str, Any]) -> None:
+    try:
+        ForkingPickler.dumps((train_fn, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DistributedError(
+            f"the ranks cannot be given {getattr(train_fn, '__name__', train_fn)} and its arguments ({error}): define "
+            "the function at the top level of a module, not as a lambda or inside another function, and give it "
+            "arguments that can be pickled"
+        ) from error
 
 
 def _in_notebook() -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cluster_ddp.checkpoint.plan import describe
 from cluster_ddp.train.ema import Ema
-from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.task import given
-from cluster_ddp.train.update import Update
+from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.train.optimizer_state import OptimizerState
+from cluster_ddp.train.packing import Packer, unpack
+from cluster_ddp.train.task import expect_type
+
+_BUFFER = "buffer."  # before the names of buffers that state_dict() leaves out
 
 
 class Stateful(Protocol):
@@ -39,6 +43,10 @@ class Counts:
         The last step whose evaluation was finished.
     stream_epoch, stream_offset
         For iterable sets: the epoch, and the items of it that have been taken.
+    stream_places
+        The same for each rank, where each reads a part of its own.
+    data_length, data_fingerprint
+        By which a training set that changed between attempts is recognised; None: not known.
     """
 
     skipped: int = 0
@@ -46,6 +54,24 @@ class Counts:
     evaluated_step: int = -1
     stream_epoch: int = 0
     stream_offset: int = 0
+    stream_places: list[list[int]] | None = None
+    data_length: int | None = None
+    data_fingerprint: int | None = None
+
+    def expect_length(self, length: int) -> None:
+        """See that the training set is as long as it was when the checkpoint was saved; the first attempt notes it.
+
+        Raises
+        ------
+        DataError
+            It is not.
+        """
+        if self.data_length not in (None, length):
+            raise DataError(
+                f"the training set has {length} items; it had {self.data_length} when the checkpoint was saved, and "
+                "the order of the samples depends on it: bring back the set as it was, or begin a new run with this one"
+            )
+        self.data_length = length
 
 
 class State:
@@ -55,61 +81,70 @@ class State:
     ----------
     model
         The bare model.
-    update
-        Holds the optimizer and the scaler.
-    task
-        What else has state.
+    optimizer
+        Of the model's parameters.
+    scaler
+        The gradient scaler of fp16, or None.
+    ema
+        The average of the weights, or None.
+    also
+        What else has state, such as the task.
+
+    Attributes
+    ----------
+    counts
+        Saved with the rest; whoever counts keeps them up to date.
     """
 
-    def __init__(self, model: nn.Module, update: Update, ema: Ema | None, task: Stateful) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Ema | None = None,
+        also: Stateful | None = None,
+    ) -> None:
         self.counts = Counts()
         self._model = model
-        self._update = update
+        self._scaler = scaler
         self._ema = ema
-        self._task = task
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in update.optimizer.param_groups:
-            if not all(id(parameter) in self._names for parameter in group["params"]):
-                raise TaskError("optimizer() holds a parameter that is not one of model(): make it a part of the model")
-        self._first_groups = _plain_settings(update.optimizer)
+        self._also = also
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._first_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        self._optimizer = OptimizerState(optimizer, names)
+        self._groups = optimizer.param_groups
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._hidden = _hidden_buffers(model)
+        self._first_of_task = copy.deepcopy(self._task_state())
+        self._model_tensors()  # what can be refused is refused before the first step
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, sharing the memory of the live ones.
+    def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All tensors by name, sharing the memory of the live ones; and what is no tensor, for JSON.
 
         Raises
         ------
         TaskError
-            The model's state holds something that is no tensor.
+            A part of the state is of a kind that no checkpoint holds.
         """
-        named: dict[str, Tensor] = {}
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                raise TaskError(
-                    f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
-                    "buffer, or in state_dict() of the task"
-                )
-            named[f"model.{name}"] = value
-        for parameter, state in self._update.optimizer.state.items():
-            fqn = self._names[id(parameter)]
-            named.update({f"optimizer.{fqn}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
-        if self._ema is not None:
-            named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
-        named.update({f"task.{name}": value for name, value in self._task_state().items() if isinstance(value, Tensor)})
-        return named
-
-    def scalars(self) -> dict[str, Any]:
-        """What is no tensor, for JSON."""
-        self.counts.skipped, self.counts.bad_in_a_row = self._update.left_out()
-        scaler = self._update.scaler
-        return {
+        tensors = self._model_tensors()
+        of_optimizer, scalars = self._optimizer.collect()
+        tensors |= of_optimizer
+        tensors |= self._changed_buffers()
+        packer = Packer(tensors)
+        scalars |= {
             "counts": asdict(self.counts),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "optimizer_state": self._plain_optimizer_state(),
-            "optimizer_groups": self._changed_settings(),
-            "task": {name: value for name, value in self._task_state().items() if not isinstance(value, Tensor)},
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "requires_grad": {  # of the layers that were frozen or unfrozen in training
+                name: parameter.requires_grad
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad != self._first_trained.get(name)
+            },
+            "task": packer.pack(self._task_state(), "task"),
         }
+        return tensors, scalars
 
-    def load(self, step: int, scalars: Mapping[str, Any], optimizer: Mapping[str, Tensor]) -> None:
+    def load(self, step: int, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
         """Put back what `Checkpointer.restore` has not filled in place.
 
         Parameters
@@ -117,77 +152,105 @@ class State:
         step
             Steps that are finished.
         scalars
-            What `scalars` gave.
-        optimizer
-            The optimizer's tensors by their names.
+            What `collect` gave.
+        extra
+            The tensors that `live` does not name, on the CPU and contiguous.
         """
         self.counts = Counts(**scalars["counts"])
-        self._update.restore(self.counts.skipped, self.counts.bad_in_a_row)
-        self._load_optimizer(optimizer, scalars["optimizer_state"], scalars["optimizer_groups"])
-        if self._update.scaler is not None and scalars["scaler"]:
+        self._optimizer.restore(_with_prefix("optimizer.", extra), scalars)
+        changed = scalars.get("requires_grad", {})
+        for name, parameter in self._model.named_parameters():
+            if name in changed:
+                parameter.requires_grad_(changed[name])
+        self._load_buffers(_with_prefix(_BUFFER, extra))
+        if self._scaler is not None and scalars["scaler"]:
             # Where the scale stands is state; how it moves is the job file's.
             kept = {key: scalars["scaler"][key] for key in ("scale", "_growth_tracker")}
-            self._update.scaler.load_state_dict({**self._update.scaler.state_dict(), **kept})
+            self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})
         if self._ema is not None:
-            self._ema.restore(step)
-        task_state = {**scalars["task"], **self._task_tensors}
-        if task_state:
-            self._task.load_state_dict(task_state)
+            self._ema.restore(step - self.counts.skipped)
+        of_task = _with_prefix("task.", extra)
+        task_state = unpack(scalars["task"], of_task.pop, self._device)
+        task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # as once was saved
+        if self._also is not None and task_state:
+            self._also.load_state_dict(task_state)
+
+    def alike(self) -> dict[str, Tensor]:
+        """What must have the same bits on all ranks, by name."""
+        tensors, _ = self.collect()
+        _, _, replicated = describe(tensors)
+        return {name: tensors[name] for name in sorted(replicated)}
 
     def live(self) -> dict[str, Tensor]:
-        """The tensors to fill at a restore: all that exist before the first step."""
-        self._task_tensors = {name: value for name, value in self._task_state().items() if isinstance(value, Tensor)}
-        named = {name: tensor for name, tensor in self.tensors().items() if not name.startswith("task.")}
-        return named | {f"task.{name}": value for name, value in self._task_tensors.items()}
+        """The tensors to fill in place at a restore: the model's and the average's."""
+        return self._model_tensors()
 
-    def _task_state(self) -> Mapping[str, Any]:
-        return given(self._task.state_dict(), dict, "state_dict() of the task")
+    def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
+        """Numbers that the optimizer keeps in itself, outside its state, and that are others in another's optimizer."""
+        return self._optimizer.hidden_differences(other._optimizer)
 
-    def _plain_optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps per parameter besides tensors, such as a count of its own."""
-        kept = {}
-        for parameter, state in self._update.optimizer.state.items():
-            plain = {key: value for key, value in state.items() if _is_plain(value)}
-            if plain:
-                kept[self._names[id(parameter)]] = plain
-        return kept
+    def first_of_task(self) -> dict[str, Any]:
+        """The state of the task before the first step."""
+        return copy.deepcopy(self._first_of_task)
 
-    def _changed_settings(self) -> list[dict[str, Any]]:
-        """The settings of each group that the optimizer has changed by itself; the rest is the job file's to say."""
-        return [
-            {key: value for key, value in now.items() if value != before.get(key)}
-            for now, before in zip(_plain_settings(self._update.optimizer), self._first_groups, strict=True)
-        ]
+    def _model_tensors(self) -> dict[str, Tensor]:
+        held = {id(weight) for group in self._groups for weight in group["params"]}
+        named: dict[str, Tensor] = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise TaskError(
+                    f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
+                    "buffer, or in state_dict() of the task"
+                )
+            if 0 in value.stride() and _is_expanded(value):
+                raise TaskError(
+                    f"the model's '{name}' is expanded: its elements share their memory and cannot be put back one by "
+                    "one; register it with .expand(...).contiguous()"
+                )
+            # Code of the task may change other parameters at any time, a frozen teacher's in loss() for one.
+            named[f"model.{name}"] = value if id(value) in held else value.detach()
+        if self._ema is not None:
+            named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
+        return named
 
-    def _load_optimizer(
-        self, tensors: Mapping[str, Tensor], plain: Mapping[str, dict[str, Any]], settings: list[dict[str, Any]]
-    ) -> None:
-        by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain.items()}
+    def _task_state(self) -> dict[str, Any]:
+        if self._also is None:
+            return {}
+        return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
+
+    # Buffers that state_dict() leaves out are state as soon as they change.
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        found = {}
+        for name, (module, key, before, version) in self._hidden.items():
+            now = getattr(module, key)
+            if now is not before or (now is not None and now._version != version):
+                found[_BUFFER + name] = now
+        return found
+
+    def _load_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         for full_name, tensor in tensors.items():
-            name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-            by_name.setdefault(name, {})[key] = tensor
-        optimizer = self._update.optimizer
-        whole = optimizer.state_dict()
-        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = [self._names[id(parameter)] for parameter in order]
-        whole["state"] = {number: by_name[name] for number, name in enumerate(names) if name in by_name}
-        for group, changed in zip(whole["param_groups"], settings, strict=False):
-            group.update(changed)
-        optimizer.load_state_dict(whole)
+            module, key, *_ = self._hidden[full_name.removeprefix(_BUFFER)]
+            there = getattr(module, key)
+            if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
+                there.copy_(tensor)
+            else:
+                setattr(module, key, tensor.to(self._device))
 
 
-def _plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Per group, what JSON can hold; not the learning rate, which follows from the step."""
-    left_out = ("params", "lr")
-    plain = [
-        {key: value for key, value in group.items() if key not in left_out and _is_plain(value)}
-        for group in optimizer.param_groups
-    ]
-    settings: list[dict[str, Any]] = json.loads(json.dumps(plain))
-    return settings
+def _hidden_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor | None, int]]:
+    """The buffers that are not persistent: where each is, and how it is now."""
+    return {
+        f"{prefix}.{key}" if prefix else key: (module, key, buffer, -1 if buffer is None else buffer._version)
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if key in module._non_persistent_buffers_set
+    }
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, torch.dtype))
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Stopping: signals and the board raise a flag, and all ranks agree at which step they heed it."""
+"""Stopping: signals and the heartbeat file raise a flag, and all ranks act on it after the same step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.signals import present
 from cluster_ddp.run import stopfile
-from cluster_ddp.run.board import Board
 
 SAVE_AND_END = stopfile.SAVE_AND_END
 AT_ONCE = stopfile.AT_ONCE
@@ -22,73 +23,76 @@ _REASONS_BY_CODE: tuple[str | None, ...] = (None, *stopfile.REASONS)
 _REASON_CODES = {reason: code for code, reason in enumerate(_REASONS_BY_CODE)}
 # One signal may reach a rank by several ways at nearly the same time; only one that comes later is a second one.
 _SECOND_SIGNAL_AFTER = 1.0
-# A step that takes much longer than those before it must not push the next agreement far away.
-_MOST_STEPS = 1000
+# A step that takes much longer than those before it must not push the next exchange far away.
+_MAX_STEPS = 1000
 
 
 class StopSignals:
     """The wish that training ends, as this rank knows it.
 
-    Usable alone: ``stop = StopSignals(); stop.install()``, then look at ``stop.level`` in the loop.
+    Usable alone: ``stop = StopSignals(); stop.install()``, then read ``stop.level`` in the loop.
 
     Parameters
     ----------
-    board
-        The node program's board, whose word counts too; then the node program alone decides that it is urgent.
+    heartbeat
+        The node program's heartbeat, whose word counts too; then the node program alone decides that it is urgent.
+    clock
+        Gives seconds; by it a second signal is distinguished from an echo of the first.
     """
 
-    def __init__(self, board: Board | None = None) -> None:
-        self._board = board
+    def __init__(self, heartbeat: HeartbeatFile | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._heartbeat = heartbeat
+        self._clock = clock
         self._level = 0
         self._reason: str | None = None
         self._first = 0.0
 
     def install(self, *names: str) -> None:
         """Raise the flag, and do nothing else, on SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the signals named."""
-        for name in {"TERM", "INT", "USR1", "USR2", *names}:
-            signal.signal(getattr(signal, f"SIG{name}"), self._receive)
+        for number in set(present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", *(f"SIG{name}" for name in names))):
+            signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if not self._level:
             self._level, self._first = SAVE_AND_END, now
             self._reason = _REASONS.get(signal.Signals(number), stopfile.TIME_LIMIT)
-        elif self._board is None and now - self._first > _SECOND_SIGNAL_AFTER:
+        elif self._heartbeat is None and now - self._first > _SECOND_SIGNAL_AFTER:
             self._level = AT_ONCE
 
     @property
     def level(self) -> int:
         """0: go on; 1: save and end; 2: at once, waiting for nothing else. Well under 1 us."""
-        if self._board is None:
+        if self._heartbeat is None:
             return self._level
-        return max(self._level, self._board.stop_level)
+        return max(self._level, self._heartbeat.stop_level)
 
     @property
     def reason(self) -> str | None:
         """Why, one of `run.stopfile.REASONS`; None as long as nothing asks to stop."""
-        return (self._board.stop_reason if self._board else None) or self._reason
+        return (self._heartbeat.stop_reason if self._heartbeat else None) or self._reason
 
 
 @dataclass(frozen=True)
-class Agreed:
+class StopDecision:
     """What all ranks know: the highest stop level and why, and whether rank 0 wants a checkpoint.
 
-    `asked` says whether they have exchanged it after this step, or just go on.
+    `synced` says whether they exchanged it after this step; between exchanges they just go on.
     """
 
     level: int = 0
     reason: str | None = None
     save: bool = False
-    asked: bool = False
+    synced: bool = False
 
 
-_NOTHING = Agreed()
+_NOTHING = StopDecision()
 
 
-class Agreement:
-    """Lets all ranks decide the same thing after the same step, at a cost that does not show.
+class StopConsensus:
+    """Lets all ranks decide the same thing after the same step, at a cost that cannot be measured.
 
-    About once a second, at a step that all ranks derive alike from the last agreement, one small reduction is started
+    About once a second, at a step that all ranks derive alike from the last exchange, one small reduction is started
     before the step's computation and read after it, when it has long arrived.
 
     Parameters
@@ -98,9 +102,9 @@ class Agreement:
     wants_save
         Says whether rank 0 wants a checkpoint; called on rank 0 only.
     rank, world_size
-        Of this process. A single process asks itself in every step, and says so (`Agreed.asked`) in each interval.
+        Of this process. A single process asks itself in every step; once in each interval its decision is `synced`.
     interval
-        Seconds between agreements.
+        Seconds between exchanges.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Agreement:
         self._votes[3] = seconds
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, async_op=True)
 
-    def end(self, step: int) -> Agreed:
+    def end(self, step: int) -> StopDecision:
         """Call after the computation of that step; what it returns is the same on all ranks."""
         if self._alone:
             return self._ask_myself()
@@ -145,13 +149,13 @@ class Agreement:
         self._work.wait()
         self._work = None
         level, reason, save, seconds = self._votes.tolist()
-        wait = _MOST_STEPS if seconds * _MOST_STEPS < self._interval else int(self._interval / seconds)
-        self._next = step + (max(1, wait) if seconds else 1)
-        return Agreed(int(level), _REASONS_BY_CODE[int(reason)], bool(save), asked=True)
+        steps = min(_MAX_STEPS, int(self._interval / seconds)) if seconds else 1  # nothing is known of the first
+        self._next = step + max(1, steps)
+        return StopDecision(int(level), _REASONS_BY_CODE[int(reason)], bool(save), synced=True)
 
-    def _ask_myself(self) -> Agreed:
+    def _ask_myself(self) -> StopDecision:
         level, save, now = self._stop.level, self._wants_save(), time.perf_counter()
-        asked = now >= self._next_time
-        if asked:
+        synced = now >= self._next_time
+        if synced:
             self._next_time = now + self._interval
-        return Agreed(level, self._stop.reason, save, asked) if level or save or asked else _NOTHING
+        return StopDecision(level, self._stop.reason, save, synced) if level or save or synced else _NOTHING

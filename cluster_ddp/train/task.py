@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,21 +30,24 @@ class Task:
     ----------
     weight_decay
         ``train.weight_decay`` of the job file; set by the trainer before `optimizer` is called.
+    sharded
+        Whether `train_data` gives each rank a part of its own of an iterable set; else all give the whole stream.
     """
 
     weight_decay: float = 0.01
+    sharded: bool = False
 
     def model(self) -> nn.Module:
         """Build the model, on the CPU. The generators are seeded the same on every rank."""
         raise NotImplementedError(f"{type(self).__name__} has no model()")
 
     def train_data(self) -> Dataset[Any]:
-        """Give the data set to train on; map-style, or iterable as `cluster_ddp.train.iterable` describes.
+        """Give the data set to train on; map-style, or iterable as `cluster_ddp.train.data.iterable` describes.
 
-        An item is a tensor, or a tuple, list or dict of tensors. torch, random and numpy are seeded by (seed, epoch,
-        sample index) before ``__getitem__``, whichever process fetches the sample. A plain TensorDataset with the
-        default `collate`, and a set with ``__getitems__(indices)``, is fetched by batch and not reseeded; what
-        ``__getitems__`` gives is collated when it is a list of items, and is the batch itself when it is anything else.
+        An item is a tensor, or a tuple, list or dict of tensors. torch, random, numpy and the generators that the set
+        holds itself are seeded by (seed, epoch, sample index) before ``__getitem__``, whichever process fetches the
+        sample. A set with ``__getitems__(indices)`` is fetched by batch and seeded by its first index; what it gives is
+        collated when it is a list of items, and is the batch itself when it is anything else.
         """
         raise NotImplementedError(f"{type(self).__name__} has no train_data()")
 
@@ -92,7 +96,7 @@ class Task:
         """Take back what `state_dict` gave."""
 
 
-def given(value: Any, kind: type[T], by: str) -> T:
+def expect_type(value: Any, kind: type[T], by: str) -> T:
     """What a method of a task gave, when it is of the kind that it should be.
 
     Raises
@@ -119,7 +123,7 @@ def load_task(target: str, params: Mapping[str, Any]) -> Task:
     ------
     TaskError
         There is no such class, it is no Task, or it does not take these parameters. An error inside the module itself
-        is raised as it is.
+        or inside ``__init__`` is raised as it is.
     """
     place, _, name = target.rpartition(":")
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(place)
@@ -128,14 +132,15 @@ def load_task(target: str, params: Mapping[str, Any]) -> Task:
         what = "does not exist" if kind is None else "does not derive from cluster_ddp.train.Task"
         raise TaskError(f"task: {target}: {name} {what}")
     try:
-        return kind(**params)
+        inspect.signature(kind).bind(**params)
     except TypeError as error:
         raise TaskError(f"task: {target} does not take these params: {error}") from error
+    return kind(**params)
 
 
 def _module_of_name(name: str) -> Any:
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))  # last: a json.py of this folder is not what torch means by json
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,46 +1,46 @@
 """The trainer: from a job and a task to trained weights, through any number of stops.
 
-It reads from top to bottom: what is built, what is resumed, the loop, one step, and what happens between steps.
+It reads from top to bottom: the run and its loop, what is built, what is resumed, evaluation and saving, the end.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster_ddp.run import events
-from cluster_ddp.run.board import Phase
+from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved, scaled_lr
+from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.spec import BatchPlan, JobSpec
-from cluster_ddp.train.batching import agree_on_batches
-from cluster_ddp.train.distributed import barrier, find_world
+from cluster_ddp.train.agreement import refuse_differences
+from cluster_ddp.train.buffers import Buffers
+from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
+from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
-from cluster_ddp.train.errors import NonFiniteError, TrainError
+from cluster_ddp.train.errors import NonFiniteError, TaskError
 from cluster_ddp.train.evaluation import Evaluation
-from cluster_ddp.train.feed import Feed, open_feed
-from cluster_ddp.train.guard import Guard
-from cluster_ddp.train.log import Log
-from cluster_ddp.train.objective import Objective, scalar_loss
-from cluster_ddp.train.outcome import Outcome
+from cluster_ddp.train.metrics.log import Log
+from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
+from cluster_ddp.train.nonfinite import NonFiniteCheck
+from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.precision import choose_precision, make_scaler, set_backends
 from cluster_ddp.train.profiling import Profiler
-from cluster_ddp.train.randomness import StepSeeds, Use, derive, seed_everything
+from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.sampler import Share
-from cluster_ddp.train.saving import Saving, synchronise_buffers
-from cluster_ddp.train.schedule import Schedule, scaled_lr
+from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_closures
+from cluster_ddp.train.saving import synchronise_buffers
+from cluster_ddp.train.schedule import Schedule
+from cluster_ddp.train.session import Outcome, Session, joined_rank
 from cluster_ddp.train.state import State
-from cluster_ddp.train.stop import AT_ONCE, Agreed, Agreement
-from cluster_ddp.train.task import Task, given
+from cluster_ddp.train.step import Gradients, scalar_loss
+from cluster_ddp.train.stop import AT_ONCE
+from cluster_ddp.train.task import Task, expect_type, load_task
 from cluster_ddp.train.update import Update
-from cluster_ddp.train.warmup import settle_buckets
-from cluster_ddp.train.wrapping import prepare_model, without_sync, wrap
 
-_RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds between the tries to save the last step
+_COMPARED_AFTER = 2  # steps: the second is the first that begins with what an update has left
 
 
 class Trainer:
@@ -57,12 +57,10 @@ class Trainer:
     attempt
         The number of this attempt of the run.
     process
-        The signals and the board of this rank; None: nothing but its end stops this training.
+        The signals and the heartbeat file of this rank; None: nothing but its end stops this training.
 
     Attributes
     ----------
-    step
-        Steps that are finished.
     model
         The bare model, with the weights of that step.
     """
@@ -76,13 +74,17 @@ class Trainer:
         *,
         process: RankProcess | None = None,
     ) -> None:
-        self.step = 0
         self.job, self.task, self.directory, self.attempt = job, task, run, attempt
-        self.process = process or RankProcess()
         self.world = find_world()
         self.device = self.world.device
-        self.events = EventWriter(run, f"rank-{self.world.rank}") if run else None
+        writer = EventWriter(run, f"rank-{self.world.rank}") if run else None
+        self.session = Session(job, run, attempt, process or RankProcess(), writer)
         self._build()
+
+    @property
+    def step(self) -> int:
+        """Steps that are finished."""
+        return self.session.step
 
     def run(self) -> Outcome:
         """Train to the end, or to a stop; either way the state of the last step is saved.
@@ -94,16 +96,62 @@ class Trainer:
         """
         self._resume()
         try:
-            agreed = self._train()
-            return self._end(agreed)
+            self._train()
+            return self._end()
         except BaseException as error:
             if isinstance(error, NonFiniteError):  # which all ranks raise after the same step
                 self.log.flush()
             self.log.close(failed=True)
             raise
         finally:
-            self.feed.close()
+            self.stream.close()
             self.profiler.close()
+
+    def _train(self) -> None:
+        """Train until all steps are done, or all ranks agree to stop."""
+        self._evaluate_and_save()  # a stop may have cut the evaluation short that belongs to the step resumed from
+        if self.session.decision.level:
+            return
+        self.session.beat.enter(Phase.TRAINING)
+        for micro, batch in self.stream.batches(self.step, self.state.counts):
+            if micro.number == 0:
+                self.profiler.begin(micro.step)
+                self.session.begin_step()  # the votes travel while the step is computed
+                self.log.begin(micro.step)
+                self.buffers.keep()
+
+            self.seeds.apply(micro.step, micro.number)  # last before the forward: whatever ran before may have drawn
+            with without_sync(self.wrapped, micro.last):  # around the forward too, where DDP decides it
+                with self.precision.autocast():
+                    loss = self.task.loss(self.wrapped, batch)
+                self.gradients.backward(loss, micro, self.log.step_loss)
+            self.log.record_samples(micro)
+            if not micro.last:
+                continue
+
+            self.gradients.finish()
+            self.frozen_layers.check()
+            # Judges the updates before this one: on a GPU the last verdict is here by now, and the host need not wait.
+            left_out = self.nonfinite.check(micro.step)
+            self.schedule.apply(micro.step - left_out)  # an update that was left out does not advance the schedule
+            self.update.clip()
+            self.session.saving.wait_for_staging()  # a save under way still copies the weights that change now
+            left_out_now = self.update.step()
+            self.buffers.put_back(left_out_now)
+            if self.ema is not None:
+                self.ema.update(left_out_now)
+            self.profiler.end(micro.step)
+            self.single_samples.end()
+
+            decision = self.session.end_step()
+            if self.step == self._compared_after:
+                refuse_differences(f"after step {self.step} weights or optimizer", self.state.alike())
+            self.log.end(self.step, micro.epoch, self.update, self.schedule.lr(micro.step - left_out))
+            if decision.synced:  # the ranks have just exchanged their votes: a moment at which all of them are here
+                self.log.exchange()
+            self._evaluate_and_save()
+            if self.session.decision.level:
+                return
 
     # What is built.
 
@@ -116,206 +164,159 @@ class Trainer:
         self.plan: BatchPlan = agree_on_batches(train, self.directory, world)
 
         seed_everything(derive(Use.BUILD, train.seed))
-        self.model = prepare_model(given(self.task.model(), nn.Module, "model()"), train, device)
+        self.model = prepare_model(expect_type(self.task.model(), nn.Module, "model()"), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
-        self.feed: Feed = open_feed(self.task, train, self.plan, world, device)
+        self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
+        self.stream: Stream = open_stream(self.task, train, self.plan, world, device)
         self.precision = choose_precision(train, device)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
 
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
-        self.optimizer = given(self.task.optimizer(self.model, lr), Optimizer, "optimizer()")
-        self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.feed.total_steps)
+        self.optimizer = expect_type(self.task.optimizer(self.model, lr), Optimizer, "optimizer()")
+        refuse_closures(self.optimizer)
+        self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.stream.total_steps)
         scaler = make_scaler(train, self.precision)
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.objective = Objective(trainable, scaler, world_size=world.world_size, device=device)
-        self.update = Update(self.optimizer, trainable, clip_norm=train.clip_norm, scaler=scaler)
-        self.guard = Guard(train.max_bad_steps, self.update, self.objective, self.model)
-
-        self.seeds = StepSeeds(train.seed, world.rank, device)
-        self.state = State(self.model, self.update, self.ema, self.task)
-        self.saving = Saving(self.job, self.directory, self.events, self.attempt, world)
-        if self.evaluation is None:
-            self.saving.check_metric({})
-        self.agreement = self._new_agreement()
-        self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
-        self.log = Log(self.job, self.directory, self.attempt, world, self.feed, device, self.wrapped)
-
-    def _new_agreement(self) -> Agreement:
-        return Agreement(
-            self.process.stop, self.saving.is_wanted, rank=self.world.rank, world_size=self.world.world_size
+        parameters = list(self.model.parameters())  # also those that are frozen now
+        compressed = train.comm_hook != "none"
+        self.gradients = Gradients(
+            parameters, scaler, world_size=world.world_size, device=device, compressed=compressed
         )
+        self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=scaler)
+        self.buffers = Buffers(self.model)
+        self.nonfinite = NonFiniteCheck(train.max_bad_steps, self.update, self.gradients, self.model)
+
+        order = self.stream.order if isinstance(self.stream, MapStream) else None
+        self.single_samples = SingleSamples(self.model, order, self.plan)
+        self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task))
+        self.state = State(self.model, self.optimizer, scaler=scaler, ema=self.ema, also=self.task)
+        if self.evaluation is None:
+            self.session.saving.check_metric({})
+        self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
+        self.log = Log(self.job, self.directory, self.attempt, world, self.stream, device, self.wrapped)
+
+    def _make_state_once_more(self) -> State:
+        """The state as a new process makes it, on the CPU; the task that is training is left alone."""
+        train, task = self.job.train, copy.copy(self.task)
+        with keep_generators():
+            seed_everything(derive(Use.BUILD, train.seed))
+            model = expect_type(task.model(), nn.Module, "model()")
+            ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
+            optimizer = task.optimizer(model, scaled_lr(train, self.plan.global_batch))
+        first = self.state.first_of_task()
+        if first:
+            task.load_state_dict(copy.deepcopy(first))
+            if Packer({}).pack(dict(task.state_dict()), "task") != Packer({}).pack(first, "task"):
+                raise TaskError(
+                    "load_state_dict() of the task does not take back what its state_dict() gave before the first step"
+                )
+        return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=ema, also=task)
 
     # What is resumed.
 
     def _resume(self) -> None:
-        self.process.beat.enter(Phase.READY)
+        self.session.beat.enter(Phase.READY)
         self.wrapped.train()
         if self.world.world_size > 1:
             settle_buckets(self.wrapped, self.task, self._first_loss)
-        restored = self.saving.restore(self.state)
-        if restored is not None:
-            self.step = restored.step
-        self.log.open(self.step)
-        self._tell(
-            events.STARTED if restored is None else events.RESUMED,
-            world_size=self.world.world_size,
-            total_steps=self.feed.total_steps,
+        self.session.resume(
+            self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
+        self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
+        self._compared_after = self.step + _COMPARED_AFTER
+        self.log.open(self.step)
+        setup = describe_training(self.job.train, self.plan)
+        self.log.say(setup, *describe_ranks(self.world))
+        self.session.tell_start(training=setup)
 
     def _first_loss(self) -> Any:
-        share, batch = self.feed.first()
-        self.seeds.apply(share.step, share.micro_batch)
+        micro, batch = self.stream.first()
+        self.seeds.apply(micro.step, micro.number)
         with self.precision.autocast():
             loss = self.task.loss(self.wrapped, batch)
         return scalar_loss(loss[0] if isinstance(loss, tuple) else loss)
 
-    # The loop.
+    # Evaluation and saving, between steps.
 
-    def _train(self) -> Agreed:
-        """Train until all steps are done (level 0 is returned) or all ranks agree to stop."""
-        agreed = self._between_steps(Agreed())  # a stop may have cut an evaluation short
-        if agreed.level:
-            return agreed
-        self.process.beat.enter(Phase.TRAINING)
-        for share, batch in self.feed.batches(self.step, self.state.counts):
-            if share.micro_batch == 0:
-                self._begin_step(share.step)
-            self._learn(share, batch)
-            if share.last:
-                agreed = self._end_step(share)
-                if agreed.level:
-                    return agreed
-        return Agreed()
-
-    # One step.
-
-    def _begin_step(self, step: int) -> None:
-        self.profiler.begin(step)
-        self.agreement.begin(step)
-        self.log.begin(step)
-
-    def _learn(self, share: Share, batch: Any) -> None:
-        """Go forward and backward with one micro-batch."""
-        self.seeds.apply(share.step, share.micro_batch)
-        self.log.take(share)
-        with without_sync(self.wrapped, share.last):
-            with self.precision.autocast():
-                loss = self.task.loss(self.wrapped, batch)
-            self.objective.backward(loss, share, self.log.step_loss)
-
-    def _end_step(self, share: Share) -> Agreed:
-        """Make the update, then do what is due after this step."""
-        self.objective.finish()
-        skipped = self.guard.check(share.step)
-        self.schedule.apply(share.step - skipped)
-        self.saving.wait_copied()
-        self.update.apply()
-        if self.ema is not None:
-            self.ema.update()
-        self.profiler.end(share.step)
-        self.step = share.step + 1
-        self.process.beat.step(self.step)
-        self.log.end(self.step, share.epoch, self.update, self.schedule.lr(share.step - skipped))
-        self.saving.prepare(self.state)
-        agreed = self.agreement.end(share.step)
-        if agreed.asked:
-            self.log.exchange()
-        return self._between_steps(agreed)
-
-    # Between steps.
-
-    def _between_steps(self, agreed: Agreed) -> Agreed:
+    def _evaluate_and_save(self) -> None:
         evaluated = False
-        if self._evaluation_is_due() and not agreed.level:
-            agreed = self._evaluate()
-            evaluated = not agreed.level
-        if agreed.save or self.saving.is_due(self.step) or (evaluated and self.job.checkpoint.keep_best is not None):
+        if self._evaluation_is_due() and not self.session.decision.level:
+            self._evaluate()
+            evaluated = not self.session.decision.level
+        if self.session.save_is_due or (evaluated and self.job.checkpoint.keep_best is not None):
             self._save(again=evaluated)
-        return agreed
 
     def _evaluation_is_due(self) -> bool:
         if self.evaluation is None or self.step == 0 or self.state.counts.evaluated_step == self.step:
             return False
         every = self.job.train.evaluate_every
         if every == "epoch":
-            every = self.feed.steps_per_epoch or self.feed.total_steps
-        return self.step >= self.feed.total_steps or (every != "end" and self.step % int(every) == 0)
+            every = self.stream.steps_per_epoch or self.stream.total_steps
+        return self.step >= self.stream.total_steps or (every != "end" and self.step % int(every) == 0)
 
-    def _evaluate(self) -> Agreed:
+    def _evaluate(self) -> None:
         """Evaluate; a stop abandons it, and it is done again after the resume."""
         assert self.evaluation is not None
         self.log.flush()
-        self.process.beat.enter(Phase.EVALUATING)
-        model = self.ema.model if self.ema is not None else self.model
-        synchronise_buffers(model)
-        agreement, agreed = self._new_agreement(), Agreed()
-
-        def go_on(batch: int) -> bool:
-            nonlocal agreed
-            self.process.beat.step(self.step)
-            agreement.begin(batch)
-            agreed = agreement.end(batch)
-            return agreed.level == 0
-
-        values = self.evaluation.run(model, go_on)
+        self.session.beat.enter(Phase.EVALUATING)
+        synchronise_buffers(self.model)
+        model = self.ema.model() if self.ema is not None else self.model
+        values = self.evaluation.run(model, self.session.goes_on())
         if values is not None:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
-            self.saving.check_metric(named)
-            self.log.evaluated(self.step, self.feed.epoch(self.step - 1), named)
-        self.process.beat.enter(Phase.TRAINING)
-        return agreed
+            self.session.saving.check_metric(named)
+            self.log.evaluated(self.step, self.stream.epoch(self.step - 1), named)
+        self.session.beat.enter(Phase.TRAINING)
 
     def _save(self, *, again: bool = False) -> None:
-        self.guard.check_weights(self.step)
+        self.nonfinite.check_weights(self.step)
         self.log.flush()
-        before = self.process.beat.phase
-        self.process.beat.enter(Phase.SAVING)
-        fresh = self.state.counts.evaluated_step == self.step
+        counts = self.state.counts
+        self.stream.note_place(counts)
+        counts.skipped, counts.bad_in_a_row = self.update.left_out()
+        fresh = counts.evaluated_step == self.step
         metrics = {name: value for name, value in self.log.latest.items() if fresh or not name.startswith("val/")}
-        self.saving.save(
-            self.state,
-            step=self.step,
-            samples=self.feed.consumed(self.step),
-            epoch=self.feed.epoch(self.step),
-            metrics=metrics,
-            again=again,
-        )
-        self.process.beat.enter(before)
+        self.session.save(metrics, again=again)
 
     # The end.
 
-    def _end(self, agreed: Agreed) -> Outcome:
+    def _end(self) -> Outcome:
         """Save the last step, see it durable, and say how it ended."""
         self.log.flush()
-        self.process.beat.enter(Phase.STOPPING)
-        if agreed.level:
-            self._tell(events.STOP_REQUESTED, reason=agreed.reason)
-        durable = self._save_for_good()
-        completed = self.step >= self.feed.total_steps and not self._evaluation_is_due()
-        if completed and not durable:
-            raise TrainError(
-                f"all {self.step} steps are done, but their checkpoint could not be written; make room on the storage "
-                "of the run and resume it"
-            )
-        self._tell(events.COMPLETED if completed else events.STOPPED, reason=agreed.reason)
-        self.log.close(failed=False, wait=agreed.level < AT_ONCE)
-        self.saving.close()
-        self.process.beat.enter(Phase.DONE)
-        return Outcome(completed, self.step, agreed.reason, agreed.level >= AT_ONCE, dict(self.log.latest))
+        decision = self.session.decision
+        completed = self.step >= self.stream.total_steps and not self._evaluation_is_due()
+        self.session.end(self._save, completed=completed)
+        self.log.close(failed=False, wait=decision.level < AT_ONCE)
+        self.session.close()
+        return Outcome(completed, self.step, decision.reason, decision.level >= AT_ONCE, dict(self.log.latest))
 
-    def _save_for_good(self) -> bool:
-        """Save the last step; False when the storage does not take it, which it may do after a moment."""
-        for pause in _RETRY_AFTER:
-            self._save()
-            if self.saving.finish():
-                return True
-            time.sleep(pause)
-        return False
 
-    def _tell(self, event: str, **fields: Any) -> None:
-        """Record an event, on rank 0."""
-        if self.world.is_main and self.events is not None:
-            self.events.write(event, attempt=self.attempt, step=self.step, **fields)
+class End(NamedTuple):
+    """How a rank ended.
+
+    Attributes
+    ----------
+    status
+        0 when training was completed or stopped, 1 when it failed.
+    at_once
+        Whether nothing is to be waited for any more, such as a logger's network.
+    """
+
+    status: int
+    at_once: bool
+
+
+def run_rank(run: RunDirectory, attempt: int) -> End:
+    """Be a rank of a run whose job names a task; what goes wrong is recorded."""
+    writer = EventWriter(run, f"rank-{find_world().rank}")
+    try:
+        with joined_rank(run, attempt, lambda: load_resolved(run.job_file), writer=writer) as (job, process):
+            assert job.task is not None
+            seed_everything(derive(Use.BUILD, job.train.seed))
+            task = load_task(job.task, job.params)
+            outcome = Trainer(job, task, run, attempt, process=process).run()
+    except SystemExit:
+        return End(status=1, at_once=False)
+    return End(status=0, at_once=outcome.at_once)

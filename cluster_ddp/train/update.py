@@ -1,24 +1,24 @@
-"""One optimizer update: unscale, clip, judge, step, and the count of updates that were left out."""
+"""From the gradients of a step to the update of the weights, or to none when a gradient is not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.delayed import HostCopy
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
-
-_FIRST = 4
 
 
 class Update:
-    """Applies the gradients, unless they are not finite.
+    """Changes the weights by the gradients, unless those are not finite: call `clip`, then `step`.
 
     An update with a non-finite gradient would ruin the weights for good, so it is left out. Whether it is, is read from
-    the gradients after they have been reduced, so that all ranks come to the same verdict without asking each other.
+    all gradients after they have been reduced, so that all ranks come to the same verdict without asking each other.
     On a GPU the verdict stays there (fused optimizers take it) and the host reads it one update later, when it has long
     been known; other optimizers make the host wait.
 
@@ -27,11 +27,16 @@ class Update:
     optimizer
         What is stepped.
     parameters
-        The trainable parameters.
+        All parameters that may have a gradient.
     clip_norm
         The largest norm of all gradients together; None: no clipping.
     scaler
         The gradient scaler of fp16, or None.
+
+    Raises
+    ------
+    TaskError
+        The gradient scaler cannot work with these parameters.
     """
 
     def __init__(
@@ -46,12 +51,15 @@ class Update:
         self.scaler = scaler
         self.norm: Tensor | None = None
         self._parameters = list(parameters)
-        # The smallest of the first layers', because it is added up in every step.
-        self._first = sorted(self._parameters[:_FIRST], key=lambda one: one.numel()) + self._parameters[_FIRST:]
         self._clip_norm = clip_norm
         self._verdict = _Verdict()
         self._on_device = self._parameters[0].device.type != "cpu"
         self._fused = takes_found_inf(optimizer)
+        if scaler is not None and any(parameter.dtype is torch.float16 for parameter in self._parameters):
+            raise TaskError(
+                "train.precision: fp16 keeps the parameters in fp32, but model() gives parameters in fp16: leave them "
+                "in fp32, or set train.precision: fp32"
+            )
         if self._on_device or scaler is not None:  # else the optimizer is not called for an update that is left out
             start_momentum(optimizer)
 
@@ -69,65 +77,100 @@ class Update:
         """Set both counts."""
         self._verdict.skipped, self._verdict.in_a_row = skipped, in_a_row
 
-    def apply(self) -> None:
-        """Make the update from the gradients at hand, and let go of them."""
+    def clip(self) -> None:
+        """Give the gradients their true size, then limit their norm, as far as the settings ask for either.
+
+        Raises
+        ------
+        TaskError
+            A gradient is sparse: torch cannot limit its norm.
+        """
         if self.scaler is not None:
-            self._apply_scaled(self.scaler)
-        else:
-            self._apply_plain()
-        for parameter in self._parameters:  # as optimizer.zero_grad() does, in a tenth of its time
-            parameter.grad = None
-
-    def _apply_plain(self) -> None:
-        self._clip()
-        bad = self._is_bad()
-        if isinstance(bad, bool):
-            self._verdict.say(bad)
-            if not bad:
-                self.optimizer.step()
-        elif self._fused:
-            self._verdict.give(bad)
-            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-            self.optimizer.step()
-        else:
-            left_out = bool(bad)
-            self._verdict.say(left_out)
-            if not left_out:
-                self.optimizer.step()
-
-    def _apply_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        scaler.unscale_(self.optimizer)
-        self._clip()
-        found = next(iter(scaler._found_inf_per_device(self.optimizer).values()))
-        if self._on_device:
-            self._verdict.give(found.clone())  # the scaler reuses it
-        else:
-            self._verdict.say(bool(found))
-        scaler.step(self.optimizer)
-        scaler.update()
-
-    def _clip(self) -> None:
+            self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:
+            if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self._parameters):
+                raise TaskError(SPARSE_CLIPPED)
             self.norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
 
-    def _is_bad(self) -> bool | Tensor:
-        """Judge the gradients by their norm where it is known, else by a witness that all of them lead to.
+    def step(self) -> bool | Tensor:
+        """Judge the gradients, make the update or leave it out, and let go of them.
 
-        A gradient that is not finite makes those of all earlier layers not finite, so the first parameters' tell.
+        Returns
+        -------
+        Whether it was left out; on a device, where the host does not wait, a tensor of one element, 1.0 when it was.
         """
-        witness = self.norm if self._clip_norm is not None else self._find_witness()
-        if witness is None:
-            return False
-        if self._on_device:
-            return (~torch.isfinite(witness)).float()
-        value = witness.item()
-        return value - value != 0.0  # true for an infinity and for a NaN
+        left_out = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
+        # As optimizer.zero_grad() does in three to six times the time; here of all parameters, the optimizer's or not.
+        for parameter in self._parameters:
+            parameter.grad = None
+        return left_out
 
-    def _find_witness(self) -> Tensor | None:
-        for parameter in self._first:
-            if parameter.grad is not None:
-                return parameter.grad.sum()
-        return None
+    def _step_plain(self) -> bool | Tensor:
+        bad = self._is_bad()
+        if isinstance(bad, Tensor):
+            if self._fused:
+                self._verdict.count_later(bad)
+                self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+                self.optimizer.step()
+                return bad
+            bad = bool(bad)
+        self._verdict.count(bad)
+        if not bad:
+            self.optimizer.step()
+        return bad
+
+    def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool | Tensor:
+        found: Tensor = next(iter(scaler._found_inf_per_device(self.optimizer).values()))
+        found = found.clone()  # the scaler reuses it
+        if self._on_device:
+            self._verdict.count_later(found)
+        else:
+            self._verdict.count(bool(found))
+        scaler.step(self.optimizer)
+        scaler.update()
+        return found if self._on_device else bool(found)
+
+    def _is_bad(self) -> bool | Tensor:
+        """Judge the gradients by their norm where it is known, else one by one."""
+        if self._clip_norm is not None and self.norm is not None:
+            if self._on_device:
+                return (~torch.isfinite(self.norm)).float()
+            return not math.isfinite(self.norm.item())
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not gradients:
+            return False
+        return _any_not_finite_on_device(gradients) if self._on_device else _any_not_finite(gradients)
+
+
+SPARSE_CLIPPED = (
+    "train.clip_norm: torch cannot limit the norm of sparse gradients: give the embeddings sparse=False, or omit "
+    "train.clip_norm"
+)
+
+
+def _any_not_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether any element is not finite, on the CPU.
+
+    A sum tells that all its elements are finite, in a fifth of the time of looking for the largest; where it does not,
+    it may have overflowed, and each element is looked at.
+    """
+    total = 0.0
+    for gradient in gradients:
+        value = gradient.sum().item()
+        total += value - value  # NaN from an infinity and from a NaN on; complex numbers have both parts in it
+    if total == 0.0:
+        return False
+    return not all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
+
+
+def _any_not_finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
+    """The same as a number on the device; the largest elements take no more than the reading of the gradients there."""
+    largest = torch._foreach_norm([_values(gradient) for gradient in gradients], math.inf)
+    return (~torch.isfinite(torch.stack(largest)).all()).float()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 class _Verdict:
@@ -138,11 +181,11 @@ class _Verdict:
         self.in_a_row = 0
         self._under_way: HostCopy | None = None
 
-    def say(self, left_out: bool) -> None:
+    def count(self, left_out: bool) -> None:
         self.skipped += left_out
         self.in_a_row = self.in_a_row + 1 if left_out else 0
 
-    def give(self, left_out: Tensor) -> None:
+    def count_later(self, left_out: Tensor) -> None:
         self.read()
         self._under_way = HostCopy(left_out.reshape(1))
 
@@ -150,4 +193,4 @@ class _Verdict:
         if self._under_way is not None:
             (left_out,) = self._under_way.read()
             self._under_way = None
-            self.say(left_out != 0.0)
+            self.count(left_out != 0.0)

@@ -13,7 +13,7 @@ from cli_stage import Call
 
 from cluster_ddp import __version__
 from cluster_ddp.cli.app import COMMANDS
-from cluster_ddp.spec import template_names
+from cluster_ddp.job import template_names
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "submitit", "wandb", "numpy")
@@ -22,7 +22,7 @@ HEAVY = ("torch", "submitit", "wandb", "numpy")
 def modules_after(*arguments: str, cwd: Path) -> set[str]:
     """The modules that a call has imported, in a process of its own."""
     code = (
-        "import atexit, sys\n"
+        "import atexit, sys, cluster_ddp.process\n"  # its exit function, which comes last, ends the process
         "atexit.register(lambda: print('MODULES', *sorted(sys.modules), file=sys.stderr))\n"
         f"sys.argv = ['cluster-ddp', *{list(arguments)!r}]\n"
         "from cluster_ddp.__main__ import main\n"
@@ -87,7 +87,7 @@ def test_a_misspelt_option_is_status_2(call: Call) -> None:
     assert call("submit", "multi-node", "--dryrun").status == 2
 
 
-def test_a_mistake_of_ours_is_one_line_unless_asked(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_ours_is_one_line_unless_asked(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[str]:
         raise ZeroDivisionError("oh")
 
@@ -145,8 +145,8 @@ def test_a_line_of_json_that_cannot_be_written_does_not_deny_what_was_done(tmp_p
     """Exit status 2 after a submission would have a program submit it once more."""
     code = (
         "from cluster_ddp.cli.answer import answer; from cluster_ddp.run.directory import RunDirectory; "
-        "from pathlib import Path; from cluster_ddp.leave import leave; "
-        "answer(RunDirectory(Path('/runs/x')), '7', 'PENDING'); leave(0)"
+        "from pathlib import Path; from cluster_ddp.process import fast_exit; "
+        "answer(RunDirectory(Path('/runs/x')), '7', 'PENDING'); fast_exit(0)"
     )
     done = shell(f'"{sys.executable}" -c "{code}" >/dev/full', tmp_path)
     assert done.returncode == 0, done.stderr
@@ -155,7 +155,7 @@ def test_a_line_of_json_that_cannot_be_written_does_not_deny_what_was_done(tmp_p
 
 def left(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A process that ends as ours do."""
-    code = f"import atexit, sys, threading, time\nfrom cluster_ddp.leave import leave\n{code}"
+    code = f"import atexit, sys, threading, time\nfrom cluster_ddp.process import fast_exit\n{code}"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=30)
@@ -169,18 +169,30 @@ def test_work_in_threads_is_waited_for_before_a_process_ends_well(tmp_path: Path
         "threading.Thread(target=work, args=('thread',)).start()\n"
         "atexit.register(print, 'at the end')\n"
     )
-    done = left(f"{pool}leave(0)", tmp_path)
+    done = left(f"{pool}fast_exit(0)", tmp_path)
     assert (done.returncode, done.stdout) == (0, "at the end\n")
     assert {path.name for path in tmp_path.iterdir()} == {"pool", "thread"}
 
 
 def test_a_process_that_has_failed_waits_for_no_thread(tmp_path: Path) -> None:
-    done = left("threading.Thread(target=time.sleep, args=(60,)).start()\nprint('x')\nleave(1)", tmp_path)
+    done = left("threading.Thread(target=time.sleep, args=(60,)).start()\nprint('x')\nfast_exit(1)", tmp_path)
     assert (done.returncode, done.stdout) == (1, "x\n")
 
 
+def test_what_was_registered_for_the_end_is_called_after_a_failure_too(tmp_path: Path) -> None:
+    done = left("atexit.register(print, 'at the end')\nfast_exit(3)", tmp_path)
+    assert (done.returncode, done.stdout) == (3, "at the end\n")
+
+
+def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
+    code = "class Module:\n    def __del__(self): print('taken down')\nmodule = Module()\n"
+    assert left(f"{code}sys.exit(0)", tmp_path).stdout == "taken down\n"
+    done = left(f"{code}fast_exit(0)", tmp_path)
+    assert done.stdout == "", f"Python {sys.version} does not call what was registered with atexit first last of all"
+
+
 def test_a_standard_output_of_the_users_own_that_cannot_be_flushed_is_no_failure(tmp_path: Path) -> None:
-    done = left("sys.stdout = open('log', 'w'); sys.stdout.close()\nleave(0)", tmp_path)
+    done = left("sys.stdout = open('log', 'w'); sys.stdout.close()\nfast_exit(0)", tmp_path)
     assert done.returncode == 0, done.stderr
 
 

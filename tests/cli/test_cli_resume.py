@@ -5,27 +5,35 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_stage import Call, Slurm
 
+from cluster_ddp.checkpoint import verify
+from cluster_ddp.checkpoint.errors import CheckpointError
+from cluster_ddp.checkpoint.verify import CheckpointInfo
 from cluster_ddp.cli.app import COMMANDS
-from cluster_ddp.run.attempt import begin_attempt, end_attempt, request_resume
-from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.job import load_job, load_resolved
+from cluster_ddp.run.attempt import begin_attempt, request_resume
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import read_record, update_record
-from cluster_ddp.run.state import RunState, describe
+from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.stopfile import request_stop
-from cluster_ddp.spec import load_job, load_resolved
 from cluster_ddp.submit import local
+from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.resume import plan_resume, send_again
 from cluster_ddp.submit.sbatch import SbatchSubmission
-from cluster_ddp.train.checkpoint import inspect
-from cluster_ddp.train.checkpoint.errors import CheckpointError
-from cluster_ddp.train.checkpoint.inspect import Listed
 
 
 @pytest.fixture
@@ -151,13 +159,13 @@ def test_a_complete_run_whose_last_checkpoint_is_damaged_goes_on(
     complete(run)
     (run.checkpoints / "step-00000020").mkdir()
 
-    def newest_sound(*_: Any) -> tuple[None, None, list[Listed]]:
+    def newest_intact(*_: Any) -> tuple[None, None, list[CheckpointInfo]]:
         if damage == "all":
-            raise CheckpointError("none is sound")
-        newest = Listed(run.checkpoints / "step-00000020", "damaged", 20)
+            raise CheckpointError("none is intact")
+        newest = CheckpointInfo(run.checkpoints / "step-00000020", "damaged", 20)
         return None, None, [newest] if damage == "newest" else []
 
-    monkeypatch.setattr(inspect, "newest_sound", newest_sound)
+    monkeypatch.setattr(verify, "newest_intact", newest_intact)
     assert call("resume", run.id).status == 0
     assert len(slurm.submissions()) == (1 if damage == "none" else 2)
 
@@ -250,10 +258,13 @@ def test_a_second_resume_while_the_first_plans_changes_nothing(
     made = stopped_here(here)
     before = made.job_file.read_bytes()
 
-    def plan(*_: Any, **__: Any) -> None:
+    plan_local = local.plan_local
+
+    def plan(*arguments: Any, **options: Any) -> local.LocalStart:
         request_resume(made, by="the other")
         if begun:
             begin_attempt(made, host="here", pid=os.getpid(), nodes=1, procs=1)
+        return plan_local(*arguments, **options)
 
     monkeypatch.setattr(local, "plan_local", plan)
     said = call("resume", made.id, "--set", "train.lr=0.5")
@@ -274,7 +285,6 @@ def test_a_resume_that_loses_at_the_last_moment_does_not_forgive_the_attempt_of_
         begin_attempt(made, host="here", pid=os.getpid(), nodes=1, procs=1)
         return "the loser"
 
-    monkeypatch.setattr(local, "plan_local", lambda *_, **__: SimpleNamespace(nodes=1, procs=1))
     with monkeypatch.context() as while_it_asks_who_calls:
         while_it_asks_who_calls.setattr("getpass.getuser", overtaken)
         said = call("resume", made.id)
@@ -294,6 +304,26 @@ def test_of_two_that_send_a_run_to_the_queue_one_does(
     said = call("resume", run.id, "--set", "slurm.partition=long")
     assert said.status == 2 and "resumed a moment ago by another call" in said.err
     assert run.job_file.read_bytes() == before and len(slurm.submissions()) == 1
+
+
+def test_of_four_calls_at_once_one_submits_and_the_others_say_so(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_resume(run, read_history(run), describe(run, {}), [], None, None)
+    together = threading.Barrier(4)
+    monkeypatch.setattr(SbatchSubmission, "check", lambda _: together.wait(20))  # all have seen the same run
+
+    def resume(_: int) -> str:
+        try:
+            return str(send_again(plan, SbatchSubmission(plan.spec)))
+        except SubmitError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        said = sorted(pool.map(resume, range(4)))
+    assert said[0] == "102" and len(slurm.submissions()) == 2
+    assert all("resumed a moment ago by another call (" in words for words in said[1:])
+    assert sum(event["event"] == "resume-requested" for event in read_events(run)) == 1
 
 
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
@@ -320,13 +350,14 @@ def test_a_local_run_stays_in_the_foreground(
     made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
     resumed: list[tuple[Any, ...]] = []
 
-    def resume_local(run: RunDirectory, nodes: int | None, procs: int | None, **_: Any) -> int:
-        resumed.append((run, nodes, procs))
-        return status
+    def run_attempt(run: RunDirectory, start: local.LocalStart, **_: Any) -> RunStatus:
+        resumed.append((run, start.nodes, start.procs))
+        state = {0: RunState.COMPLETED, 4: RunState.FAILED, 5: RunState.STOPPED}[status]
+        return replace(describe(run, None), state=state)
 
-    monkeypatch.setattr(local, "resume_local", resume_local)
+    monkeypatch.setattr(local, "run_attempt", run_attempt)
     said = call("resume", made.id, "--procs", "3", "--json")
     assert said.status == status
-    assert resumed == [(made, None, 3)]
+    assert resumed == [(made, 2, 3)]  # the nodes of the job file
     assert json.loads(said.out)["run_id"] == made.id
     assert not (made.path / "job.yaml.1").exists()

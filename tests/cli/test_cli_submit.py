@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from cli_stage import Call, Slurm
 
+from cluster_ddp.job import load_job, load_resolved
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import read_record
-from cluster_ddp.spec import load_job, load_resolved
 
 
 def only_run(here: Path) -> RunDirectory:
@@ -25,7 +25,7 @@ def test_a_dry_run_prints_the_script_alone_and_writes_nothing(call: Call, here: 
     said = call("submit", "job.yaml", "--dry-run")
     assert said.status == 0
     assert said.out.startswith("#!/bin/bash\n")
-    assert said.out.endswith("esac\n")
+    assert said.out.endswith('-m cluster_ddp.train "$run"\n')
     assert "2 x 1 = 2" in said.err
     assert "NCCL_DEBUG=WARN" in said.err
     assert sorted(here.rglob("*")) == before
@@ -76,10 +76,9 @@ def test_a_percent_sign_in_the_path_is_no_pattern(call: Call, here: Path, slurm:
     assert f"--output={here}/100%%j/small-" in slurm.submissions()[0][1]
 
 
-def test_a_comment_of_the_users_own_stays(call: Call, here: Path, slurm: Slurm) -> None:
+def test_a_comment_of_the_users_own_follows_ours(call: Call, here: Path, slurm: Slurm) -> None:
     assert call("submit", "job.yaml", "--set", "slurm.extra.comment=mine").status == 0
-    assert not [word for word in slurm.submissions()[0] if word.startswith("--comment")]
-    assert "#SBATCH --comment=mine" in only_run(here).script.read_text()
+    assert f"--comment=cluster_ddp {only_run(here).id} mine" in slurm.submissions()[0]
 
 
 def test_settings_are_laid_over_the_job(call: Call, here: Path, slurm: Slurm) -> None:
@@ -101,7 +100,7 @@ def test_when_sbatch_refuses_nothing_is_left(call: Call, here: Path, slurm: Slur
 def test_when_the_job_may_be_queued_its_run_directory_stays(
     call: Call, here: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr("cluster_ddp.slurm.commands._call.__kwdefaults__", {"environment": None, "seconds": 1.0})
+    monkeypatch.setattr("cluster_ddp.slurm.commands.call.__kwdefaults__", {"environment": None, "seconds": 1.0})
     slurm.program("sbatch", answer)
     said = call("submit", "job.yaml")
     assert said.status == 3

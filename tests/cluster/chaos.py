@@ -11,7 +11,7 @@ from typing import Any
 
 from chaos_faults import FAULTS, TIME_LIMIT, NoVictim, Scene, Strike
 from same_training import trained_steps
-from slurm_cluster import SlurmCluster
+from slurm_cluster import OVER, SlurmCluster
 from training_job import EPOCHS, STEPS_PER_EPOCH, TrainingJob, submit
 
 EVERY_STEPS = 5
@@ -122,7 +122,7 @@ def _wait(scene: Scene, ready: Any, what: str) -> Any:
     training = scene.training
 
     def over() -> bool:
-        return scene.cluster.state(training.job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return scene.cluster.state(training.job) in OVER
 
     try:
         found = scene.cluster.wait_for(lambda: ready() or (over() and "over"), RECOVERY_SECONDS, what, every=0.3)

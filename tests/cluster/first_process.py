@@ -1,6 +1,6 @@
 """The first process of a virtual host: sets the host up, then stays as its process number 1.
 
-Called by `virtual_hosts.Host.start` inside fresh namespaces with the host's name and its hosts file.
+Called by `virtual_hosts.Host.start` inside fresh namespaces with the host's name, its hosts file and its folder /run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import subprocess
 import sys
 
 
-def main(name: str, hosts_file: str) -> None:
+def main(name: str, hosts_file: str, run: str) -> None:
     socket.sethostname(name)
     for command in (
         ["mount", "--bind", hosts_file, "/etc/hosts"],
+        # A Slurm that signs with a key of its own has its sockets there, in places that nothing can change.
+        ["mount", "--bind", run, "/run"],
         ["mount", "-t", "tmpfs", "shm", "/dev/shm"],
         ["ip", "link", "set", "lo", "up"],
     ):

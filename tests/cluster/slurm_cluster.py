@@ -26,17 +26,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from slurm_config import write_config
+from slurm_config import uses_munge, version_of, write_config
 from virtual_hosts import Host, Network, Process, sh, wait_until
 
 T = TypeVar("T")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONTROLLER = "ctl"
+# The Slurm to test on: "" for the one that the machine's packages installed, or the folder that holds another one's bin
+# and sbin, such as /opt/slurm-26.05. `make test-slurms` takes one after the other.
+PREFIX = os.environ.get("TEST_SLURM", "")
 PACKAGES = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "ip": "iproute2",
     "nsenter": "util-linux", "setpriv": "util-linux",
 }  # fmt: skip
+# The states of a job that has ended. It may still be queued again.
+OVER = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
+)
 # Of the environment of whoever runs the tests: what would make a job, or a command, think it is somewhere else.
 FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|CLUSTER_DDP|MASTER|TORCH|WANDB|GLOO|NCCL)_?")
 
@@ -47,8 +54,9 @@ def why_unavailable() -> str | None:
         return "a Slurm cluster for the tests needs Linux"
     if os.geteuid() != 0:
         return "a Slurm cluster for the tests needs root (it makes network namespaces and runs Slurm's daemons)"
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=path)})
+    missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=_path())})
+    if PREFIX and not Path(PREFIX, "sbin/slurmctld").exists():
+        return f"no Slurm for the tests: TEST_SLURM={PREFIX} has no sbin/slurmctld"
     if missing:
         return f"no Slurm for the tests: apt-get install {' '.join(missing)}"
     trial = subprocess.run(["unshare", "--fork", "--pid", "--mount-proc", "--net", "--uts", "--mount", "true"],
@@ -86,18 +94,21 @@ class SlurmCluster:
 
     def start(self) -> None:
         """Bring everything up and wait until all nodes are idle; takes everything down again if that fails."""
+        self.version = version_of(_program("slurmctld"))
         self._network.start()
         try:
             hosts = self._network.hosts
             self.conf = write_config(
                 self.folder,
+                version=self.version,
                 proctrack=self.proctrack,
                 nodes={name: hosts[name].address for name in self.nodes},
                 controller=CONTROLLER,
                 controller_address=hosts[CONTROLLER].address,
             )
             self.env = self._environment()
-            self._start_munged()
+            if uses_munge(self.version):
+                self._start_munged()
             self.start_slurmctld()
             for node in self.nodes:
                 self.start_slurmd(node, wait=False)
@@ -118,9 +129,10 @@ class SlurmCluster:
     def _environment(self) -> dict[str, str]:
         """What a person's shell on the login node would have."""
         env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-        tools = [str(Path(sys.executable).parent), *env.get("PATH", "").split(":"), "/usr/sbin", "/sbin"]
-        env["PATH"] = ":".join(dict.fromkeys(p for p in tools if p))
+        env["PATH"] = f"{Path(sys.executable).parent}:{_path()}"
         env["SLURM_CONF"] = str(self.conf)
+        if not uses_munge(self.version):
+            env["SLURM_SACK_SOCKET"] = str(self._controller.run_folder / "slurmctld" / "sack.socket")
         env["OMP_NUM_THREADS"] = "1"
         if not _installed_from_here():
             env["PYTHONPATH"] = ":".join(filter(None, [str(CHECKOUT), env.get("PYTHONPATH", "")]))
@@ -261,12 +273,11 @@ class SlurmCluster:
         AssertionError
             At once, when the job is over in another state.
         """
-        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
 
         def reached() -> dict[str, str] | None:
             info = self.job_info(job)
             state = info.get("JobState", "")
-            assert state in states or state not in over, f"job {job} is {state}, not {'/'.join(states)}: {info}"
+            assert state in states or state not in OVER, f"job {job} is {state}, not {'/'.join(states)}: {info}"
             return info if state in states else None
 
         return self.wait_for(reached, timeout, f"job {job} is {'/'.join(states)}")
@@ -276,6 +287,10 @@ class SlurmCluster:
     def node_exec(self, node: str, *command: str, timeout: float = 60, check: bool = True) -> str:
         """Run a command inside a node and return its standard output."""
         return sh(*self._network.hosts[node].enter(), *command, timeout=timeout, check=check)
+
+    def node_spawn(self, node: str, *command: str) -> None:
+        """Start a program inside a node that runs on; it ends with the node."""
+        self._network.hosts[node].spawn(command, log=self.folder / f"{node}.out", env=self.env)
 
     def processes(self, node: str, pattern: str = "") -> list[Process]:
         """The processes of a node whose command line holds the regular expression."""
@@ -375,5 +390,12 @@ def _installed_from_here() -> bool:
     return origin is not None and json.loads(origin)["url"] == CHECKOUT.as_uri()
 
 
+def _path() -> str:
+    """Where programs are looked for: those of the chosen Slurm first."""
+    chosen = [f"{PREFIX}/bin", f"{PREFIX}/sbin"] if PREFIX else []
+    places = [*chosen, *os.environ.get("PATH", "").split(":"), "/usr/sbin", "/sbin"]
+    return ":".join(dict.fromkeys(filter(None, places)))
+
+
 def _program(name: str) -> str:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or name
+    return shutil.which(name, path=_path()) or name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+import subprocess
 from pathlib import Path
 
 GPUS_PER_NODE = 4
@@ -14,10 +16,10 @@ ClusterName=cluster-ddp-tests
 SlurmctldHost={controller}({controller_address})
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
+AuthType=auth/{auth}
+CredType={credentials}/{auth}
 # A requeued job is held until its credentials have expired: 120 s unless told.
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo={auth_info}cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
@@ -31,7 +33,7 @@ ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=100000
+{parameters}SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=100000
 KillWait=5
 MinJobAge=600
 InactiveLimit=0
@@ -61,8 +63,32 @@ NODE = (
 )
 
 
+def version_of(slurmctld: str) -> tuple[int, int]:
+    """The release of a Slurm, such as (24, 5), as its controller says it."""
+    said = subprocess.run([slurmctld, "-V"], capture_output=True, text=True, timeout=30, check=True).stdout
+    match = re.match(r"slurm\S* (\d+)\.(\d+)", said)
+    if match is None:
+        raise RuntimeError(f"{slurmctld} -V gave {said!r}")
+    return int(match[1]), int(match[2])
+
+
+def uses_munge(version: tuple[int, int]) -> bool:
+    """Whether a cluster of this release signs with munge; the others have a key of Slurm's own.
+
+    From about 25.05 on a Slurm that was built without ``multiple-slurmd`` takes a credential once only, so that one
+    munged cannot serve several nodes of one machine; before that, ``auth/slurm`` does not work here.
+    """
+    return version < (25, 0)
+
+
 def write_config(
-    folder: Path, *, proctrack: str, nodes: dict[str, str], controller: str, controller_address: str
+    folder: Path,
+    *,
+    version: tuple[int, int],
+    proctrack: str,
+    nodes: dict[str, str],
+    controller: str,
+    controller_address: str,
 ) -> Path:
     """Write the configuration of a cluster into `folder` and return the path of its slurm.conf.
 
@@ -70,6 +96,8 @@ def write_config(
     ----------
     folder:
         An existing folder with a short path; the daemons' state and logs go there too.
+    version:
+        The release of the Slurm that is to read it.
     proctrack:
         "linuxproc" or "pgid": which processes of a step get a signal.
     nodes:
@@ -82,12 +110,23 @@ def write_config(
         # A twin of /dev/null: Slurm sets CUDA_VISIBLE_DEVICES for device files only.
         os.mknod(gpu, stat.S_IFCHR | 0o666, Path("/dev/null").stat().st_rdev)
     (folder / "gres.conf").write_text("".join(f"Name=gpu Type=a100 File={gpu}\n" for gpu in gpus))
+    if version >= (23, 0):  # it would look for the machine's cgroups, which the nodes' namespaces do not have
+        (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+    munge = uses_munge(version)
+    if not munge:
+        key = folder / "slurm.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
     rows = [NODE.format(name=n, address=a, cpus=CPUS_PER_NODE, gpus=GPUS_PER_NODE) for n, a in nodes.items()]
     conf = folder / "slurm.conf"
     conf.write_text(
         SLURM_CONF.format(
             folder=folder,
+            parameters="SlurmctldParameters=enable_expedited_requeue\n" if version >= (25, 11) else "",
             proctrack=proctrack,
+            auth="munge" if munge else "slurm",
+            credentials="cred" if munge else "auth",
+            auth_info=f"socket={folder}/munge.socket," if munge else "",
             controller=controller,
             controller_address=controller_address,
             nodes="\n".join(rows),

@@ -15,7 +15,7 @@ from same_training import assert_every_sample_once, assert_same_training, checkp
 from slurm_cluster import SlurmCluster
 from training_job import SAMPLES, STEPS, STEPS_PER_EPOCH, TrainingJob, submit
 
-from cluster_ddp.run.outcome import root_failure
+from cluster_ddp.run.ending import root_failure
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -48,7 +48,7 @@ def test_submitted_run_completes(calm: TrainingJob) -> None:
     assert len(hosts) == 2
 
 
-@pytest.mark.parametrize("kind", ["cluster", "pgid_cluster"])
+@pytest.mark.parametrize("kind", ["cluster", pytest.param("pgid_cluster", marks=pytest.mark.chaos)])
 def test_preempted_run_comes_back_where_it_was(
     kind: str, calm: TrainingJob, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -64,8 +64,9 @@ def test_preempted_run_comes_back_where_it_was(
 
 
 def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
-    # Slurm looks at time limits every 30 s and warns up to 30 s early: here 10 to 40 s after the start of an attempt.
-    training = submit(cluster, tmp_path, slurm={"time": "00:01:00"}, requeue={"warning": "20s"})
+    # Slurm looks at time limits every 30 s and warns up to 30 s early: here 25 to 55 s after the start of an attempt,
+    # when it trains on a busy machine, too.
+    training = submit(cluster, tmp_path, slurm={"time": "00:01:00"}, requeue={"warning": "5s"})
     training.wait_for_restart(1)
     training.wait_for_restart(2)
     cluster.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=20")

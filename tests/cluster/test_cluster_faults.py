@@ -6,6 +6,7 @@ Where a run goes on, it ends with the bits of a calm one. Small jobs: 2 nodes wi
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from same_training import assert_same_training, checkpoints, repeated_steps
-from slurm_cluster import SlurmCluster
+from slurm_cluster import CHECKOUT, SlurmCluster
 from training_job import STEPS_PER_EPOCH, TrainingJob, write_job
 
-from cluster_ddp.run.attempt import begin_attempt, end_attempt
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NODE_LOST, EventWriter
 
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.timeout(400)
 
 STEPS = 2 * STEPS_PER_EPOCH
 PATIENCE = 180
+both_ways = pytest.mark.parametrize("via", ["sbatch", "submitit"])
 
 
 def submit(
@@ -78,9 +81,12 @@ def end(training: TrainingJob, *states: str) -> dict[str, Any]:
 # -- what goes on by itself ------------------------------------------------------------------------------------------
 
 
-def test_preemption_that_slurm_answers_with_a_cancel(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+@both_ways
+def test_preemption_that_slurm_answers_with_a_cancel(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
     """The partition gives no grace and does not requeue: within KillWait (5 s) our script saves and requeues."""
-    training = submit(cluster, tmp_path, braked=True, slurm={"partition": "cancel"})
+    training = submit(cluster, tmp_path, "--via", via, braked=True, slurm={"partition": "cancel"})
     training.wait_for_step(12, timeout=PATIENCE)
     cluster.preempt(training.job)
     training.wait_for_restart(1)
@@ -88,8 +94,9 @@ def test_preemption_that_slurm_answers_with_a_cancel(cluster: SlurmCluster, calm
     assert max(repeated_steps(training.run), default=0) < 20, "more is lost than since the last checkpoint"
 
 
-def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
-    training = submit(cluster, tmp_path, braked=True)
+@both_ways
+def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
     training.wait_for_step(12, timeout=PATIENCE)
     (started,) = {e["host"] for e in training.events() if e["event"] == "node-started" and e["node"] == 1}
     cluster.crash_node(started)
@@ -105,7 +112,7 @@ def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
     return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
 
 
-@pytest.mark.parametrize("via", ["sbatch", "submitit"])
+@both_ways
 def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True)
     for attempt in (0, 1):
@@ -118,9 +125,12 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: Training
     assert third == {"node1", "node3"}
 
 
-def test_batch_host_that_failed_twice_is_given_back(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+@both_ways
+def test_batch_host_that_failed_twice_is_given_back(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
     """When the batch host dies, nobody can exclude it before Slurm starts the job again. (It only seems to die.)"""
-    training = submit(cluster, tmp_path, braked=True, slurm={"extra": {"hold": True}})
+    training = submit(cluster, tmp_path, "--via", via, braked=True, slurm={"extra": {"hold": True}})
     run = RunDirectory(training.run)
     end_attempt(begin_attempt(run, slurm_job_id="1000000", host="elsewhere", pid=0, nodes=2, procs=1))
     cluster.run("scontrol", "release", str(training.job))
@@ -166,8 +176,11 @@ def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: Trai
     assert len(requeued) == 1 and "hangs" in requeued[0]
 
 
-def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
-    training = submit(cluster, tmp_path, braked=True)
+@both_ways
+def test_stop_is_final_until_a_person_resumes(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
     training.wait_for_step(12, timeout=PATIENCE)
     cluster.cli("stop", str(training.run), timeout=PATIENCE)
     status = end(training, "COMPLETED")
@@ -242,16 +255,18 @@ def test_scancel_is_final_at_any_moment(
 # -- what is not tried again -----------------------------------------------------------------------------------------
 
 
-def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path) -> None:
-    training = submit(cluster, tmp_path, fault={"fault": "import"})
+@both_ways
+def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, fault={"fault": "import"})
     status = end(training, "FAILED")
     assert (status["state"], status["attempts"], restarts(training)) == ("FAILED", 1, 0), training.story()
     assert "a_package_that_nobody_has" in status["reason"]
 
 
-def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_path: Path) -> None:
+@both_ways
+def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     training = submit(
-        cluster, tmp_path, fault={"fault": "crash", "at": 8}, requeue={"max_without_progress": 2},
+        cluster, tmp_path, "--via", via, fault={"fault": "crash", "at": 8}, requeue={"max_without_progress": 2},
         checkpoint={"every_steps": 1000},
     )  # fmt: skip
     status = end(training, "FAILED")
@@ -259,3 +274,26 @@ def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_pat
     host = {event["host"] for event in training.events() if event["event"] == "failed" and event["rank"] == 1}.pop()
     assert f"rank 1 on {host}" in status["reason"]
     assert "the fault of the test" in status["reason"]
+
+
+# -- a script of its own -----------------------------------------------------------------------------------------------
+
+
+def test_script_without_a_run_makes_one_and_resumes_into_it(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path
+) -> None:
+    """``sbatch sbatch/quickstart.sbatch`` with a person's edits: no run directory is given."""
+    small = {"train": {"epochs": 2}, "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1}}
+    job = write_job(tmp_path, braked=True, **small)
+    script = (CHECKOUT / "sbatch" / "quickstart.sbatch").read_text()
+    script = script.replace("python=(python3)", f"python=({sys.executable})").replace("(quickstart)", f"({job})")
+    (tmp_path / "mine.sbatch").write_text(script)
+    number = int(cluster.run("sbatch", "--parsable", "mine.sbatch", cwd=tmp_path))
+    run = cluster.wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), PATIENCE, "it makes a run")
+    training = TrainingJob(cluster, number, run.parent, tmp_path / "brake")
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.preempt(training.job)
+    training.wait_for_restart(1)
+    finish(training, calm, attempts=2)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [training.run.name]
+    assert (training.run / "job.sbatch").read_text() == script

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 from same_training import lines
-from slurm_cluster import SlurmCluster
+from slurm_cluster import OVER, SlurmCluster
 
 SAMPLES = 1442
 GLOBAL_BATCH = 48
@@ -51,7 +51,7 @@ class TrainingJob:
         assert not self._over(), f"the job ended before step {step} of attempt {attempt}\n{self.story()}"
 
     def _over(self) -> bool:
-        return self.cluster.state(self.job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+        return self.cluster.state(self.job) in OVER
 
     def wait_for_restart(self, number: int, *, timeout: float = 90) -> None:
         """Wait until Slurm has requeued the job so many times."""

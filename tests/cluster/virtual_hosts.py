@@ -94,6 +94,11 @@ class Host:
     pid_namespace: str = ""
 
     @property
+    def run_folder(self) -> Path:
+        """What the host has as /run."""
+        return self.network.folder / f"run-{self.name}"
+
+    @property
     def running(self) -> bool:
         return self._keeper is not None
 
@@ -101,7 +106,8 @@ class Host:
         """Make the namespaces, the host's first process, and the cable."""
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]
         command += ["--net", "--uts", "--mount", "--ipc", sys.executable, "-S", "-E", str(FIRST_PROCESS)]
-        command += [self.name, str(self.network.hosts_file)]
+        self.run_folder.mkdir(exist_ok=True)
+        command += [self.name, str(self.network.hosts_file), str(self.run_folder)]
         self._keeper = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
         )

@@ -22,9 +22,10 @@ FINDS_RANKS = pytest.mark.skipif(
 Call = Callable[..., "subprocess.Popen[str]"]
 
 
-def block(page: str, language: str) -> str:
-    """The first block of code in this language on a page of the project."""
-    return (PROJECT / page).read_text().split(f"```{language}\n")[1].split("```")[0]
+def block(page: str, language: str, after: str = "") -> str:
+    """The first block of code in this language on a page of the project, below the heading `after` if it is given."""
+    text = (PROJECT / page).read_text()
+    return text[text.index(after) :].split(f"```{language}\n")[1].split("```")[0]
 
 
 def finish(process: subprocess.Popen[str], status: int = 0) -> str:

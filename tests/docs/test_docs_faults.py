@@ -6,13 +6,13 @@ import re
 
 from documented import PROJECT
 
-from cluster_ddp.launch.attempt import _ROOM_SECONDS
-from cluster_ddp.launch.guard import SAVE_SECONDS
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.attempt import ROOM_SECONDS
+from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.stopping import SHORT_GRACE_SECONDS
 from cluster_ddp.launch.watchdog import SHORTEST_LEARNED
 from cluster_ddp.run import events
-from cluster_ddp.run.state import RunState
-from cluster_ddp.spec import JobSpec
+from cluster_ddp.run.ending import RunState
 
 PAGE = (PROJECT / "docs" / "faults.md").read_text()
 
@@ -25,7 +25,7 @@ def test_settings_exist() -> None:
 
 
 def test_states_and_events_exist() -> None:
-    upper = set(re.findall(r"\b[A-Z]{5,}\b", PAGE)) - {"SIGTERM", "CANCEL"}
+    upper = set(re.findall(r"\b[A-Z]{5,}\b", PAGE)) - {"SIGTERM", "CANCEL", "PREEMPTED"}
     assert upper <= {state.value for state in RunState}
     assert set(re.findall(r"`(checkpoint-\w+)`", PAGE)) == {events.CHECKPOINT_FAILED}
 
@@ -33,5 +33,5 @@ def test_states_and_events_exist() -> None:
 def test_seconds_are_those_of_the_program() -> None:
     assert f"with {SHORT_GRACE_SECONDS:.0f} s or less" in PAGE
     assert f"have {SAVE_SECONDS:.0f} s to save" in PAGE
-    assert f"waits {_ROOM_SECONDS / 60:.0f} minutes for room" in PAGE
+    assert f"waits {ROOM_SECONDS / 60:.0f} minutes for room" in PAGE
     assert SHORTEST_LEARNED == 60

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.spec import JobSpec, load_job
-from cluster_ddp.spec.document import plain, read_document
+from cluster_ddp.job import JobSpec, load_job
+from cluster_ddp.job.document import plain, read_document
 
 PAGE = Path(__file__).parents[2] / "docs" / "job-file.md"
 

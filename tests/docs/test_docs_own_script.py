@@ -59,3 +59,11 @@ def test_the_script_is_stopped_and_resumed_exactly(here: Path, call: Call, ranks
 
 def test_the_script_is_short() -> None:
     assert len(block(PAGE, "python").splitlines()) <= 60
+
+
+def test_the_diff_leads_to_the_script() -> None:
+    diff = [line for line in block(PAGE, "diff").splitlines() if line.strip() not in ("", "...")]
+    script = iter(block(PAGE, "python").splitlines())
+    # In this order; an iterator that is searched goes on from where the line before was found.
+    assert [line for line in diff if line[0] in " +" and line[1:] not in script] == []
+    assert len([line for line in diff if line[0] == "-"]) > 5

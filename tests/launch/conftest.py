@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from cluster_ddp.launch.address import free_port
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.processes import Process, is_alive, kill_all, marked_processes
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.run.attempt import begin_attempt
-from cluster_ddp.run.directory import AttemptDirectory, create_run
+from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import read_events
-from cluster_ddp.spec import JobSpec
+from cluster_ddp.run.runs import create_run
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
@@ -56,8 +58,8 @@ class Node:
     def pid(self) -> int:
         return self.process.pid
 
-    def board(self) -> Path | None:
-        """The board's path, from the agent's environment."""
+    def heartbeat(self) -> Path | None:
+        """The heartbeat file's path, from the agent's environment."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
@@ -65,14 +67,14 @@ class Node:
                 except OSError:
                     continue
                 if f"CLUSTER_DDP_RUN={self.attempt.run.path}".encode() in variables:
-                    found = [line for line in variables if line.startswith(b"CLUSTER_DDP_BOARD=")]
+                    found = [line for line in variables if line.startswith(b"CLUSTER_DDP_HEARTBEAT=")]
                     return Path(found[0].decode().partition("=")[2]) if found else None
         return None
 
     def tree(self) -> list[Process]:
         """The agent, the ranks, and all that ranks have started."""
-        board = self.board()
-        return marked_processes(board) if board else []
+        heartbeat = self.heartbeat()
+        return marked_processes(heartbeat) if heartbeat else []
 
     def agent(self) -> int:
         return next(process.pid for process in self.tree() if "RANK" not in process.environment)
@@ -110,8 +112,11 @@ class Node:
 def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Start a node program whose ranks run a script of this folder."""
     started: list[Node] = []
+    taken = socket.create_server(("", 0))
 
-    def start(script: str, *args: str, procs: int = 2, nodes: int = 1, **sections: Any) -> Node:
+    def start(
+        script: str, *args: str, procs: int = 2, nodes: int = 1, busy_port: bool = False, **sections: Any
+    ) -> Node:
         launch = {"procs_per_node": procs, **sections.pop("launch", {})}
         spec = JobSpec(name="launched", script=str(HERE / script), args=args, launch=launch, **sections)
         run = create_run(spec, runs_dir=tmp_path / "runs", via="manual", script=None)
@@ -122,17 +127,18 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
             nodes=nodes,
             procs=procs,
             rdzv_id=run.id,
-            endpoint=f"127.0.0.1:{free_port()}",
+            endpoint=f"127.0.0.1:{taken.getsockname()[1] if busy_port else free_port()}",
         )
         started.append(Node(attempt, procs, nodes, command))
         return started[-1]
 
     yield start
+    taken.close()
     for node in started:
-        board = node.board()
+        heartbeat = node.heartbeat()
         if is_alive(node.pid):
             os.kill(node.pid, signal.SIGKILL)
         node.process.wait()
-        if board is not None:
-            kill_all(board)
-            board.unlink(missing_ok=True)
+        if heartbeat is not None:
+            kill_all(heartbeat)
+            heartbeat.unlink(missing_ok=True)

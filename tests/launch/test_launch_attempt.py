@@ -1,25 +1,26 @@
-"""The calls of the batch script, as it makes them: a process each."""
+"""Beginning an attempt as a start of a Slurm job, and having it judged."""
 
 from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starts import begin, end, happened, stand_in, start
 
-from cluster_ddp.launch.attempt import main
-from cluster_ddp.run.attempt import begin_attempt, read_attempt, request_resume
-from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch import attempt as attempt_module
+from cluster_ddp.launch.attempt import begin_when_there_is_room, judge
+from cluster_ddp.run.attempt import begin_attempt, request_resume
+from cluster_ddp.run.attempt_record import read_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import EventWriter, read_events
-from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.run.storage import Storage
-from cluster_ddp.spec import JobSpec
-
-PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -28,32 +29,18 @@ def run(tmp_path: Path) -> RunDirectory:
     return create_run(spec, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
 
 
-def call(*arguments: object, job: str = "77", restart: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"PYTHONPATH": str(PROJECT), "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "3"}
-    environment |= {"SLURM_TASK_PID": str(os.getpid()), "SLURM_RESTART_COUNT": str(restart), **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "cluster_ddp.launch.attempt", *map(str, arguments)],
-        env=environment, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-
-
-def happened(run: RunDirectory, event: str, attempt: int = 0, **fields: Any) -> None:
-    EventWriter(run, "rank-0").write(event, attempt=attempt, **fields)
-
-
-def test_begin_prints_the_attempt_and_the_same_allocation_gets_it_again(run: RunDirectory) -> None:
-    assert call("begin", run.path).stdout == "0\n"
-    assert call("begin", run.path).stdout == "0\n"
+def test_the_same_start_gets_its_attempt_again(run: RunDirectory) -> None:
+    assert begin(run) == 0
+    assert begin(run) == 0
     record = read_attempt(run.attempt(0))
     assert (record.slurm_job_id, record.nodes, record.procs) == ("77", 3, 2)
     assert record.process is not None
     assert record.process.pid == os.getpid()
-    assert call("begin", run.path, restart=1).stdout == "1\n"
+    assert begin(run, restart=1) == 1
 
 
 @pytest.mark.parametrize(("patience", "begins"), [(20.0, True), (0.0, False)])
-def test_begin_waits_for_room_on_a_full_disk(
+def test_a_full_disk_is_waited_for(
     run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -69,82 +56,77 @@ def test_begin_waits_for_room_on_a_full_disk(
         path.mkdir(**options)
 
     monkeypatch.setattr(Storage, "mkdir", mkdir)
-    monkeypatch.setattr("cluster_ddp.launch.attempt._ROOM_POLL_SECONDS", 0.01)
-    assert main(["begin", str(run.path), f"--patience={patience}"]) == (0 if begins else 2)
-    told = capsys.readouterr()
-    assert told.out == ("0\n" if begins else "")
-    assert "No space left" in told.err
+    monkeypatch.setattr(attempt_module, "_ROOM_POLL_SECONDS", 0.01)
+    if begins:
+        assert begin_when_there_is_room(run, None, pid=os.getpid(), patience=patience).number == 0
+        assert "No space left" in capsys.readouterr().err
+    else:
+        with pytest.raises(RunError, match="No space left"):
+            begin_when_there_is_room(run, None, pid=os.getpid(), patience=patience)
 
 
-def test_begin_refuses_while_another_attempt_is_alive(run: RunDirectory) -> None:
+def test_nothing_begins_while_another_attempt_is_alive(run: RunDirectory) -> None:
     begin_attempt(run, host="here", pid=os.getpid(), nodes=1, procs=1)
-    done = call("begin", run.path)
-    assert (done.returncode, done.stdout) == (75, "")
-    assert "is alive" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(RunAlive, match="is alive"):
+        begin(run)
 
 
-def test_begin_has_nothing_to_do_for_a_complete_run_and_refuses_one_that_stalled(run: RunDirectory) -> None:
-    call("begin", run.path)
-    happened(run, "completed", step=9)
-    done = call("begin", run.path, job="78")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "complete" in done.stderr
+@pytest.mark.parametrize(
+    ("queue", "begins"),
+    [("76|76|RUNNING|n1|None|", False), ("76|76|PENDING||None|", True), ("", True), (None, False)],
+)
+def test_slurm_knows_whether_the_attempt_of_another_job_is_alive(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: str | None, begins: bool
+) -> None:
+    begin_attempt(run, slurm_job_id="76", host="elsewhere", pid=1, nodes=1, procs=1)
+    record = run.attempt(0).record_file
+    record.write_text(record.read_text().replace('"boot_id": "', '"boot_id": "x'))  # of another machine
+    stand_in(tmp_path, monkeypatch, squeue="exit 1" if queue is None else f"echo '{queue}'")
+    if begins:
+        assert begin(run) == 1
+    else:
+        with pytest.raises(RunAlive):
+            begin(run)
 
 
 def test_only_a_person_starts_a_stalled_run_again(run: RunDirectory) -> None:
-    call("begin", run.path)
+    begin(run)
     happened(run, "stalled", reason="no progress")
-    done = call("begin", run.path, restart=1)
-    assert (done.returncode, done.stdout) == (76, "")
-    assert "cluster-ddp resume" in done.stderr
+    with pytest.raises(RunEnded, match="cluster-ddp resume"):
+        begin(run, restart=1)
     request_resume(run, by="a person")
-    assert call("begin", run.path, restart=2).stdout == "1\n"
+    assert begin(run, restart=2) == 1
 
 
-def test_end_prints_one_word_and_records_the_verdict(run: RunDirectory) -> None:
-    call("begin", run.path)
+def test_the_decision_is_recorded(run: RunDirectory) -> None:
+    begin(run)
     happened(run, "started", step=0, world_size=2, total_steps=10)
     happened(run, "checkpoint", step=5)
-    call("stop", run.path, 0, "--reason", "time-limit", "--grace", "60")
-    request = read_stop(run.attempt(0))
-    assert request is not None
-    assert (request.reason, request.level, request.grace) == ("time-limit", 1, 60)
+    request_stop(run.attempt(0), reason="time-limit", grace=60, by="the keeper")
     happened(run, "stopped", step=5, reason="time-limit")
-    done = call("end", run.path, 0)
-    assert (done.returncode, done.stdout) == (0, "requeue\n")
+    assert end(run, 0).action == "requeue"
     assert "requeued" in [event["event"] for event in read_events(run)]
     assert read_attempt(run.attempt(0)).ended
 
 
-def stand_in(folder: Path, **programs: str) -> str:
-    """A PATH on which Slurm's commands answer what they are told to."""
-    for name, text in programs.items():
-        program = folder / name
-        program.write_text(f"#!/bin/sh\n{text}\n")
-        program.chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
-
-
-@pytest.mark.parametrize(("state", "word"), [("RUNNING", "requeue"), ("CANCELLED", "stop"), ("COMPLETING", "stop")])
-def test_a_sigterm_that_is_no_scancel_does_not_end_the_run(
-    run: RunDirectory, tmp_path: Path, state: str, word: str
-) -> None:
-    call("begin", run.path)
+@pytest.mark.parametrize(("runs", "word"), [(True, "requeue"), (False, "stop")])
+def test_a_sigterm_that_is_no_scancel_does_not_end_the_run(run: RunDirectory, runs: bool, word: str) -> None:
+    begin(run)
     happened(run, "checkpoint", step=5)
     happened(run, "stopped", step=5, reason="terminated")
-    path = stand_in(tmp_path, squeue=f"echo {state}")
-    assert call("end", run.path, 0, PATH=path).stdout == f"{word}\n"
+    assert judge(run.attempt(0), start(), job_runs=lambda: runs, writer="test").action == word
 
 
-def test_a_node_that_fails_again_is_named_behind_the_verdict(run: RunDirectory, tmp_path: Path) -> None:
-    path = stand_in(tmp_path, sinfo="echo n2; echo n7")
+def test_a_node_that_slurm_calls_down_is_recorded_as_lost(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, sinfo="echo n2; echo n7")
     for number in (0, 1):
-        call("begin", run.path, restart=number, PATH=path)
+        begin(run, restart=number)
         for node in (1, 2):
             EventWriter(run, f"node-{node}").write("node-started", attempt=number, node=node, host=f"n{node}")
         EventWriter(run, "node-1").write("node-finished", attempt=number, node=1, outcome="failed")
-    assert call("end", run.path, 1, PATH=path).stdout == "requeue n2\n"
+    assert end(run, 1, restart=1).action == "requeue"
     lost = [(event["attempt"], event["host"]) for event in read_events(run) if event["event"] == "node-lost"]
     assert lost == [(0, "n2"), (1, "n2")]
 
@@ -153,21 +135,10 @@ def test_a_node_that_fails_again_is_named_behind_the_verdict(run: RunDirectory, 
     ("outcomes", "word"), [(("done", "done"), "done"), (("done", "failed"), "requeue"), (("done", None), "requeue")]
 )
 def test_the_node_programs_speak_for_a_script(run: RunDirectory, outcomes: tuple[str | None, ...], word: str) -> None:
-    call("begin", run.path)
+    begin(run)
     for node, outcome in enumerate(outcomes):
         writer = EventWriter(run, f"node-{node}")
         writer.write("node-started", attempt=0, node=node, script=True)
         if outcome is not None:
             writer.write("node-finished", attempt=0, node=node, outcome=outcome, status=int(outcome == "failed"))
-    assert call("end", run.path, 0).stdout == f"{word}\n"
-
-
-def test_beginning_is_quick_since_it_loads_little(run: RunDirectory) -> None:
-    code = (
-        "import sys; from cluster_ddp.launch.attempt import main; main(['begin', sys.argv[1]]);"
-        "print(*sorted({'torch', 'pydantic', 'yaml', 'rich', 'typer', 'numpy'} & set(sys.modules)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-c", code, str(run.path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "0\n\n"
+    assert end(run, 0).action == word

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch import environment, evidence
-from cluster_ddp.launch.relay import Tail
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch import environment, hang_dump, report
+from cluster_ddp.launch.tail import Tail
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.spec import JobSpec
 
 JOB = JobSpec(
     name="a",
@@ -22,7 +22,7 @@ JOB = JobSpec(
 
 def made(tmp_path: Path, **base: str) -> environment.NodeEnvironment:
     attempt = RunDirectory(tmp_path).attempt(3)
-    return environment.node_environment(JOB, attempt, node_rank=1, procs=2, board=Path("/dev/shm/b"), base=base)
+    return environment.node_environment(JOB, attempt, node_rank=1, procs=2, heartbeat=Path("/dev/shm/b"), base=base)
 
 
 def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path)
     assert variables["CLUSTER_DDP_RUN"] == str(tmp_path)
     assert variables["CLUSTER_DDP_ATTEMPT"] == "3"
     assert variables["CLUSTER_DDP_NODE"] == "1"
-    assert variables["CLUSTER_DDP_BOARD"] == "/dev/shm/b"
+    assert variables["CLUSTER_DDP_HEARTBEAT"] == "/dev/shm/b"
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
@@ -41,14 +41,27 @@ def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path)
     assert int(variables["OMP_NUM_THREADS"]) == max(1, environment.usable_cpus() // 2)
 
 
-def test_what_is_exported_already_wins_and_is_reported(tmp_path: Path) -> None:
-    found = made(tmp_path, OMP_NUM_THREADS="7", NCCL_ALGO="Tree")
-    assert (found.variables["OMP_NUM_THREADS"], found.variables["NCCL_ALGO"]) == ("7", "Tree")
-    report = environment.report(found, node_rank=1, ranks=[], command=["torchrun"])
-    assert report["set_before"] == {"OMP_NUM_THREADS": "7", "NCCL_ALGO": "Tree"}
-    reasons = {setting["name"]: setting["why"] for setting in report["set_by_cluster_ddp"]}
+def test_what_is_exported_beats_defaults_and_yields_to_the_job_and_both_are_reported(tmp_path: Path) -> None:
+    found = made(tmp_path, OMP_NUM_THREADS="7", NCCL_DEBUG="INFO", NCCL_ALGO="Tree")
+    assert [found.variables[name] for name in ("OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_ALGO")] == ["7", "INFO", "Ring"]
+    content = report.report(found, node_rank=1, ranks=[], command=["torchrun"])
+    assert content["set_before"] == {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "INFO"}
+    reasons = {setting["name"]: setting["why"] for setting in content["set_by_cluster_ddp"]}
     assert reasons["NCCL_SOCKET_IFNAME"] == "network.socket_ifname"
-    assert "NCCL_ALGO" not in reasons
+    assert reasons["NCCL_ALGO"] == "network.env"
+    assert any("NCCL_ALGO=Tree is exported, but" in remark for remark in content["remarks"])
+
+
+def test_on_this_machine_the_interface_is_loopback_whatever_the_job_names(tmp_path: Path) -> None:
+    loopback = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    assert loopback.items() <= made(tmp_path, CLUSTER_DDP_LOCAL_ADDR="127.0.0.1", **loopback).variables.items()
+
+
+def test_the_jobs_own_word_beats_the_node_programs_default(tmp_path: Path) -> None:
+    job = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", network={"env": {"OMP_NUM_THREADS": "3"}})
+    attempt = RunDirectory(tmp_path).attempt(0)
+    found = environment.node_environment(job, attempt, node_rank=0, procs=1, heartbeat=Path("/dev/shm/b"), base={})
+    assert found.variables["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_report_holds_no_secret(tmp_path: Path) -> None:
@@ -59,7 +72,7 @@ def test_the_report_holds_no_secret(tmp_path: Path) -> None:
         "NCCL_NET_PLUGIN_ARG": "0123456789abcdef0123456789abcdef01234567",
     }
     harmless = {"CUDA_VISIBLE_DEVICES": "GPU-5a3f9c1e-1b2c-4d5e-8f90-a1b2c3d4e5f6", "SLURM_JOB_ID": "77"}
-    text = str(environment.report(made(tmp_path, **secrets, **harmless), node_rank=0, ranks=[], command=[]))
+    text = str(report.report(made(tmp_path, **secrets, **harmless), node_rank=0, ranks=[], command=[]))
     for value in secrets.values():
         assert value not in text
     for value in (*harmless.values(), str(tmp_path)):
@@ -75,15 +88,15 @@ def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
     """As ProcessGroupNCCL does it: a named pipe per rank, and whatever is written there means: dump."""
     from cluster_ddp.launch.ranks import Rank
 
-    board = tmp_path / "board"
-    pipe = Path(f"{environment.recorder_pipes(board)}5.pipe")
+    heartbeat = tmp_path / "heartbeat"
+    pipe = Path(f"{environment.recorder_pipes(heartbeat)}5.pipe")
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     process = subprocess.Popen(["sleep", "60"])
     try:
         rank = Rank(process.pid, 5, 1, None, None, None)
         began = time.monotonic()
-        assert evidence.collect([rank], board) == ["flight recorder of rank 5"]
+        assert hang_dump.collect([rank], heartbeat) == ["flight recorder of rank 5"]
         assert time.monotonic() - began >= 4
         assert os.read(reader, 10)
         assert process.poll() is None  # it does not know the stacks' signal, and was not sent it
@@ -91,8 +104,19 @@ def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(reader)
-    evidence.remove_pipes(board)
+    hang_dump.remove_pipes(heartbeat)
     assert not pipe.exists()
+
+
+def test_only_stacks_that_were_asked_for_stay(tmp_path: Path) -> None:
+    from cluster_ddp.launch.ranks import Rank
+
+    attempt = RunDirectory(tmp_path).attempt(0)
+    attempt.path.mkdir(parents=True)
+    attempt.stacks_file(0).touch()
+    attempt.stacks_file(1).write_text("Thread 0x1")
+    hang_dump.remove_empty_stacks(attempt, [Rank(99, rank, rank, None, None, None) for rank in (0, 1, 2)])
+    assert [file.name for file in attempt.path.iterdir()] == [attempt.stacks_file(1).name]
 
 
 def test_a_log_is_followed_by_whole_lines(tmp_path: Path) -> None:
@@ -109,3 +133,19 @@ def test_a_log_is_followed_by_whole_lines(tmp_path: Path) -> None:
     assert tail.lines() == []
     assert tail.lines(rest=True) == ["three"]
     assert tail.lines(rest=True) == []
+
+
+def test_what_another_torchrun_left_in_the_shell_is_dropped(tmp_path: Path) -> None:
+    """sbatch exports the shell it is called from; an agent with a RANK was taken for a rank, and killed as hung."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_RANK")
+    names += ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PET_NNODES", "PET_MAX_RESTARTS", "NODE_RANK")
+    found = made(tmp_path, MY_RANK="1", **dict.fromkeys(names, "3"))
+    assert not set(names) & found.variables.keys()
+    assert found.variables["MY_RANK"] == "1"
+
+
+def test_a_password_in_an_address_is_masked_in_the_report(tmp_path: Path) -> None:
+    found = made(tmp_path, TORCH_PROXY="http://me:s3cr3t@proxy:80")
+    content = report.report(found, node_rank=1, ranks=[], command=["torchrun", "--x=http://me:s3cr3t@proxy:80"])
+    assert "s3cr3t" not in str(content)
+    assert content["variables"]["TORCH_PROXY"] == "http://me:***@proxy:80"

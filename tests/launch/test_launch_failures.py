@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,30 +10,16 @@ from typing import Any
 
 import pytest
 
-from cluster_ddp.launch.agent import Agent, RankExit
+from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.failures import Failures
-from cluster_ddp.launch.ranks import LocalRanks, Rank, last_words
-from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 
 PEER_LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: Connection closed by peer\n"
 OWN_ERROR = "noise\nTraceback (most recent call last):\n  File x\nValueError: wrong\n"
 FOLLOWS = "cluster_ddp: rank 1 ends because rank 7 failed\n"
-TORCHRUN = """\
-W1120 11:11:28.042000 3911 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 22 closing signal SIGTERM
-E1120 11:11:30.970000 3911 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 11) of binary: python
-Failures:
-[1]:
-  time      : 2026-11-20_11:11:28
-  rank      : 5 (local_rank: 1)
-  exitcode  : 1 (pid: 22)
-  error_file: <N/A>
-Root Cause (first observed failure):
-[0]:
-  rank      : 4 (local_rank: 0)
-  exitcode  : -9 (pid: 11)
-"""  # noqa: E501
 
 
 class Scene:
@@ -46,11 +31,12 @@ class Scene:
         self.attempt = self.run.attempt(0)
         self.folder = self.attempt.logs(1)
         self.folder.mkdir(parents=True)
-        self.board = Board.create(folder / "board", slots=2)
-        self.ranks = LocalRanks(self.board, 2)
-        log = self.folder / "agent.log"
-        self.agent = Agent(["sleep", "60"], {}, log, ())
-        self.failures = Failures(self.ranks, self.agent, EventWriter(self.run, "node-1"), self.attempt, 1)
+        self.heartbeat = HeartbeatFile.create(folder / "heartbeat", slots=2)
+        self.ranks = LocalRanks(self.heartbeat, 2)
+        self.exits = RankExits(self.folder)
+        self.now = time.time()
+        events = EventWriter(self.run, "node-1")
+        self.failures = Failures(self.ranks, self.exits, events, self.attempt, 1, clock=lambda: self.now)
 
     def rank(self, number: int, stderr: str = "", *, phase: Phase | None = Phase.TRAINING, step: int = 8) -> Rank:
         local = number - 4
@@ -59,13 +45,13 @@ class Scene:
         rank = Rank(1000 + number, number, local, None, log, None)
         self.ranks.seen[rank.pid] = rank
         if phase is not None:
-            self.board.slots[local].claim(rank=number, pid=rank.pid)
-            self.board.slots[local].beat(step)
-            self.board.slots[local].set_phase(phase)
+            self.heartbeat.slots[local].claim(rank=number, pid=rank.pid)
+            self.heartbeat.slots[local].beat(step)
+            self.heartbeat.slots[local].set_phase(phase)
         return rank
 
     def exit_code(self, rank: Rank, code: int) -> None:
-        self.agent.exits[rank.pid] = RankExit(rank.pid, code, rank.local_rank, None)
+        self.exits.failed[rank.pid] = RankExit(rank.pid, rank.rank, rank.local_rank, code)
 
     def event(self) -> dict[str, Any]:
         (event,) = read_events(self.run)
@@ -76,17 +62,7 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path)
     yield made
-    subprocess.run(["kill", "-9", str(made.agent.pid)], check=False)
-    while made.agent.poll() is None:
-        time.sleep(0.01)
-    made.board.close()
-
-
-def test_torchrun_is_understood(scene: Scene) -> None:
-    (scene.folder / "agent.log").write_text(TORCHRUN)
-    scene.agent.new_lines()
-    assert scene.agent.ended == {22}
-    assert scene.agent.exits == {11: RankExit(11, -9, 0, 4), 22: RankExit(22, 1, 1, 5)}
+    made.heartbeat.close()
 
 
 def test_who_was_killed_is_named_before_who_complains(scene: Scene) -> None:
@@ -104,12 +80,22 @@ def test_who_was_killed_is_named_before_who_complains(scene: Scene) -> None:
 def test_a_silent_death_is_not_recorded_before_torchrun_has_told_of_it(scene: Scene) -> None:
     killed = scene.rank(5)
     scene.failures.note([killed], agent_ended=False)
-    scene.failures._deaths[0] = type(scene.failures._deaths[0])(killed, time.time() - 5, 8)
+    scene.now += 5
     scene.failures.note([], agent_ended=False)
     assert read_events(scene.run) == []
     scene.exit_code(killed, -9)
     scene.failures.note([], agent_ended=False)
     assert scene.event()["signal"] == "SIGKILL"
+
+
+def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(scene: Scene) -> None:
+    """Ended because another failed, it did not come to SIGTERM in time."""
+    failed, stuck = scene.rank(5), scene.rank(4)
+    scene.exit_code(failed, 3)
+    scene.exit_code(stuck, -9)
+    scene.exits.ended_by_agent.add(stuck.pid)
+    scene.failures.note([stuck, failed], agent_ended=True)
+    assert (scene.event()["rank"], scene.event()["exit_code"]) == (5, 3)
 
 
 def test_of_two_errors_the_first_is_named(scene: Scene) -> None:
@@ -125,11 +111,11 @@ def test_of_two_errors_the_first_is_named(scene: Scene) -> None:
     assert event["error"].endswith("ValueError: wrong")
 
 
-@pytest.mark.parametrize("case", ["says so", "told by torchrun"])
+@pytest.mark.parametrize("case", ["says so", "ended by torchrun"])
 def test_a_rank_that_only_follows_another_nodes_failure_is_not_recorded(scene: Scene, case: str) -> None:
     rank = scene.rank(4, FOLLOWS if case == "says so" else "")
-    if case == "told by torchrun":
-        scene.agent.ended.add(rank.pid)
+    if case == "ended by torchrun":
+        scene.exits.ended_by_agent.add(rank.pid)
         scene.exit_code(rank, -15)
     scene.failures.note([rank], agent_ended=True)
     assert read_events(scene.run) == []
@@ -150,7 +136,7 @@ def test_a_rank_that_was_done_before_it_was_ever_looked_at_has_not_failed(scene:
     assert read_events(scene.run) == []
 
 
-def test_a_script_that_is_not_on_the_board_is_known_by_its_exit_code(scene: Scene) -> None:
+def test_a_script_that_is_not_on_the_heartbeat_is_known_by_its_exit_code(scene: Scene) -> None:
     rank = scene.rank(5, OWN_ERROR, phase=None)
     scene.exit_code(rank, 1)
     scene.failures.note([rank], agent_ended=True)
@@ -161,10 +147,12 @@ def test_torchs_own_error_file_is_read_and_its_prefixes_are_taken_away(tmp_path:
     error_file, log = tmp_path / "error.json", tmp_path / "stderr.log"
     log.write_text("[rank3]: Traceback (most recent call last):\n[rank3]:   File x\n[rank3]: KeyError: 'a'\n")
     rank = Rank(1, 3, 0, None, log, error_file)
-    assert last_words(rank).error == "Traceback (most recent call last):\n  File x\nKeyError: 'a'"
+    error = read_error(rank)
+    assert error is not None and error.message == "Traceback (most recent call last):\n  File x\nKeyError: 'a'"
     error_file.write_text(
         '{"message": {"message": "m", "extraInfo": {"py_callstack": "Traceback: KeyError", "timestamp": "17"}}}'
     )
-    assert (last_words(rank).error, last_words(rank).time) == ("Traceback: KeyError", 17.0)
+    assert read_error(rank) == RankError("Traceback: KeyError", 17.0)
     error_file.write_text("{")
-    assert last_words(rank).time == pytest.approx(log.stat().st_mtime)
+    error = read_error(rank)
+    assert error is not None and error.time == pytest.approx(log.stat().st_mtime)

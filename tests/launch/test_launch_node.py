@@ -12,6 +12,9 @@ import pytest
 from conftest import Node, wait_until
 
 from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.run.ending import outcome_of
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import AT_ONCE, PERSON, request_stop
 
 Start = Callable[..., Node]
@@ -20,9 +23,9 @@ FOREVER = "100000"
 
 
 def test_ranks_that_work_to_the_end_are_relayed_reported_and_leave_nothing_behind(start_node: Start) -> None:
-    node = start_node("board_rank.py", "5", "abort")  # the status of a rank that has done its work says nothing
-    wait_until("a board", node.board)
-    board = node.board()
+    node = start_node("heartbeat_rank.py", "5", "abort")  # the status of a rank that has done its work says nothing
+    wait_until("a heartbeat file", node.heartbeat)
+    heartbeat = node.heartbeat()
     status, out, _ = node.finish()
     assert (status, node.ended_as()) == (0, "done")
     assert "rank 0 begins" in out
@@ -33,13 +36,13 @@ def test_ranks_that_work_to_the_end_are_relayed_reported_and_leave_nothing_behin
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert report["versions"]["torch"]
     assert report["variables"]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert board is not None
-    assert list(board.parent.glob(f"{board.name}*")) == []
+    assert heartbeat is not None
+    assert list(heartbeat.parent.glob(f"{heartbeat.name}*")) == []
 
 
 def test_signals_to_all_processes_become_one_stop_request_that_agent_and_ranks_survive(start_node: Start) -> None:
     """As Slurm's proctrack/linuxproc sends them: to every process of the step."""
-    node = start_node("board_rank.py", FOREVER)
+    node = start_node("heartbeat_rank.py", FOREVER)
     node.wait_for("begins")
     agent = node.agent()
     everyone = [node.pid, *(process.pid for process in node.tree())]
@@ -56,7 +59,7 @@ def test_signals_to_all_processes_become_one_stop_request_that_agent_and_ranks_s
 
 
 def test_a_second_signal_means_at_once_and_a_third_ends_what_is_left(start_node: Start) -> None:
-    node = start_node("board_rank.py", FOREVER, "deaf", procs=1)
+    node = start_node("heartbeat_rank.py", FOREVER, "deaf", procs=1)
     node.wait_for("begins")
     for level in (1, 2):
         os.kill(node.pid, signal.SIGINT)
@@ -69,7 +72,7 @@ def test_a_second_signal_means_at_once_and_a_third_ends_what_is_left(start_node:
 
 
 def test_the_stop_file_reaches_the_ranks_and_can_be_sharpened(start_node: Start) -> None:
-    node = start_node("board_rank.py", FOREVER, "deaf", procs=1)
+    node = start_node("heartbeat_rank.py", FOREVER, "deaf", procs=1)
     node.wait_for("begins")
     request_stop(node.attempt, reason=PERSON, by="test")
     wait_until("a request", lambda: node.events("stop-requested"))
@@ -83,21 +86,33 @@ def test_the_stop_file_reaches_the_ranks_and_can_be_sharpened(start_node: Start)
     assert [event["level"] for event in node.events("stop-requested")] == [1, 2]
 
 
+def test_an_attempt_ends_without_saving_when_a_newer_one_has_begun(start_node: Start) -> None:
+    """The node was cut from Slurm's controller, which has started the job elsewhere."""
+    node = start_node("heartbeat_rank.py", FOREVER)
+    node.wait_for("begins")
+    began = time.monotonic()
+    node.attempt.run.attempt(node.attempt.number + 1).path.mkdir()
+    node.finish(15)
+    assert time.monotonic() - began < 10
+    assert node.ended_as() == "superseded"
+    assert node.events("stop-requested") == [] and node.events("rank-failed") == []
+
+
 def test_a_hang_leaves_stacks_and_ends_the_attempt(start_node: Start) -> None:
-    node = start_node("board_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3, "max_restarts": 3})
+    node = start_node("heartbeat_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3, "max_restarts": 3})
     status, _, err = node.finish()
     assert (status, node.ended_as()) == (1, "hang")
     (event,) = node.events("hang")
     assert (event["rank"], event["step"], event["phase"]) == (1, 10, "training")
     assert "time.sleep(600)" not in err
     stacks = (node.attempt.path / "stacks-rank1.txt").read_text()
-    assert "board_rank.py" in stacks
+    assert "heartbeat_rank.py" in stacks
     assert (node.attempt.path / "stacks-rank0.txt").read_text()
     assert '"hang"' in node.attempt.stop_file.read_text()  # for the other nodes
 
 
 def test_ranks_whose_agent_was_killed_save_and_end(start_node: Start) -> None:
-    node = start_node("board_rank.py", FOREVER)
+    node = start_node("heartbeat_rank.py", FOREVER)
     node.wait_for("begins")
     os.kill(node.agent(), signal.SIGKILL)
     status, _, _ = node.finish()
@@ -107,7 +122,7 @@ def test_ranks_whose_agent_was_killed_save_and_end(start_node: Start) -> None:
 
 
 def test_a_rank_that_fails_is_named_with_its_error(start_node: Start) -> None:
-    node = start_node("board_rank.py", "300", "crash1")
+    node = start_node("heartbeat_rank.py", "300", "crash1")
     status, _, err = node.finish()
     assert (status, node.ended_as()) == (1, "failed")
     (event,) = node.events("rank-failed")
@@ -118,7 +133,7 @@ def test_a_rank_that_fails_is_named_with_its_error(start_node: Start) -> None:
 
 
 def test_a_rank_that_is_killed_is_restarted_inside_the_allocation(start_node: Start) -> None:
-    node = start_node("board_rank.py", "60", "crash", launch={"max_restarts": 1})
+    node = start_node("heartbeat_rank.py", "60", "crash", launch={"max_restarts": 1})
     node.wait_for("begins")
     time.sleep(1)  # the relay reads the log a few times a second
     os.kill(node.rank(1), signal.SIGKILL)
@@ -130,7 +145,7 @@ def test_a_rank_that_is_killed_is_restarted_inside_the_allocation(start_node: St
     assert "rank 0 begins, restart 1" in out
 
 
-@pytest.mark.parametrize(("script", "args"), [("board_rank.py", (FOREVER, "helper")), ("plain_rank.py", ())])
+@pytest.mark.parametrize(("script", "args"), [("heartbeat_rank.py", (FOREVER, "helper")), ("plain_rank.py", ())])
 def test_nothing_survives_the_node_program(start_node: Start, script: str, args: tuple[str, ...]) -> None:
     node = start_node(script, *args)
     node.wait_for("begins")
@@ -159,8 +174,32 @@ def test_a_script_that_does_not_handle_sigterm_is_not_waited_for(start_node: Sta
 
 
 def test_a_stop_before_the_nodes_have_met_ends_the_waiting(start_node: Start) -> None:
-    node = start_node("board_rank.py", FOREVER, nodes=2)
+    node = start_node("heartbeat_rank.py", FOREVER, nodes=2)
     wait_until("the start", lambda: node.events("node-started"))
     os.kill(node.pid, signal.SIGTERM)
     status, _, _ = node.finish(12)
     assert (status, node.ended_as()) == (0, "stopped")
+
+
+def test_warnings_of_the_ranks_are_shown_once_and_recorded(start_node: Start) -> None:
+    node = start_node("warning_rank.py")
+    status, out, _ = node.finish()
+    assert status == 0
+    expected = ["the save of step 7 failed; training goes on", "BatchNorm stays"]
+    for text in expected:
+        assert out.count(text) == 1
+    assert "some library" not in out
+    assert "another one did" not in out
+    assert [event["message"] for event in node.events("warning")] == expected
+    assert list(describe(node.attempt.run, None).warnings) == expected
+
+
+def test_a_port_that_is_taken_is_the_nodes_failure_and_says_so(start_node: Start) -> None:
+    node = start_node("warning_rank.py", busy_port=True)
+    status, _, err = node.finish()
+    assert status == 1
+    assert node.events("node-failed"), err
+    (failed,) = node.events("node-failed")
+    assert "is in use on this node" in failed["error"]
+    assert failed["suspect"] is True
+    assert "is in use on this node" in outcome_of(read_history(node.attempt.run), 0).reason

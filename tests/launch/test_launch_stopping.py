@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.stopping import Stopping
-from cluster_ddp.run.board import Board
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.stopfile import read_stop, request_stop
@@ -26,20 +26,20 @@ def attempt(tmp_path: Path) -> AttemptDirectory:
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[Board]:
-    made = Board.create(tmp_path / "board", slots=1)
+def heartbeat(tmp_path: Path) -> Iterator[HeartbeatFile]:
+    made = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
     yield made
     made.close()
 
 
 @pytest.fixture
-def make(attempt: AttemptDirectory, board: Board) -> Iterator[Make]:
+def make(attempt: AttemptDirectory, heartbeat: HeartbeatFile) -> Iterator[Make]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
 
-    def build(share: bool = False) -> Stopping:
+    def build(share: bool = False, clock: Callable[[], float] = time.monotonic) -> Stopping:
         events = EventWriter(attempt.run, "node-0")
-        made = Stopping(attempt, board, events, node_rank=0, warning=signal.SIGALRM, share=share)
+        made = Stopping(attempt, heartbeat, events, node_rank=0, warning=signal.SIGALRM, share=share, clock=clock)
         made.listen()
         return made
 
@@ -50,7 +50,7 @@ def make(attempt: AttemptDirectory, board: Board) -> Iterator[Make]:
 
 def send(stopping: Stopping, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
-    stopping.look()
+    stopping.poll()
 
 
 @pytest.mark.parametrize(
@@ -65,69 +65,70 @@ def send(stopping: Stopping, number: signal.Signals) -> None:
     ],
 )
 def test_each_signal_has_its_meaning(
-    make: Make, board: Board, attempt: AttemptDirectory, number: signal.Signals, reason: str
+    make: Make, heartbeat: HeartbeatFile, attempt: AttemptDirectory, number: signal.Signals, reason: str
 ) -> None:
     stopping = make()
     send(stopping, number)
-    assert (board.stop_level, board.stop_reason, stopping.deadline) == (1, reason, None)
+    assert (heartbeat.stop_level, heartbeat.stop_reason, stopping.deadline) == (1, reason, None)
     assert [event["reason"] for event in read_events(attempt.run)] == [reason]
     assert read_stop(attempt) is None  # the batch script tells the other nodes
 
 
 def test_of_signals_that_come_together_the_one_that_tells_why_counts(
-    make: Make, board: Board, attempt: AttemptDirectory
+    make: Make, heartbeat: HeartbeatFile, attempt: AttemptDirectory
 ) -> None:
     stopping = make()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
-    stopping.look()
-    assert (board.stop_level, board.stop_reason) == (1, "time-limit")
+    stopping.poll()
+    assert (heartbeat.stop_level, heartbeat.stop_reason) == (1, "time-limit")
     assert [event["reason"] for event in read_events(attempt.run)] == ["time-limit"]
 
 
-def test_the_same_event_signalled_twice_is_no_second_signal(
-    make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopping = make()
-    now = time.monotonic()
-    for moment, level in ((now, 1), (now + 1, 1), (now + 10, 2)):
-        monkeypatch.setattr("cluster_ddp.launch.stopping.time.monotonic", lambda moment=moment: moment)
+def test_the_same_event_signalled_twice_is_no_second_signal(make: Make, heartbeat: HeartbeatFile) -> None:
+    clock = [100.0]
+    stopping = make(clock=lambda: clock[0])
+    for seconds, level in ((0, 1), (1, 1), (10, 2)):
+        clock[0] += seconds
         send(stopping, signal.SIGTERM)
-        assert board.stop_level == level
+        assert heartbeat.stop_level == level
 
 
-def test_a_person_need_not_wait_between_two_ctrl_c(make: Make, board: Board) -> None:
+def test_a_person_need_not_wait_between_two_ctrl_c(make: Make, heartbeat: HeartbeatFile) -> None:
     stopping = make()
     for level in (1, 2):
         send(stopping, signal.SIGINT)
-        assert board.stop_level == level
+        assert heartbeat.stop_level == level
         assert not stopping.overdue
     send(stopping, signal.SIGINT)
     time.sleep(0.01)
     assert stopping.overdue
 
 
-def test_a_short_grace_chooses_the_fast_path(make: Make, board: Board, attempt: AttemptDirectory) -> None:
+def test_a_short_grace_chooses_the_fast_path(make: Make, heartbeat: HeartbeatFile, attempt: AttemptDirectory) -> None:
     stopping = make()
     request_stop(attempt, reason="preemption", grace=10, by="job.sbatch")
-    stopping.look()
-    assert (board.stop_level, board.stop_reason) == (2, "preemption")
+    stopping.poll()
+    assert (heartbeat.stop_level, heartbeat.stop_reason) == (2, "preemption")
     assert stopping.deadline == pytest.approx(time.monotonic() + 10, abs=2)
 
 
-def test_what_a_signal_could_not_tell_the_stop_file_may(make: Make, board: Board, attempt: AttemptDirectory) -> None:
-    stopping = make()
+def test_what_a_signal_could_not_tell_the_stop_file_may(
+    make: Make, heartbeat: HeartbeatFile, attempt: AttemptDirectory
+) -> None:
+    clock = [100.0]
+    stopping = make(clock=lambda: clock[0])
     send(stopping, signal.SIGTERM)
     request_stop(attempt, reason="preemption", grace=60, by="job.sbatch")
-    stopping._next_file_poll = 0
-    stopping.look()
-    assert (board.stop_level, board.stop_reason) == (1, "preemption")
+    clock[0] += 1
+    stopping.poll()
+    assert (heartbeat.stop_level, heartbeat.stop_reason) == (1, "preemption")
     request_stop(attempt, reason="cancel", by="a person")
-    stopping._next_file_poll = 0
-    stopping.look()
-    assert board.stop_reason == "cancel"
+    clock[0] += 1
+    stopping.poll()
+    assert heartbeat.stop_reason == "cancel"
     send(stopping, signal.SIGUSR1)
-    assert board.stop_reason == "cancel"
+    assert heartbeat.stop_reason == "cancel"
     assert [event["reason"] for event in read_events(attempt.run)][:3] == ["terminated", "preemption", "cancel"]
 
 
@@ -154,11 +155,11 @@ def test_what_may_have_come_to_this_node_alone_the_others_are_told_in_the_end(
 
 
 def test_full_storage_does_not_keep_this_node_from_stopping(
-    make: Make, board: Board, monkeypatch: pytest.MonkeyPatch
+    make: Make, heartbeat: HeartbeatFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("cluster_ddp.launch.stopping.request_stop", full)
     send(make(share=True), signal.SIGTERM)
-    assert board.stop_level == 1
+    assert heartbeat.stop_level == 1

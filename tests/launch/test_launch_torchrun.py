@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.torchrun import fill_in, option, torchrun_command, trains_a_task
-from cluster_ddp.spec import JobSpec
 
 TASK = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"max_restarts": 2, "join_timeout": 90})
 SCRIPT = JobSpec(name="a", script="/home/me/train.py", args=("--log-dir={log_dir}", "{is_host}", "--nnodes=9"))

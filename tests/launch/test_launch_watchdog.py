@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
 from cluster_ddp.launch.ranks import Rank
 from cluster_ddp.launch.watchdog import (
     SHORTEST_LEARNED,
@@ -15,7 +15,6 @@ from cluster_ddp.launch.watchdog import (
     UNLEARNED,
     Watchdog,
 )
-from cluster_ddp.run.board import Board, Phase
 
 SECOND = 1_000_000_000
 JOIN = 300.0
@@ -26,7 +25,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000 * SECOND
-        monkeypatch.setattr("cluster_ddp.run.board.time.monotonic_ns", lambda: self.now)
+        monkeypatch.setattr("cluster_ddp.launch.heartbeat.time.monotonic_ns", lambda: self.now)
 
     def sleep(self, seconds: float) -> None:
         self.now += int(seconds * SECOND)
@@ -38,8 +37,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def board(tmp_path: Path, clock: Clock) -> Iterator[Board]:
-    made = Board.create(tmp_path / "board", slots=2)
+def heartbeat(tmp_path: Path, clock: Clock) -> Iterator[HeartbeatFile]:
+    made = HeartbeatFile.create(tmp_path / "heartbeat", slots=2)
     for index, slot in enumerate(made.slots):
         slot.claim(rank=index + 4, pid=100 + index)
         slot.set_phase(Phase.TRAINING)
@@ -47,116 +46,136 @@ def board(tmp_path: Path, clock: Clock) -> Iterator[Board]:
     made.close()
 
 
-def train(board: Board, watchdog: Watchdog, clock: Clock, steps: int, seconds: float, start: int = 0) -> None:
+def train(
+    heartbeat: HeartbeatFile, watchdog: Watchdog, clock: Clock, steps: int, seconds: float, start: int = 0
+) -> None:
     for step in range(start, start + steps):
         clock.sleep(seconds)
-        for slot in board.slots:
+        for slot in heartbeat.slots:
             slot.beat(step)
-        assert watchdog.look(board.slots, clock.now) is None
+        assert watchdog.check(heartbeat.slots, clock.now) is None
 
 
-def test_a_set_timeout_is_taken_as_set(board: Board, clock: Clock) -> None:
+def test_a_set_timeout_is_taken_as_set(heartbeat: HeartbeatFile, clock: Clock) -> None:
     watchdog = Watchdog(5, JOIN)
-    train(board, watchdog, clock, 3, 1.0)
+    train(heartbeat, watchdog, clock, 3, 1.0)
     clock.sleep(2)
-    board.slots[0].beat(3)
+    heartbeat.slots[0].beat(3)
     clock.sleep(4)
-    hang = watchdog.look(board.slots, clock.now)
+    hang = watchdog.check(heartbeat.slots, clock.now)
     assert hang is not None
     assert (hang.rank, hang.step, hang.phase, hang.silent) == (5, 2, Phase.TRAINING, 6.0)
 
 
-def test_a_learned_timeout_is_never_under_a_minute(board: Board, clock: Clock) -> None:
+def test_a_learned_timeout_is_never_under_a_minute(heartbeat: HeartbeatFile, clock: Clock) -> None:
     watchdog = Watchdog("auto", JOIN)
-    train(board, watchdog, clock, 50, 0.01)
+    train(heartbeat, watchdog, clock, 50, 0.01)
     assert watchdog.timeout(Phase.TRAINING) == SHORTEST_LEARNED == 60
     clock.sleep(59)
-    assert watchdog.look(board.slots, clock.now) is None
+    assert watchdog.check(heartbeat.slots, clock.now) is None
     clock.sleep(2)
-    assert watchdog.look(board.slots, clock.now) is not None
+    assert watchdog.check(heartbeat.slots, clock.now) is not None
 
 
-def test_slow_steps_and_rare_pauses_make_it_longer(board: Board, clock: Clock) -> None:
+def test_slow_steps_and_rare_pauses_make_it_longer(heartbeat: HeartbeatFile, clock: Clock) -> None:
     watchdog = Watchdog("auto", JOIN)
-    train(board, watchdog, clock, 30, 10.0)
+    train(heartbeat, watchdog, clock, 30, 10.0)
     assert watchdog.timeout(Phase.TRAINING) == pytest.approx(300)
-    clock.sleep(100)  # such as workers that start anew with each epoch
-    assert watchdog.look(board.slots, clock.now) is None
-    train(board, watchdog, clock, 1, 20.0, start=30)
+    clock.sleep(100)  # such as workers that start again with each epoch
+    assert watchdog.check(heartbeat.slots, clock.now) is None
+    train(heartbeat, watchdog, clock, 1, 20.0, start=30)
     assert watchdog.timeout(Phase.TRAINING) == pytest.approx(600)
 
 
-def test_before_it_has_learned_and_outside_training_it_is_patient(board: Board, clock: Clock) -> None:
+def test_before_it_has_learned_and_outside_training_it_is_patient(heartbeat: HeartbeatFile, clock: Clock) -> None:
     watchdog = Watchdog("auto", JOIN)
-    train(board, watchdog, clock, 3, 0.01)
+    train(heartbeat, watchdog, clock, 3, 0.01)
     assert watchdog.timeout(Phase.TRAINING) == UNLEARNED
-    train(board, watchdog, clock, 50, 0.01, start=3)
+    train(heartbeat, watchdog, clock, 50, 0.01, start=3)
     for phase in (Phase.EVALUATING, Phase.SAVING):
-        for slot in board.slots:
+        for slot in heartbeat.slots:
             slot.set_phase(phase)
         clock.sleep(600)
-        assert watchdog.look(board.slots, clock.now) is None
+        assert watchdog.check(heartbeat.slots, clock.now) is None
         clock.sleep(1300)
-        assert watchdog.look(board.slots, clock.now) is not None
+        assert watchdog.check(heartbeat.slots, clock.now) is not None
 
 
-def test_a_start_up_that_takes_long_is_no_hang_but_one_that_never_ends_is(board: Board, clock: Clock) -> None:
+def test_a_start_up_that_takes_long_is_no_hang_but_one_that_never_ends_is(
+    heartbeat: HeartbeatFile, clock: Clock
+) -> None:
     watchdog = Watchdog(5, JOIN)  # the timeout of steps does not count yet
     for phase in (Phase.STARTING, Phase.READY):
-        board.slots[0].set_phase(phase)
-        board.slots[1].set_phase(Phase.DONE)
+        heartbeat.slots[0].set_phase(phase)
+        heartbeat.slots[1].set_phase(Phase.DONE)
         clock.sleep(JOIN + START_MARGIN - 1)
-        assert watchdog.look(board.slots, clock.now) is None
+        assert watchdog.check(heartbeat.slots, clock.now) is None
         clock.sleep(2)
-        hang = watchdog.look(board.slots, clock.now)
+        hang = watchdog.check(heartbeat.slots, clock.now)
         assert hang is not None
         assert (hang.rank, hang.step, hang.phase) == (4, -1, phase)
 
 
-def test_a_rank_that_never_comes_to_the_board_hangs() -> None:
+def test_a_rank_that_never_comes_to_the_heartbeat_hangs() -> None:
     watchdog = Watchdog("auto", JOIN)
+    now = 10_000.0
     came, stuck = (
-        Rank(100, rank, 0, None, None, None, since=time.monotonic() - JOIN - START_MARGIN + left)
-        for rank, left in ((4, 5), (5, -5))
+        Rank(100, rank, 0, None, None, None, since=now - JOIN - START_MARGIN + left) for rank, left in ((4, 5), (5, -5))
     )
-    assert watchdog.look_at_strangers([came]) is None
-    hang = watchdog.look_at_strangers([came, stuck])
+    assert watchdog.check_unregistered([came], now) is None
+    hang = watchdog.check_unregistered([came, stuck], now)
     assert hang is not None
     assert (hang.rank, hang.phase) == (5, Phase.STARTING)
 
 
-def test_ranks_that_are_done_do_not_hang(board: Board, clock: Clock) -> None:
+def test_a_time_in_which_the_watcher_stood_still_too_does_not_count(heartbeat: HeartbeatFile, clock: Clock) -> None:
+    """Slurm had suspended the job; what hangs after it hangs as before."""
     watchdog = Watchdog(5, JOIN)
-    for slot in board.slots:
+    train(heartbeat, watchdog, clock, 3, 1.0)
+    since = clock.now
+    clock.sleep(75)
+    watchdog.forgive(since, clock.now)
+    clock.sleep(4)
+    assert watchdog.check(heartbeat.slots, clock.now) is None
+    clock.sleep(2)
+    hang = watchdog.check(heartbeat.slots, clock.now)
+    assert hang is not None and hang.silent == 6.0
+
+
+def test_ranks_that_are_done_do_not_hang(heartbeat: HeartbeatFile, clock: Clock) -> None:
+    watchdog = Watchdog(5, JOIN)
+    for slot in heartbeat.slots:
         slot.set_phase(Phase.DONE)
     clock.sleep(100_000)
-    assert watchdog.look(board.slots, clock.now, stopping_for=100_000) is None
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=100_000) is None
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.READY, Phase.TRAINING, Phase.EVALUATING])
-def test_after_a_stop_request_a_stuck_rank_is_given_up_after_a_minute(board: Board, clock: Clock, phase: Phase) -> None:
+def test_after_a_stop_request_a_stuck_rank_is_given_up_after_a_minute(
+    heartbeat: HeartbeatFile, clock: Clock, phase: Phase
+) -> None:
     watchdog = Watchdog("auto", JOIN)
-    for slot in board.slots:
+    for slot in heartbeat.slots:
         slot.set_phase(phase)
     clock.sleep(300)
-    assert watchdog.look(board.slots, clock.now) is None
-    assert watchdog.look(board.slots, clock.now, stopping_for=STOPPING_WORK - 1) is None
-    assert watchdog.look(board.slots, clock.now, stopping_for=STOPPING_WORK + 1) is not None
-    board.slots[0].beat(1)
-    board.slots[1].beat(1)
-    assert watchdog.look(board.slots, clock.now, stopping_for=STOPPING_WORK + 1) is None
+    assert watchdog.check(heartbeat.slots, clock.now) is None
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=STOPPING_WORK - 1) is None
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=STOPPING_WORK + 1) is not None
+    heartbeat.slots[0].beat(1)
+    heartbeat.slots[1].beat(1)
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=STOPPING_WORK + 1) is None
 
 
-def test_after_a_stop_request_slow_steps_and_slow_saves_may_still_end(board: Board, clock: Clock) -> None:
+def test_after_a_stop_request_slow_steps_and_slow_saves_may_still_end(heartbeat: HeartbeatFile, clock: Clock) -> None:
     watchdog = Watchdog("auto", JOIN)
-    train(board, watchdog, clock, 5, 100.0)
+    train(heartbeat, watchdog, clock, 5, 100.0)
     clock.sleep(400)
-    assert watchdog.look(board.slots, clock.now, stopping_for=400) is None
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=400) is None
     clock.sleep(101)
-    assert watchdog.look(board.slots, clock.now, stopping_for=501) is not None
-    for slot in board.slots:
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=501) is not None
+    for slot in heartbeat.slots:
         slot.set_phase(Phase.STOPPING)
     clock.sleep(STOPPING_SAVE - 1)
-    assert watchdog.look(board.slots, clock.now, stopping_for=3000) is None
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=3000) is None
     clock.sleep(2)
-    assert watchdog.look(board.slots, clock.now, stopping_for=3000) is not None
+    assert watchdog.check(heartbeat.slots, clock.now, stopping_for=3000) is not None

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from cluster_ddp.job import NetworkSpec
 from cluster_ddp.network import NetworkError, NetworkPlan, resolve
 from cluster_ddp.network.profiles import PROFILES
 from cluster_ddp.network.variables import LEVELS
-from cluster_ddp.spec import NetworkSpec
 
 
 def plan(**network: Any) -> NetworkPlan:
@@ -17,13 +17,12 @@ def plan(**network: Any) -> NetworkPlan:
 
 
 def test_every_profile_of_the_job_file_exists() -> None:
-    for profile in ("auto", "ethernet", "infiniband", "roce", "custom"):
+    for profile in ("auto", "ethernet", "infiniband", "roce"):
         assert plan(profile=profile).variables == {name: default.value for name, default in PROFILES[profile].items()}
 
 
-def test_auto_and_custom_set_nothing_that_was_not_asked_for() -> None:
+def test_auto_sets_nothing_that_was_not_asked_for() -> None:
     assert plan(profile="auto").variables == {}
-    assert plan(profile="custom").variables == {}
 
 
 def test_keys_beat_the_profile_and_env_beats_both() -> None:
@@ -112,3 +111,38 @@ def test_debug() -> None:
     assert plan(debug="warn").variables == {"NCCL_DEBUG": "WARN"}
     assert plan(debug="info").variables["NCCL_DEBUG"] == "INFO"
     assert plan(debug="detail").variables["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+
+
+# -- what a person exported --------------------------------------------------------------------------------------------
+
+
+def test_an_explicit_key_beats_what_was_exported_and_that_beats_every_default() -> None:
+    exported = {"NCCL_DEBUG": "INFO", "NCCL_IB_TIMEOUT": "20", "NCCL_IB_DISABLE": "1", "NCCL_ALGO": "Tree"}
+    network = NetworkSpec.model_validate({"profile": "infiniband", "ib_disable": False, "env": {"NCCL_ALGO": "Ring"}})
+    found = resolve(network, exported)
+    assert {**exported, **found.variables} == {
+        "NCCL_DEBUG": "INFO", "NCCL_IB_TIMEOUT": "20", "NCCL_IB_DISABLE": "0", "NCCL_ALGO": "Ring",
+    }  # fmt: skip
+    for name, value in exported.items():
+        assert len([remark for remark in found.remarks if remark.startswith(f"{name}={value} is exported")]) == 1
+    assert resolve(NetworkSpec(debug="warn"), exported).variables["NCCL_DEBUG"] == "WARN"
+
+
+def test_what_is_exported_as_the_job_has_it_or_empty_needs_no_word() -> None:
+    for value in ("WARN", ""):
+        assert resolve(NetworkSpec(), {"NCCL_DEBUG": value}).remarks == ()
+    assert resolve(NetworkSpec(), {"NCCL_DEBUG": ""}).variables == {"NCCL_DEBUG": "WARN"}
+
+
+def test_an_exported_nccl_timeout_is_translated_as_in_the_job_file() -> None:
+    exported = {"NCCL_TIMEOUT": "900"}
+    found = resolve(NetworkSpec(), exported)
+    assert found.timeout == 900
+    assert "network.timeout: 900s" in found.remarks[0]
+    for section in ({"timeout": "10m"}, {"env": {"NCCL_TIMEOUT": "600"}}):
+        explicit = resolve(NetworkSpec.model_validate(section), exported)
+        assert explicit.timeout == 600
+        assert "600 s, which counts" in explicit.remarks[-1]
+    slip = resolve(NetworkSpec(), {"NCCL_TIMEOUT": "15m"})
+    assert slip.timeout == 1800
+    assert "NCCL_TIMEOUT=15m" in slip.remarks[0]

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cluster_ddp.run.directory import RunDirectory, create_run
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from run_builders import job
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.runs import create_run
 
 Say = Callable[..., None]
 

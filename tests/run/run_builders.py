@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from cluster_ddp.job import JobSpec
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.spec import JobSpec
 
 
 def job(**settings: Any) -> JobSpec:

@@ -14,13 +14,15 @@ from multiprocessing.queues import Queue
 import pytest
 from run_builders import begin, begin_dead
 
-from cluster_ddp.run.attempt import end_attempt, find_attempt, last_attempt, read_attempt, request_resume
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import read_record
-from cluster_ddp.run.state import RunState, describe
+from cluster_ddp.run.status import describe
 
 Say = Callable[..., None]
 
@@ -38,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, *, behind: float) -> None:
 
 
 def test_the_first_attempt_is_0_and_notes_who_began_it(run: RunDirectory) -> None:
-    assert last_attempt(run) is None
+    assert list_attempts(run) == []
     attempt = begin(run, slurm_job_id="77", restart_count=2, nodes=3, procs=4)
     assert attempt.path == run.attempts / "000" and attempt.run == run
     record = read_attempt(attempt)
@@ -92,8 +94,7 @@ def _rival(run: RunDirectory, gate: object, answers: Queue[str], done: object) -
 def test_the_same_allocation_gets_its_attempt_back(run: RunDirectory) -> None:
     first = begin(run, slurm_job_id="5")
     assert begin(run, slurm_job_id="5") == first
-    assert find_attempt(run, "5", 0) == first
-    assert find_attempt(run, "5", 1) is None
+    assert list_attempts(run) == [first]
 
 
 def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_word(run: RunDirectory) -> None:
@@ -101,7 +102,7 @@ def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_wo
     make_remote(run, 0)
     second = begin(run, slurm_job_id="5", restart_count=1)
     assert second.number == 1
-    assert find_attempt(run, "5", 1) == second
+    assert read_attempt(second).restart_count == 1
     assert read_record(run).slurm_job_ids == ("5",)
     requeued = [event for event in read_events(run) if event["event"] == "requeued"]
     assert [(event["attempt"], event["reason"]) for event in requeued] == [
@@ -265,7 +266,7 @@ def test_a_preempted_run_whose_sigterm_nobody_explained_goes_on(run: RunDirector
 def test_a_draft_left_by_a_process_that_died_is_no_attempt(run: RunDirectory) -> None:
     (run.attempts / ".begin-0123").mkdir()
     (run.attempts / "notes").mkdir()
-    assert last_attempt(run) is None
+    assert list_attempts(run) == []
     assert begin(run).number == 0
 
 

@@ -18,10 +18,11 @@ import pytest
 from run_builders import begin, begin_dead, job
 
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import read_stop
 
 Say = Callable[..., None]
@@ -63,14 +64,6 @@ def test_status_of_one_run_is_an_object_of_several_a_list(ddp: Ddp, run: RunDire
             run.id,
             other.id,
         }
-
-
-def test_status_of_a_sweep_is_a_list_of_its_runs(ddp: Ddp, run: RunDirectory, runs_dir: Path) -> None:
-    (runs_dir / "grid").mkdir()
-    (runs_dir / "grid" / "sweep.json").write_text("{}")
-    run.path.rename(runs_dir / "grid" / run.id)
-    assert [entry["run_id"] for entry in json.loads(ddp("status", "grid", "--json").stdout)] == [run.id]
-    assert json.loads(ddp("status", run.id, "--json").stdout)["run_id"] == run.id
 
 
 def test_status_for_people(ddp: Ddp, run: RunDirectory, runs_dir: Path, say: Say) -> None:
@@ -254,6 +247,19 @@ def test_stop_reaches_a_job_of_slurms_on_another_machine(ddp: Ddp, run: RunDirec
     assert read_stop(attempt) is not None
 
 
+def test_stop_takes_the_other_jobs_of_a_chain_out_of_the_queue(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:
+    for job_id in ("7", "8", "9"):
+        add_slurm_job(run, job_id)
+    begin(run, slurm_job_id="7")
+    jobs = {"7": "RUNNING", "8": "PENDING", "9": "PENDING"}
+    lines = [f"echo '{job}|{job}|{state}||Dependency|cluster_ddp {run.id}'" for job, state in jobs.items()]
+    fake_slurm(tmp_path, "squeue", "\n".join(lines))
+    fake_slurm(tmp_path, "scancel", f'echo "$1" >>{tmp_path}/cancelled')
+    said = ddp("stop", run.id)
+    assert said.returncode == 0 and "took Slurm job 8 of its chain" in said.stderr, said.stderr
+    assert (tmp_path / "cancelled").read_text().split() == ["8", "9"]
+
+
 @pytest.mark.parametrize(
     ("ending", "advice"),
     [("stopped", "cluster-ddp resume"), ("completed", "is COMPLETED"), (None, "cluster-ddp cancel")],
@@ -282,7 +288,7 @@ def test_cancel_of_a_local_run_stops_it_at_once_for_good(ddp: Ddp, run: RunDirec
 def test_cancel_records_it_before_it_calls_scancel(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:
     add_slurm_job(run, "6")
     begin_dead(run, slurm_job_id="7")
-    fake_slurm(tmp_path, "squeue", "echo '6|6|TIMEOUT||TimeLimit|x'; echo '7|7|RUNNING|n1|None|x'")
+    fake_slurm(tmp_path, "squeue", f"echo '6|6|TIMEOUT||TimeLimit|x'; echo '7|7|RUNNING|n1|None|cluster_ddp {run.id}'")
     seen = tmp_path / "seen"
     calls = fake_slurm(
         tmp_path, "scancel", f'for file in {run.events}/login-*; do read line <"$file"; echo "$line"; done >{seen}'
@@ -291,6 +297,43 @@ def test_cancel_records_it_before_it_calls_scancel(ddp: Ddp, run: RunDirectory, 
     assert done.returncode == 0 and "its Slurm job 7" in done.stderr
     assert calls.read_text() == "7\n"
     assert json.loads(seen.read_text())["event"] == "cancelled"
+
+
+@pytest.mark.parametrize("comment", ["", "(null)", "mine", "cluster_ddp digits-20260101-000000-abcd"])
+def test_cancel_leaves_a_job_alone_whose_comment_does_not_name_the_run(
+    ddp: Ddp, run: RunDirectory, tmp_path: Path, comment: str
+) -> None:
+    add_slurm_job(run, "7")
+    fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n1|None|{comment}'")
+    called = fake_slurm(tmp_path, "scancel", "")
+    done = ddp("cancel", run.id)
+    assert done.returncode == 0 and not called.exists()
+    assert "Slurm job 7 (RUNNING) is noted in this run, but its comment names" in done.stderr
+
+
+def test_cancel_takes_a_job_whose_comment_names_the_run_and_goes_on(
+    ddp: Ddp, run: RunDirectory, tmp_path: Path
+) -> None:
+    add_slurm_job(run, "7")
+    fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n1|None|cluster_ddp {run.id} mine'")
+    called = fake_slurm(tmp_path, "scancel", "")
+    assert ddp("cancel", run.id).returncode == 0
+    assert called.read_text() == "7\n"
+
+
+@pytest.mark.parametrize("job_id", ["--user=root", "7,8", "7 8", "", "-t", "7_", "7;x"])
+def test_what_is_no_job_id_never_reaches_a_command_line(
+    ddp: Ddp, run: RunDirectory, tmp_path: Path, job_id: str
+) -> None:
+    begin_dead(run)
+    record = json.loads(run.record_file.read_text())
+    run.record_file.write_text(json.dumps({**record, "slurm_job_ids": [job_id]}))
+    attempt = json.loads(run.attempt(0).record_file.read_text())
+    run.attempt(0).record_file.write_text(json.dumps({**attempt, "slurm_job_id": job_id}))
+    called = [fake_slurm(tmp_path, name, "") for name in ("squeue", "scancel")]
+    done = ddp("cancel", run.id)
+    assert "the value of slurm_job_ids is not one that cluster_ddp writes" in done.stderr
+    assert not any(calls.exists() for calls in called)
 
 
 def test_cancel_without_slurm_still_keeps_the_run_from_beginning(ddp: Ddp, run: RunDirectory) -> None:

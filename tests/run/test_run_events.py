@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_builders import begin_dead
 
-from cluster_ddp.run.attempt import read_attempt
+from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter, read_events
-from cluster_ddp.run.lines import read_json_lines
 from cluster_ddp.run.metrics import read_latest
+from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.run.record import read_record
-from cluster_ddp.run.state import describe
+from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import REASONS, read_stop
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 
 signal.signal(signal.SIGTERM, lambda *_: None)
-board = Board.open(os.environ["CLUSTER_DDP_BOARD"])
-slot = board.slots[int(os.environ["LOCAL_RANK"])]
+heartbeat = HeartbeatFile.open(os.environ["CLUSTER_DDP_HEARTBEAT"])
+slot = heartbeat.slots[int(os.environ["LOCAL_RANK"])]
 rank = int(os.environ["RANK"])
 slot.claim(rank=rank)
 dist.init_process_group("gloo")
@@ -28,7 +28,7 @@ if rank == 0:
     events.write("started", attempt=attempt, step=0, world_size=dist.get_world_size(), total_steps=int(sys.argv[1]))
 step, stop = 0, torch.zeros(1)
 while step < int(sys.argv[1]) and not stop:
-    stop[0] = board.stop_level
+    stop[0] = heartbeat.stop_level
     dist.all_reduce(stop, dist.ReduceOp.MAX)
     time.sleep(0.02)
     step += 1
@@ -36,7 +36,7 @@ while step < int(sys.argv[1]) and not stop:
     if rank == 0 and step % 10 == 0:
         print(f"step {step} of attempt {attempt} on devices {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
 if rank == 0 and stop:
-    events.write("stopped", attempt=attempt, step=step, reason=board.stop_reason)
+    events.write("stopped", attempt=attempt, step=step, reason=heartbeat.stop_reason)
 elif rank == 0:
     events.write("completed", attempt=attempt, step=step)
 slot.set_phase(Phase.DONE)

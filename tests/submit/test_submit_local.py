@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
+from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.processes import is_alive
-from cluster_ddp.run.directory import RunDirectory, list_runs
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import read_events
-from cluster_ddp.run.state import RunState, describe
-from cluster_ddp.spec import JobSpec
+from cluster_ddp.run.runs import list_runs
+from cluster_ddp.run.status import describe
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError
 
@@ -222,3 +224,24 @@ def test_a_closed_terminal_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sys, "stderr", Closed())
     local.say("anything")
+
+
+def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, tmp_path: Path) -> None:
+    """As on a full disk: the supervisor signals its nodes instead of ending with an error of its own."""
+    process = call("local", "job.yaml", "--set", "args=['100000']")
+    run = wait_for_steps(tmp_path)
+    run.attempt(0).stop_file.mkdir()  # in place of the file: it can be neither written nor replaced
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert "the nodes are signalled instead" in err
+    assert status == 5 and "STOPPED" in err
+
+
+def test_modules_in_the_current_folder_do_not_replace_pythons_own(call: Call, tmp_path: Path) -> None:
+    for name in ("json", "select", "selectors", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
+    program = f"import sys; sys.path.insert(0, {str(PROJECT)!r}); from cluster_ddp.__main__ import main; main()"
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", program, "local", "job.yaml", "--set", "args=[1]"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr

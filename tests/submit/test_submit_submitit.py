@@ -1,4 +1,4 @@
-"""Runs through submitit: its local executor for real, its Slurm executor's task with stand-ins for Slurm's commands."""
+"""Runs through submitit: its local executor for real, the script of its Slurm executor with stand-ins for Slurm."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from typing import TypeVar
 
 import pytest
 
-from cluster_ddp.run.attempt import begin_attempt, list_attempts, read_attempt
+from cluster_ddp.job import JobSpec
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NODE_LOST, EventWriter, read_events
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.stopfile import read_stop
-from cluster_ddp.spec import JobSpec
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.submitit import SubmititSubmission
 
@@ -65,7 +66,7 @@ class Place:
         """Put Slurm's commands into place."""
         self.says(QUIET)
         self.program("sbatch", f'cp "$1" "$here/script"; echo "Submitted batch job {JOB_ID}"')
-        self.program("srun", "exit 1")
+        self.program("srun", 'echo "$@" >>"$here/steps"; while [[ $1 == --* ]]; do shift; done; exec "$@"')
         self.program("squeue", "")
         requeue = 'requeue) echo "$2" >>"$here/requeued" ;; update) echo "$*" >>"$here/requeued" ;;'
         self.program("scontrol", f'case "$1" in {requeue} *) [[ $2 == job ]] && cat "$here/job" ;; esac')
@@ -89,7 +90,7 @@ class Place:
         return RunDirectory(Path(json.loads(done.stdout)["directory"]))
 
     def start_task(self, run: RunDirectory, restarts: int = 0) -> subprocess.Popen[bytes]:
-        """Start what submitit's batch script starts on the one node of the job."""
+        """Start submitit's batch script, on the one node of the job."""
         variables = {
             "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": JOB_ID, "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0",
             "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "localhost",
@@ -98,7 +99,7 @@ class Place:
         with (self.folder / f"task-{restarts}.log").open("wb") as log:
             self.started.append(
                 subprocess.Popen(
-                    [sys.executable, "-u", "-m", "submitit.core._submit", str(run.path / "submitit")],
+                    ["bash", str(self.bin / "script")],
                     env=self.environment | variables, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 )
             )  # fmt: skip
@@ -180,14 +181,13 @@ def test_what_submitit_asks_slurm_for(place: Place) -> None:
     run = place.submit()
     lines = (place.bin / "script").read_text().splitlines()
     expected = (
-        "nodes=3 ntasks-per-node=1 gpus-per-node=a100:2 cpus-per-task=4 mem=8G time=00:10:00 signal=USR2@20 "
+        "nodes=3 ntasks-per-node=1 gpus-per-node=a100:2 cpus-per-task=4 mem=8G time=00:10:00 signal=B:USR2@20 "
         "open-mode=append requeue job-name=small"
     )
     for option in [*expected.split(), f"comment='cluster_ddp {run.id}'"]:
         assert f"#SBATCH --{option}" in lines
-    (step,) = [line for line in lines if line.startswith("srun")]
-    assert "--kill-on-bad-exit=1" in step
-    assert "--cpus-per-task=4" in step
+    assert not [line for line in lines if line.startswith("srun")]
+    assert [line for line in lines if line.startswith(f"exec {sys.executable} ")]
 
 
 def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
@@ -247,6 +247,7 @@ def test_a_host_that_failed_twice_is_given_back_before_training_while_there_are_
     for restarts in (0, 1):
         begin_attempt(run, slurm_job_id=JOB_ID, restart_count=restarts, host="localhost", pid=0, nodes=1, procs=2)
         EventWriter(run, "w").write(NODE_LOST, attempt=restarts, host="localhost", node=0)
+    place.says(QUIET.replace("Restarts=0", "Restarts=2"))
     place.start_task(run, restarts=2).wait(PATIENCE)
     if others:
         assert place.requeues() == [JOB_ID, f"update JobId={JOB_ID} ExcNodeList=localhost"], place.log()
@@ -267,6 +268,26 @@ def test_a_complete_run_is_not_trained_again(place: Place) -> None:
     assert len(list_attempts(run)) == 1
 
 
+def test_the_step_is_that_of_our_own_script(place: Place) -> None:
+    place.add_slurm()
+    place.job.write_text(place.job.read_text().replace(f"'{STEPS}'", "'10'"))
+    run = place.submit()
+    assert place.start_task(run).wait(PATIENCE) == 0, place.log()
+    (step,) = (place.bin / "steps").read_text().splitlines()
+    assert step.startswith("--export=ALL --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 ")
+    assert f" -m cluster_ddp.launch.node --run {run.path} --attempt 0 -- torchrun --nnodes=1 " in step
+    assert " --rdzv-id=55.0 --rdzv-backend=c10d --rdzv-endpoint=localhost:20055 " in step
+
+
+def test_a_setup_line_that_fails_ends_the_job(place: Place) -> None:
+    place.add_slurm()
+    place.job.write_text(place.job.read_text().replace("launch: {", "launch: {setup: ['no_such_module load cuda'], "))
+    run = place.submit()
+    assert place.start_task(run).wait(PATIENCE) == 1
+    assert "launch.setup: status 127 from: no_such_module load cuda" in place.log()
+    assert list_attempts(run) == []
+
+
 def test_a_dry_run_shows_submitits_script(place: Place) -> None:
     command = [sys.executable, "-m", "cluster_ddp", "submit", str(place.job), "--via", "submitit", "--dry-run"]
     done = subprocess.run(
@@ -274,7 +295,7 @@ def test_a_dry_run_shows_submitits_script(place: Place) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("#!/bin/bash")
-    assert re.search(r"^srun .*submitit\.core\._submit RUN_DIRECTORY/submitit$", done.stdout, re.MULTILINE)
+    assert re.search(r"^exec .*submitit\.core\._submit RUN_DIRECTORY/submitit$", done.stdout, re.MULTILINE)
 
 
 def test_what_submitit_cannot_do_is_said_before_the_queue(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cluster_ddp.run.directory import create_run
-from cluster_ddp.spec import JobSpec
+from cluster_ddp.job import JobSpec
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Trainer, load_task
 
 TASKS = [

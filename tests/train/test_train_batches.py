@@ -50,8 +50,8 @@ class WeightedDoubles(Doubles, Weighted):
 
 def by_hand(kind: type[Doubles], global_batch: int, steps: int, drop_last: bool) -> dict[str, Tensor]:
     """The training written out: whole global batches, one process."""
+    from cluster_ddp.train.data.order import SampleStream
     from cluster_ddp.train.randomness import Use, derive, seed_everything
-    from cluster_ddp.train.sampler import SampleStream
 
     task = kind()
     seed_everything(derive(Use.BUILD, 0))
@@ -140,9 +140,9 @@ def test_other_world_sizes_go_on_with_the_same_global_batches(tmp_path: Path) ->
 
 def test_a_rank_without_samples_changes_no_batchnorm_of_rank_0() -> None:
     """What is saved of the buffers is rank 0's, and rank 0 always has samples."""
-    from cluster_ddp.spec import BatchPlan
-    from cluster_ddp.train import SampleStream, rank_shares
+    from cluster_ddp.job import BatchPlan
+    from cluster_ddp.train import SampleStream, rank_micro_batches
 
     stream = SampleStream(samples=9, global_batch=8, seed=0, drop_last=False)
-    counts = [next(rank_shares(stream, BatchPlan(8, 4, 1, 2), rank, 1, 2)).samples for rank in range(4)]
+    counts = [next(rank_micro_batches(stream, BatchPlan(8, 4, 1, 2), rank, 1, 2)).samples for rank in range(4)]
     assert counts == [1, 0, 0, 0]

@@ -18,7 +18,7 @@ from train_ranks import run_ranks
 from train_tasks import Plain, job, losses, new_run, samples, train
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train import broadcast_object, is_main_process
 

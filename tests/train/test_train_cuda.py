@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset, default_collate
 from train_ranks import run_ranks
 from train_tasks import Everything, Plain, differences, final_state, job, losses, new_run, samples, train
 
-from cluster_ddp.train.data import Loader, pinned
-from cluster_ddp.train.fetch import Fetcher
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader, pinned
 
 pytestmark = [
     pytest.mark.cuda,
@@ -134,7 +134,7 @@ class Staged(Plain):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if self.trainer is not None and self.trainer.step == 5:
-            self.was_pinned = self.trainer.saving._checkpointer._staging._flat.is_pinned()
+            self.was_pinned = self.trainer.session.saving._checkpointer._staging._flat.is_pinned()
         return super().loss(model, batch)
 
 

@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, de
 from train_tasks import Noisy, Plain, differences, final_state, job, new_run, samples, train
 
 from cluster_ddp.train import DataError
-from cluster_ddp.train.data import Loader
-from cluster_ddp.train.fetch import Fetcher
-from cluster_ddp.train.sampler import Indices
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.data.order import Indices
 
 CPU = torch.device("cpu")
 
@@ -58,8 +58,8 @@ def test_tensors_are_fetched_by_batch() -> None:
     assert torch.equal(batch[0], inputs[[7, 5]]) and torch.equal(batch[1], labels[[7, 5]])
 
 
-def test_small_batches_are_fetched_together_and_stay_apart() -> None:
-    """Changing one batch changes no other; large ones are fetched one by one."""
+def test_batches_are_copies_of_their_rows() -> None:
+    """Changing one batch changes no other, nor the set."""
     inputs, labels = samples()
     plans = [(0, [number, 49 - number]) for number in range(49)]
     batches = fetch(TensorDataset(inputs, labels), *plans)
@@ -67,10 +67,6 @@ def test_small_batches_are_fetched_together_and_stay_apart() -> None:
         assert torch.equal(found, inputs[indices]) and torch.equal(classes, labels[indices])
         found.zero_()
     assert inputs.abs().sum() > 0
-    large = TensorDataset(torch.zeros(4, 1 << 18))
-    assert [Fetcher(large, default_collate, 1).at_once(size) for size in (1, 2)] == [1, 1]
-    assert Fetcher(TensorDataset(inputs), default_collate, 1).at_once(8) == 32
-    assert Fetcher(Noisy(), default_collate, 1).at_once(1) == 1
 
 
 class Shifted(TensorDataset):
@@ -90,8 +86,6 @@ def test_what_is_more_than_rows_of_tensors_is_not_read_as_such() -> None:
 
     fetcher = Fetcher(TensorDataset(inputs, labels), named, 1)
     assert torch.equal(fetcher(0, np.array([3, 4]))["labels"], labels[[3, 4]])
-    assert fetcher.at_once(1) == 1
-    assert Fetcher(TensorDataset(inputs), Plain().collate, 1).at_once(8) == 32
 
 
 class ByBatch(Dataset[Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 import types
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from train_ranks import run_ranks
 
+from cluster_ddp.job import JobSpec
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import (
     DistributedError,
     all_gather,
@@ -149,7 +152,8 @@ def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
     for rank in _start(program, 2):
         before, after = rank.communicate(timeout=60)[0].splitlines()
         assert rank.returncode == 0
-        assert "gloo" in before and "gloo" not in after
+        assert "gloo" in before
+        assert "gloo" not in after, "the model keeps its group alive by more than distributed._HOLD_THE_GROUP"
 
 
 def test_srun_without_torchrun(tmp_path: Path) -> None:
@@ -221,6 +225,50 @@ def test_launching_falls_back_to_one_process(
     launch_distributed_training(write_rank, world_size=2, backend="nccl", folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0-1"]
     assert "training in one process: NCCL needs CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("backend", "reason"), [("mpi", "without MPI"), ("gloo", "no free port")])
+def test_launching_where_ranks_cannot_meet(
+    backend: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        monkeypatch.setattr("cluster_ddp.launch.ports.FIRST_PORT", taken.getsockname()[1])
+        monkeypatch.setattr("cluster_ddp.launch.ports.PORTS", 1)
+        monkeypatch.setattr("cluster_ddp.launch.ports._TRIES", 1)
+        launch_distributed_training(write_rank, world_size=2, backend=backend, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0-1"]
+    assert reason in capsys.readouterr().err
+
+
+def test_a_lambda_cannot_be_launched() -> None:
+    with pytest.raises(DistributedError, match="top level of a module"):
+        launch_distributed_training(lambda rank, world_size: None, 2, backend="gloo")
+
+
+def test_a_rank_and_a_world_size_are_refused() -> None:
+    with pytest.raises(DistributedError, match=r"setup_distributed\(0, 2\).*Call setup_distributed\(\)"):
+        setup_distributed(0, 2)  # type: ignore[arg-type]
+
+
+def test_the_local_rank_as_an_argument_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--local-rank=0"])
+    with pytest.warns(UserWarning, match=r"without --use-env.*torchrun"):
+        setup_distributed()
+
+
+def test_the_network_of_the_job_file_serves_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobSpec.model_validate({"name": "own", "script": "own.py", "network": {"backend": "gloo", "timeout": 77}})
+    run = create_run(job, runs_dir=tmp_path, via="local", script=None)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: seen.update(given, backend=backend))
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**values, "CLUSTER_DDP_RUN": str(run.path)}.items():
+        monkeypatch.setenv(name, value)
+    setup_distributed()
+    assert seen["backend"] == "gloo" and seen["timeout"].total_seconds() == 77
+    setup_distributed("gloo", timeout=5)
+    assert seen["timeout"].total_seconds() == 5
 
 
 def test_launching_from_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 from train_ranks import run_ranks
 from train_tasks import Everything, differences, final_state, job, losses, new_run, train
 
-from cluster_ddp.run.lines import read_json_lines
-from cluster_ddp.train.metrics import StepLoss, TotalLosses
+from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.train.metrics.losses import StepLoss, TotalLosses
 
 STEPS = 20
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -26,11 +25,12 @@ from train_tasks import (
     train,
 )
 
-from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.train import DataError, TaskError, TrainError
+from cluster_ddp.train.model import prepare_model
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.trainer import Trainer
-from cluster_ddp.train.wrapping import prepare_model
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_fp16_skips_what_overflows_and_the_schedule_waits(tmp_path: Path) -> Non
     assert [row["lr"] for row in rows] == pytest.approx([0.002] * 3 + [0.004, 0.006, 0.008, 0.01, 0.01])
     assert [row["skipped_updates"] for row in rows] == [1, 2, 2, 2, 2, 2, 2, 2]
     assert [row["scale"] for row in rows] == [128, 32, 32, 32, 128, 128, 128, 512]
-    assert trainer.state.scalars()["scaler"]["scale"] == 512
+    assert trainer.state.collect()[1]["scaler"]["scale"] == 512
     assert rows[0]["train/loss"] is None and rows[-1]["train/loss"] > 0
 
 
@@ -67,7 +67,7 @@ def test_fp16_is_resumed_exactly(tmp_path: Path) -> None:
     assert not train(Plain(), job(**sections), run, stop_at=5)[1].completed
     part, _ = train(Plain(), job(**sections), run, attempt=1)
     assert differences(final_state(whole), final_state(part)) == []
-    assert whole.state.scalars() == part.state.scalars()
+    assert whole.state.collect()[1] == part.state.collect()[1]
 
 
 def test_bf16_computes_in_bf16() -> None:
@@ -184,7 +184,7 @@ def ddp_options() -> dict[str, Any]:
     try:
         train(Branching(), job(train=base))
     except RuntimeError as error:
-        from cluster_ddp.train.explain import explain
+        from cluster_ddp.train.failure import explain
 
         found["refused"] = explain(error)
     return found
@@ -276,16 +276,30 @@ def test_losses_that_are_none(loss: Any, message: str) -> None:
         train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
 
 
-@pytest.mark.parametrize("loss", [None, 3.0, torch.zeros(2), torch.zeros(())])
-def test_losses_that_are_none_when_the_buckets_are_settled(loss: Any) -> None:
+class Giving(Plain):
+    """Gives this for a loss."""
+
+    def __init__(self, loss: Any) -> None:
+        self.given = loss
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.given
+
+
+def settle_on(losses: list[Any]) -> list[tuple[str, Phase]]:
+    found = []
+    for loss in losses:
+        trainer = Trainer(job(train={"steps": 1, "global_batch": 24}), Giving(loss))
+        with pytest.raises(TaskError) as error:
+            trainer.run()
+        found.append((str(error.value).partition(" gave")[0], trainer.session.beat.phase))
+    return found
+
+
+def test_losses_that_are_none_when_the_buckets_are_settled() -> None:
     """On several ranks that is before the first step: what is wrong has to be said there, too."""
-    trainer = Mock(spec=Trainer)
-    trainer.feed, trainer.seeds, trainer.precision, trainer.task = Mock(), Mock(), MagicMock(), Mock()
-    trainer.feed.first.return_value = Mock(), torch.zeros(1)
-    trainer.wrapped = None
-    trainer.task.loss.return_value = loss
-    with pytest.raises(TaskError, match=r"loss\(\) gave"):
-        Trainer._first_loss(trainer)
+    losses = [None, 3.0, torch.zeros(2), torch.zeros(())]
+    assert run_ranks(settle_on, 2, losses) == [[("loss()", Phase.READY)] * len(losses)] * 2
 
 
 @pytest.mark.parametrize(

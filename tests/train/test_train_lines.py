@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.train.lines import LineFile
-from cluster_ddp.train.progress import Lines
+from cluster_ddp.train.metrics.file import LineFile
+from cluster_ddp.train.metrics.progress import Lines
 
 
 class SmallDisk:
@@ -30,7 +30,7 @@ def test_a_full_disk_costs_no_line(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     file, disk = LineFile(path), SmallDisk(10)
-    monkeypatch.setattr("cluster_ddp.train.lines.os.write", disk.write)
+    monkeypatch.setattr("cluster_ddp.train.metrics.file.os.write", disk.write)
     for line in ("first", "second", "third"):  # the second is taken in part
         file.write(line)
     assert path.read_text() == "first\nseco"
@@ -46,7 +46,7 @@ def test_lines_that_were_never_taken_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = LineFile(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr("cluster_ddp.train.lines.os.write", SmallDisk(0).write)
+    monkeypatch.setattr("cluster_ddp.train.metrics.file.os.write", SmallDisk(0).write)
     file.write("first")
     file.write("second")
     file.close()

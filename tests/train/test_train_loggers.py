@@ -11,9 +11,9 @@ import pytest
 from train_tasks import Plain, job, new_run, train
 
 from cluster_ddp.run.record import read_record
-from cluster_ddp.train import loggers
-from cluster_ddp.train.loggers import Wandb
-from cluster_ddp.train.metrics import MetricsFile
+from cluster_ddp.train.metrics import loggers
+from cluster_ddp.train.metrics.file import MetricsFile
+from cluster_ddp.train.metrics.loggers import Wandb
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +90,12 @@ def test_wandb_falls_back_to_offline(
 def test_wandb_is_online_with_a_key_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = job(**sections(wandb={})).log.wandb
     assert settings is not None
-    assert loggers._mode(settings) == "offline"
+    assert loggers.wandb_mode(settings) == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert loggers._mode(settings) == "online"
+    assert loggers.wandb_mode(settings) == "online"
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert loggers._mode(settings) == "offline"
+    assert loggers.wandb_mode(settings) == "offline"
 
 
 def test_no_key_reaches_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

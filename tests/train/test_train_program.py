@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from train_ranks import _free_port
 
-from cluster_ddp.run.board import STACKS_SIGNAL, Board, Phase
-from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
-from cluster_ddp.spec import JobSpec
+from cluster_ddp.run.runs import create_run
 
 TASK = """
 import os, time
@@ -47,7 +48,9 @@ class T(Task):
 class Ranks:
     """Ranks of one attempt, each a process of its own."""
 
-    def __init__(self, run: RunDirectory, world_size: int, attempt: int = 0, board: Board | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, world_size: int, attempt: int = 0, heartbeat: HeartbeatFile | None = None
+    ) -> None:
         self.run = run
         folder = run.attempt(attempt).path
         folder.mkdir()
@@ -68,8 +71,8 @@ class Ranks:
                 "CLUSTER_DDP_ATTEMPT": str(attempt),
                 "CLUSTER_DDP_NODE": "3",
             }
-            if board is not None:
-                environment["CLUSTER_DDP_BOARD"] = str(board.path)
+            if heartbeat is not None:
+                environment["CLUSTER_DDP_HEARTBEAT"] = str(heartbeat.path)
             with self.logs[rank].open("w") as log:
                 self.processes.append(
                     subprocess.Popen(
@@ -142,19 +145,19 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(tmp_path: Path) -> None:
     assert resumed["step"] == stopped["step"] and (resumed["world_size"], resumed["total_steps"]) == (2, 150)
 
 
-def test_the_board_stops_a_rank_and_sees_what_it_does(tmp_path: Path) -> None:
-    board = Board.create(tmp_path / "board", slots=1)
+def test_the_heartbeat_stops_a_rank_and_sees_what_it_does(tmp_path: Path) -> None:
+    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
     run = new_run(tmp_path, params={"pause": 0.02}, train={"steps": 2000})
-    ranks = Ranks(run, 1, board=board)
+    ranks = Ranks(run, 1, heartbeat=heartbeat)
     ranks.wait_for_step(3)
-    slot = board.slots[0]
+    slot = heartbeat.slots[0]
     assert (slot.rank, slot.pid, slot.phase) == (0, ranks.processes[0].pid, Phase.TRAINING) and slot.step >= 3
-    ranks.processes[0].send_signal(STACKS_SIGNAL)
-    board.post_stop(1, "preemption")
+    ranks.processes[0].send_signal(STACKS_SIGNALS[0])
+    heartbeat.post_stop(1, "preemption")
     assert ranks.wait() == [0]
     assert slot.phase == Phase.DONE and read_events(run)[-1]["reason"] == "preemption"
     assert "in _train" in (run.attempt(0).path / "stacks-rank0.txt").read_text()
-    board.unlink()
+    heartbeat.unlink()
 
 
 def test_ranks_end_when_their_parent_does(tmp_path: Path) -> None:
@@ -291,12 +294,12 @@ def test_failures_are_told_once_and_end_all_ranks(
     tmp_path: Path, code: str, sections: dict[str, Any], phase: str, error: str
 ) -> None:
     ranks = Ranks(new_run(tmp_path, code, **sections), 2)
-    begun = time.monotonic()
-    statuses = ranks.wait(60)
+    statuses = ranks.wait(120)
+    ended = time.time()
     logs = [log.read_text() for log in ranks.logs]
     assert statuses == [1, 1], logs
-    assert time.monotonic() - begun < 30
     (failed,) = [event for event in read_events(ranks.run) if event["event"] == "failed"]
+    assert ended - failed["time"] < 20  # the start before it takes as long as a busy machine needs
     assert error in failed["error"] and failed["phase"] == phase
     assert failed["rank"] in (0, 1) and failed["node"] == 3 and failed["host"]
     assert error in logs[failed["rank"]] and error not in logs[1 - failed["rank"]]

@@ -8,7 +8,7 @@ from torch import nn
 from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job, train
 
 from cluster_ddp.train import TaskError
-from cluster_ddp.train.wrapping import checkpoint_blocks, prepare_model
+from cluster_ddp.train.model import checkpoint_blocks, prepare_model
 
 CPU = torch.device("cpu")
 

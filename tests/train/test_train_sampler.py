@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster_ddp.spec import BatchPlan
-from cluster_ddp.train import DataError, Permutation, SampleStream, rank_shares
+from cluster_ddp.job import BatchPlan
+from cluster_ddp.train import DataError, Permutation, SampleStream, rank_micro_batches
 
 
 def plan(global_batch: int, world_size: int, accumulation: int = 1) -> BatchPlan:
@@ -72,9 +72,9 @@ def test_every_world_size_sees_the_same_global_batches(
     for world_size in (1, 2, 3, 4):
         seen: dict[int, list[int]] = {}
         for rank in range(world_size):
-            for share in rank_shares(stream, plan(24, world_size, accumulation), rank, start, start + count):
-                assert len(share.indices) and share.of == stream.size(share.step)
-                seen.setdefault(share.step, []).extend(share.indices[: share.samples].tolist())
+            for micro in rank_micro_batches(stream, plan(24, world_size, accumulation), rank, start, start + count):
+                assert len(micro.indices) and micro.global_batch == stream.size(micro.step)
+                seen.setdefault(micro.step, []).extend(micro.indices[: micro.samples].tolist())
         assert sorted(seen) == list(range(start, start + count))
         for step, ids in seen.items():
             assert ids == stream.global_indices(step).tolist()
@@ -83,10 +83,10 @@ def test_every_world_size_sees_the_same_global_batches(
 def test_ranks_make_equally_many_passes_in_a_small_last_step() -> None:
     stream = SampleStream(samples=27, global_batch=24, seed=0, drop_last=False)
     for world_size in (1, 2, 3, 4):
-        shares = [list(rank_shares(stream, plan(24, world_size, 2), rank, 1, 2)) for rank in range(world_size)]
-        assert len({len(own) for own in shares}) == 1
-        assert all([share.last for share in own] == [False] * (len(own) - 1) + [True] for own in shares)
-        assert sum(share.samples for own in shares for share in own) == 3
+        ranks = [list(rank_micro_batches(stream, plan(24, world_size, 2), rank, 1, 2)) for rank in range(world_size)]
+        assert len({len(own) for own in ranks}) == 1
+        assert all([micro.last for micro in own] == [False] * (len(own) - 1) + [True] for own in ranks)
+        assert sum(micro.samples for own in ranks for micro in own) == 3
 
 
 def test_offsets() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cluster_ddp.spec import CheckpointSpec, JobSpec
+from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
 

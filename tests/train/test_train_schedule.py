@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from train_tasks import job
 
-from cluster_ddp.spec import TrainSpec
+from cluster_ddp.job import TrainSpec, scaled_lr
 from cluster_ddp.train.optimizer import adamw
-from cluster_ddp.train.schedule import Schedule, scaled_lr
+from cluster_ddp.train.schedule import Schedule
 
 
 def spec(**train: Any) -> TrainSpec:

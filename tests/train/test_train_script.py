@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
-from cluster_ddp.run.board import Board, Phase
-from cluster_ddp.run.directory import RunDirectory, create_run
+from cluster_ddp.job import CheckpointSpec, JobSpec
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
-from cluster_ddp.spec import CheckpointSpec, JobSpec
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, join_run
 
 STEPS = 8
@@ -46,12 +47,14 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple[int, int] | None = None) -> Any:
     """A rank: trains to the end, is sent a signal in a step, or raises an error in (step, rank)."""
-    board = Board.create(slots=4)
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt), CLUSTER_DDP_BOARD=str(board.path))
+    heartbeat = HeartbeatFile.create(slots=4)
+    os.environ.update(
+        CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt), CLUSTER_DDP_HEARTBEAT=str(heartbeat.path)
+    )
     phases, own = [], Own()
     try:
         with join_run(folder="nowhere") as run:
-            slot = board.slots[run.world.local_rank]
+            slot = heartbeat.slots[run.world.local_rank]
             model: nn.Module = nn.Linear(3, 1)
             if run.world.world_size > 1:
                 model = DistributedDataParallel(model)
@@ -82,7 +85,7 @@ def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple
     except SystemExit as end:
         return end.code
     finally:
-        board.unlink()
+        heartbeat.unlink()
     return begun, reached, own.calls, own.sums.tolist(), phases, slot.phase
 
 

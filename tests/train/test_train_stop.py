@@ -13,66 +13,85 @@ import pytest
 import torch
 from torch import Tensor, nn
 from train_ranks import run_ranks
-from train_tasks import Plain, StopAt, differences, final_state, job, new_run, train
+from train_tasks import Plain, StopAt, attentive, differences, final_state, job, new_run, train
 
-from cluster_ddp.run.board import Board, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
 from cluster_ddp.run.events import read_events
-from cluster_ddp.train import Agreement, StopSignals, Trainer
+from cluster_ddp.train import StopConsensus, StopSignals, Trainer
 from cluster_ddp.train.rank import Beat, RankProcess
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def test_a_signal_only_raises_a_flag() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    hup = signal.getsignal(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         reasons = {"USR1": "time-limit", "TERM": "terminated", "INT": "person", "HUP": "time-limit"}
         for number, reason in reasons.items():
-            stop = StopSignals()
+            now = 100.0
+            stop = StopSignals(clock=lambda: now)  # noqa: B023 (the latest is meant)
             stop.install("HUP")
             assert stop.level == 0 and stop.reason is None
             signal.raise_signal(getattr(signal, f"SIG{number}"))
             assert (stop.level, stop.reason) == (1, reason)
             signal.raise_signal(signal.SIGTERM)  # the same request by another way
             assert (stop.level, stop.reason) == (1, reason)
-            stop._first -= 2
+            now += 2
             signal.raise_signal(signal.SIGTERM)  # somebody is in a hurry
             assert (stop.level, stop.reason) == (2, reason)
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-        signal.signal(signal.SIGHUP, hup)
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def test_the_board_counts_and_alone_makes_it_urgent(tmp_path: Path) -> None:
-    board = Board.create(tmp_path / "board", slots=1)
-    stop = StopSignals(board)
-    stop._receive(signal.SIGTERM, None)
-    stop._first -= 5
-    stop._receive(signal.SIGTERM, None)
-    assert (stop.level, stop.reason) == (1, "terminated")
-    board.post_stop(2, "preemption")
-    assert (stop.level, stop.reason) == (2, "preemption")
-    board.unlink()
+def test_the_heartbeat_counts_and_alone_makes_it_urgent(tmp_path: Path) -> None:
+    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
+    seconds = itertools.count(0.0, 5.0)
+    stop = StopSignals(heartbeat, clock=lambda: next(seconds))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        stop.install()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.level, stop.reason) == (1, "terminated")
+        heartbeat.post_stop(2, "preemption")
+        assert (stop.level, stop.reason) == (2, "preemption")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        heartbeat.unlink()
 
 
-def agreements(seconds: float) -> tuple[list[int], int]:
+class Preempted(StopSignals):
+    """Wants to stop when its time has come."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.time = time.monotonic() + 0.5 if rank == 2 else float("inf")
+
+    @property
+    def level(self) -> int:
+        return int(time.monotonic() > self.time)
+
+    @property
+    def reason(self) -> str | None:
+        return "preemption" if self.level else None
+
+
+def exchanges(seconds: float) -> tuple[list[int], int]:
     """Run steps of some length, rank 2 wanting to stop after 0.5 s; the steps at which ranks spoke, and the last."""
     rank = int(os.environ["RANK"])
-    stop = StopSignals()
     begun = time.monotonic()
-    agreement = Agreement(stop, lambda: True, rank=rank, world_size=3, interval=0.2)
+    consensus = StopConsensus(Preempted(rank), lambda: True, rank=rank, world_size=3, interval=0.2)
     spoke = []
     for step in range(100_000):
-        if rank == 2 and time.monotonic() - begun > 0.5:
-            stop._level, stop._reason = 1, "preemption"
-        agreement.begin(step)
-        if agreement._work is not None:
-            spoke.append(step)
+        consensus.begin(step)
         time.sleep(seconds)
-        agreed = agreement.end(step)
-        if agreed.level:
-            assert agreed.reason == "preemption" and agreed.save
+        decision = consensus.end(step)
+        if decision.synced:
+            spoke.append(step)
+        if decision.level:
+            assert decision.reason == "preemption" and decision.save
             break
     assert time.monotonic() - begun < 5
     return spoke, step
@@ -80,7 +99,7 @@ def agreements(seconds: float) -> tuple[list[int], int]:
 
 def test_all_ranks_stop_at_the_same_step_and_speak_seldom() -> None:
     for seconds in (0.001, 0.05):
-        results = run_ranks(agreements, 3, seconds)
+        results = run_ranks(exchanges, 3, seconds)
         assert results[0] == results[1] == results[2]
         spoke, stopped = results[0]
         assert spoke[-1] == stopped
@@ -103,9 +122,8 @@ class SlowEvaluation(Plain):
 
 
 def abandoned(folder: Path) -> Any:
-    from cluster_ddp.train import broadcast_object, is_main_process, stop
+    from cluster_ddp.train import broadcast_object, is_main_process
 
-    stop._MOST_STEPS = 1
     sections: dict[str, Any] = {
         "train": {"steps": 6, "global_batch": 4, "evaluate_every": "3 steps"},
         "log": {"every_steps": 1},
@@ -114,7 +132,7 @@ def abandoned(folder: Path) -> Any:
     run = broadcast_object(new_run(folder, **sections) if is_main_process() else None)
     wish = StopAt()
     task = SlowEvaluation(wish)
-    trainer = Trainer(job(**sections), task, run, process=RankProcess(stop=wish))
+    trainer = Trainer(job(**sections), task, run, process=attentive(wish))
     wish.trainer, wish.step = trainer, 1000
     outcome = trainer.run()
     counts = (outcome.completed, outcome.step, task.batches, trainer.state.counts.evaluated_step)
@@ -150,23 +168,23 @@ def test_more_epochs_go_on_from_a_completed_run(tmp_path: Path) -> None:
     assert outcome.step == 6 and differences(final_state(longer), final_state(whole)) == []
 
 
-def test_a_rank_says_on_the_board_what_it_does(tmp_path: Path) -> None:
-    board = Board.create(tmp_path / "board", slots=1)
+def test_a_rank_says_on_the_heartbeat_what_it_does(tmp_path: Path) -> None:
+    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
     phases: list[Phase] = []
 
     class Noting(Beat):
         def enter(self, phase: Phase) -> None:
             super().enter(phase)
-            phases.append(board.slots[0].phase)
+            phases.append(heartbeat.slots[0].phase)
 
     spec = job(train={"steps": 2, "global_batch": 24, "evaluate_every": "end"})
-    trainer = Trainer(spec, Plain(), process=RankProcess(beat=Noting(board.slots[0])))
+    trainer = Trainer(spec, Plain(), process=RankProcess(beat=Noting(heartbeat.slots[0])))
     trainer.run()
-    assert board.slots[0].step == 2 and board.slots[0].beat_ns > 0
+    assert heartbeat.slots[0].step == 2 and heartbeat.slots[0].beat_ns > 0
     order = [phases[0], *(after for before, after in itertools.pairwise(phases) if after != before)]
     end = [Phase.STOPPING, Phase.SAVING, Phase.STOPPING, Phase.DONE]
     assert order == [Phase.READY, Phase.TRAINING, Phase.EVALUATING, Phase.TRAINING, *end]
-    board.unlink()
+    heartbeat.unlink()
 
 
 def test_checkpoints_by_the_clock(tmp_path: Path) -> None:

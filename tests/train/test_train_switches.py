@@ -17,17 +17,17 @@ from torch.utils.data import Dataset
 from train_ranks import run_ranks
 from train_tasks import Everything, Plain, job, new_run, train
 
-from cluster_ddp.run.lines import read_json_lines
-from cluster_ddp.spec import BatchPlan
-from cluster_ddp.train import loggers
+from cluster_ddp.job import BatchPlan
+from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.train.data.streams import MapStream
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.ema import Ema
-from cluster_ddp.train.feed import MapFeed
+from cluster_ddp.train.metrics import loggers
+from cluster_ddp.train.metrics.progress import Bar
+from cluster_ddp.train.model import _synchronised
 from cluster_ddp.train.precision import choose_precision
-from cluster_ddp.train.progress import Bar
 from cluster_ddp.train.rank import join_ranks
 from cluster_ddp.train.state import Counts
-from cluster_ddp.train.wrapping import _synchronised
 
 
 class Synchronising(Everything):
@@ -144,7 +144,7 @@ def test_the_average_has_the_buffers_of_the_model() -> None:
     for _ in range(3):
         model(torch.randn(4, 3))
         code.data += 1
-        ema.update()
+        ema.update(False)
     kept = ema.tensors()
     for name in ("running_mean", "running_var", "num_batches_tracked", "code"):
         assert torch.equal(kept[name], model.state_dict()[name]), name
@@ -168,9 +168,9 @@ class Workers(Plain):
 
 def test_workers_live_through_the_epochs() -> None:
     settings = job(train={"epochs": 4, "global_batch": 4, "workers": 1}).train
-    feed = MapFeed(Pids(), Workers(), settings, BatchPlan(4, 1, 1, 4), World(0, 0, 1), torch.device("cpu"))
-    assert len({int(pid) for _, batch in feed.batches(0, Counts()) for pid in batch}) == 1
-    feed.close()
+    stream = MapStream(Pids(), Workers(), settings, BatchPlan(4, 1, 1, 4), World(0, 0, 1), torch.device("cpu"))
+    assert len({int(pid) for _, batch in stream.batches(0, Counts()) for pid in batch}) == 1
+    stream.close()
 
 
 def test_the_bar_on_a_terminal(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_bar_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a_terminal_is_where_the_bar_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cluster_ddp.train.progress import Lines, open_display
+    from cluster_ddp.train.metrics.progress import Lines, open_display
 
     assert isinstance(open_display("digits", 10, 0), Lines)
     with monkeypatch.context() as patch:

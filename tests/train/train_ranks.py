@@ -16,7 +16,7 @@ _SECONDS = 120
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
 # milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.program", "train_tasks"])
+_server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "train_tasks"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, gpus: bool = False) -> list[Any]:

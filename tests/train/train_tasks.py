@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from cluster_ddp.run.directory import RunDirectory, create_run
-from cluster_ddp.run.lines import read_json_lines
+from cluster_ddp.job import JobSpec
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import SAVE_AND_END
-from cluster_ddp.spec import JobSpec
-from cluster_ddp.train import Outcome, StopSignals, Task, Trainer, stop
+from cluster_ddp.train import Outcome, StopSignals, Task, Trainer
 from cluster_ddp.train.rank import RankProcess
 
 SAMPLES = 50
@@ -142,24 +143,25 @@ def job(**sections: Any) -> JobSpec:
     return JobSpec.model_validate({"name": "test", "task": "train_tasks:Plain", **sections})
 
 
+def attentive(stop: StopSignals) -> RankProcess:
+    """A process whose ranks exchange whether to stop in every step."""
+    return RankProcess(stop=stop, consensus_seconds=0.0)
+
+
 def train(
     task: Task, spec: JobSpec, run: RunDirectory | None = None, attempt: int = 0, *, stop_at: int | None = None
 ) -> tuple[Trainer, Outcome]:
     """Train in this process as one of its ranks; with `stop_at` a stop is wanted then, by the last rank alone."""
-    stop._MOST_STEPS = 1  # agree in every step
-    if stop_at is None:
-        trainer = Trainer(spec, task, run, attempt)
-        return trainer, trainer.run()
     wish = StopAt()
-    trainer = Trainer(spec, task, run, attempt, process=RankProcess(stop=wish))
-    if trainer.world.rank == trainer.world.world_size - 1:
+    trainer = Trainer(spec, task, run, attempt, process=attentive(wish))
+    if stop_at is not None and trainer.world.rank == trainer.world.world_size - 1:
         wish.trainer, wish.step = trainer, stop_at
     return trainer, trainer.run()
 
 
 def final_state(trainer: Trainer) -> dict[str, Any]:
     """Everything that has to be equal at the end, as rank 0 has it."""
-    return {name: tensor.detach().clone() for name, tensor in trainer.state.tensors().items()}
+    return {name: tensor.detach().clone() for name, tensor in trainer.state.collect()[0].items()}
 
 
 def losses(run: RunDirectory) -> list[tuple[int, float]]:

@@ -1,0 +1,353 @@
+"""What a training holds of its checkpoints: it saves the state in the background and brings it back, verified."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from cluster_ddp.checkpoint.coordinator import SaveCoordinator
+from cluster_ddp.checkpoint.errors import CheckpointError, RanksDiverged
+from cluster_ddp.checkpoint.fingerprint import Likeness
+from cluster_ddp.checkpoint.plan import SavePlan, describe, make_plan, places_of
+from cluster_ddp.checkpoint.restore import Restore, Restored
+from cluster_ddp.checkpoint.staging import Staging
+from cluster_ddp.checkpoint.writer import Report, Save, Writer
+from cluster_ddp.run import events
+from cluster_ddp.run.storage import Storage
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import CheckpointSpec
+
+_EXIT_WAIT = 5.0  # seconds that a process which ends waits for a save that needs other ranks
+_MAX_UNREPORTED = 100
+
+
+class Checkpointer:
+    """The checkpoints of one run.
+
+    Every rank makes one, and all call `restore`, `save` and `finish` in the same order. The loop is blocked while this
+    rank's share of the state is copied into host memory; the rest happens in a thread that uses no collectives. Nothing
+    that goes wrong with the storage is raised by `save`: it is reported, earlier checkpoints stay, and the next save is
+    tried.
+
+    Parameters
+    ----------
+    directory
+        ``<run>/checkpoints``, on storage that all ranks see.
+    run_id, job_digest
+        Recorded in each checkpoint; one of another run is never loaded, renamed or removed.
+    settings
+        The job's ``checkpoint:`` section.
+    store
+        The store that the process group met through (``torch.distributed.distributed_c10d._get_default_store()``), or
+        None for a single process.
+    report
+        Takes an event's name and its fields. Called on rank 0, from the background thread too. When it returns False,
+        the event was not recorded and is passed again with the next one.
+    storage
+        Carries out everything that is written.
+
+    Attributes
+    ----------
+    last_saved
+        The step of the last checkpoint that is known to be durable: restored, or saved since.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        job_digest: str,
+        settings: CheckpointSpec,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        store: Store | None = None,
+        report: Report = lambda event, fields: None,
+        storage: Storage | None = None,
+    ) -> None:
+        self.last_saved: int | None = None
+        self._directory, self._run_id, self._settings, self._rank = directory, run_id, settings, rank
+        self._storage = storage or Storage()
+        self._record = report
+        self._unreported = collections.deque[tuple[str, dict[str, Any]]](maxlen=_MAX_UNREPORTED)
+        if rank == 0:
+            with contextlib.suppress(OSError):  # it exists already; or the first save reports it
+                self._storage.mkdir(directory)
+                self._storage.fsync_dir(directory.parent)
+        self._coordinator = SaveCoordinator(
+            store, rank=rank, world_size=world_size, local_rank=local_rank, writing=settings.ranks_writing
+        )
+        self._writer = Writer(
+            directory,
+            run_id=run_id,
+            job_digest=job_digest,
+            settings=settings,
+            coordinator=self._coordinator,
+            report=self._report,
+            storage=self._storage,
+        )
+        self._staging = Staging()
+        self._likeness: Likeness | None = None
+        self._plan: SavePlan | None = None
+        self._described: object = None
+        self._places: object = None
+        self._saves = 0
+        self._thread: threading.Thread | None = None
+        self._durable = True
+        _live.add(self)
+
+    def save(
+        self,
+        *,
+        step: int,
+        samples: int,
+        epoch: int,
+        tensors: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Begin to save; returns when the state is copied (on the CPU) or its copy is under way (on CUDA).
+
+        While the save before is under way, waits for it or, with ``when_busy: skip``, reports ``checkpoint-skipped``
+        and returns; rank 0 decides for all. After `finish` a save is never skipped.
+
+        Parameters
+        ----------
+        tensors
+            By name: ``model.<fqn>``, ``optimizer.<fqn>.<state>``, ``ema.<fqn>``; any shape and strides, on any device.
+            The same names on all ranks. Tensors that share their memory are stored once. What the optimizer has no
+            state for and is not an `nn.Parameter` (buffers) is stored as rank 0 has it.
+        scalars
+            Whatever JSON can hold.
+        metrics
+            The latest values, for ``keep_best``; those that are not finite are omitted.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor or a scalar is of a kind that no checkpoint can hold.
+        RanksDiverged
+            At the save before, what must be alike on all ranks was not. Nothing was published then.
+        """
+        number = self._saves
+        self._saves += 1
+        busy = self._thread is not None and self._thread.is_alive()
+        if self._settings.when_busy == "skip" and self._coordinator.from_rank_0(busy):
+            if self._rank == 0:
+                reason = "the one before is still being written"
+                self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": reason})
+            return
+        self._join()
+        self._check_alike()
+        save = Save(
+            number=number,
+            step=step,
+            samples=samples,
+            epoch=epoch,
+            scalars=_as_json(scalars),
+            metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+            plan=self._plan_for(tensors),
+            began=time.time(),
+        )
+        writes = self._rank in save.plan.layouts
+        if writes:
+            self._staging.prepare(save.plan.layouts[self._rank], _on_cuda(tensors))
+            self._staging.copy(tensors, save.plan.replicated)
+        alike = sorted(save.plan.replicated) if self._coordinator.world_size > 1 else ()
+        self._likeness = Likeness({name: tensors[name] for name in alike})
+        self._durable = False
+        if self._settings.background:
+            self._start(self._run, save, writes, self._likeness)
+        else:
+            self._run(save, writes, self._likeness)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the memory for saving these tensors, in the background; otherwise the first save waits for it.
+
+        Call it after the first step, once the optimizer has its state.
+        """
+        self._join()
+        layout = self._plan_for(tensors).layouts.get(self._rank)
+        if layout is not None:
+            self._start(self._staging.prepare, layout, _on_cuda(tensors))
+
+    def wait_for_staging(self) -> None:
+        """Call right before parameters, optimizer or EMA change: they may still be copied or compared."""
+        self._staging.wait_for_staging()
+        if self._likeness is not None:
+            self._likeness.wait()
+            self._likeness = None
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait at most `timeout` seconds for the save in flight; whether it is durable (True when there is none).
+
+        Raises
+        ------
+        RanksDiverged
+            What must be alike on all ranks is not.
+        """
+        self._join(timeout)
+        self._check_alike()
+        return self._durable and self._thread is None
+
+    def close(self) -> None:
+        """Finish the save in flight and free the memory. Call it on all ranks before the process group is destroyed."""
+        self._join()
+        self._staging.release()
+
+    def restore(self, tensors: Mapping[str, Tensor], *, step: int | None = None) -> Restored | None:
+        """Fill the live tensors from the newest intact checkpoint; all ranks take the same one.
+
+        A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
+        files, and the one before it is taken. One that another run has saved is reported and passed over, and stays
+        where it is. All bytes are read and verified in one pass.
+
+        Parameters
+        ----------
+        tensors
+            The live tensors, by the names under which they were saved. Stored names that begin with ``optimizer.``,
+            ``buffer.`` or ``task.`` and are not among them come back in `Restored.extra`.
+        step
+            The only step whose checkpoint will do.
+
+        Returns
+        -------
+        Restored
+            None when the run has never had a checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            There are checkpoints, but none is intact. Nothing was deleted.
+        CheckpointMismatch
+            The checkpoint is intact, but of another model or optimizer; no live tensor was touched.
+        """
+        self._join()
+        restore = Restore(
+            self._directory,
+            self._run_id,
+            coordinator=self._coordinator,
+            storage=self._storage,
+            report=self._report,
+            step=step,
+        )
+        restored = restore.into(tensors)
+        if restored is not None:
+            self.last_saved = restored.step
+        return restored
+
+    def _plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
+        places = places_of(tensors)
+        if self._plan is None or places is None or places != self._places:
+            described = describe(tensors)
+            if self._plan is None or described != self._described:
+                self._plan, self._described = make_plan(*described, self._coordinator.writers), described
+            self._places = places
+        return self._plan
+
+    def _check_alike(self) -> None:
+        if self._writer.diverged is not None:
+            raise RanksDiverged(
+                f"the ranks no longer train the same model: {self._writer.diverged}\n"
+                "    no checkpoint was made of it, and the one before is intact: loss() has to compute everything that "
+                "has a gradient by model(...), and nothing that changes weights may depend on the rank"
+            )
+
+    def _run(self, save: Save, writes: bool, likeness: Likeness) -> None:
+        """Carry out a save, on the background thread: no exception may leave it."""
+        try:
+            likeness.take()
+            shard = self._staging.shard() if writes else None
+            if self._writer.carry_out(save, shard, likeness.by_kind()):
+                self.last_saved, self._durable = save.step, True
+        except Exception as error:
+            _warn(f"the save of step {save.step} was given up: {error or type(error).__name__}")
+
+    def _start(self, task: Callable[..., None], *arguments: object) -> None:
+        # A new thread begins on GPU 0, and would allocate memory there for each rank of the node.
+        gpu = torch.cuda.current_device() if _cuda_is_in_use() else None
+
+        def work() -> None:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            task(*arguments)
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _join(self, timeout: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def _report(self, event: str, fields: dict[str, Any]) -> None:
+        """Report an event, on rank 0; one that cannot be recorded (the storage is full) is kept for the next time."""
+        if event == events.CHECKPOINT_FAILED:
+            reason = f"{fields['file']}, rank {fields['rank']}: {fields['error']}"
+            _warn(f"the save of step {fields['step']} failed ({reason}); training goes on, earlier checkpoints stay")
+        elif event == events.CHECKPOINT_DAMAGED:
+            _warn(f"the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
+        self._unreported.append((event, fields))
+        try:
+            while self._unreported and self._record(*self._unreported[0]) is not False:
+                self._unreported.popleft()
+        except Exception as error:
+            self._unreported.popleft()
+            _warn(f"cannot report {event}: {error!r}")
+
+    def _end(self) -> None:
+        """At the exit of the interpreter: finish a save that needs no other rank; soon give up one that does."""
+        if self._thread is None:
+            return
+        self._join(None if self._coordinator.world_size == 1 else _EXIT_WAIT)
+        self._coordinator.give_up()
+        self._join(_EXIT_WAIT)
+
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for checkpointer in list(_live):
+        checkpointer._end()
+
+
+def _cuda_is_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors.values())
+
+
+def _warn(message: str) -> None:
+    print(f"cluster-ddp: {message}", file=sys.stderr, flush=True)
+
+
+def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the scalars as they will be read back."""
+    plain: dict[str, Any] = {}
+    for name, value in scalars.items():
+        try:
+            plain[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state {name!r} cannot be saved, JSON cannot hold it: {error}") from error
+    return plain

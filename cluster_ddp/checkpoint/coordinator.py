@@ -1,0 +1,149 @@
+"""How ranks agree about saves and restores without collectives: through the process group's store.
+
+A background thread cannot use collectives, because the training loop issues them meanwhile. The store through which the
+process group met is a plain key-value server. Its clients serve one request at a time, so each thread here has a client
+of its own: a wait on the process group's client would stop the process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from cluster_ddp.checkpoint.folders import this_process
+
+# Seconds between two requests to the store; more with many ranks, which all ask the same server.
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.001, 0.05, 0.0005
+_EXCHANGES_KEPT = 16  # ranks go through them together, so none is ever this far behind
+_instances = itertools.count()  # all ranks make their checkpointers in the same order
+
+
+class Abandoned(Exception):
+    """This process gives up a save because it ends."""
+
+
+class SaveCoordinator:
+    """The messages between the ranks about saves and restores.
+
+    Parameters
+    ----------
+    store
+        The store of the process group, or None for a single process.
+    writing
+        ``all``, ``node`` or ``one``: which ranks write.
+
+    Attributes
+    ----------
+    owner
+        What names rank 0's process in the names of unfinished folders; the same on all ranks.
+    writers
+        The ranks that write, ascending; rank 0 is always among them.
+    """
+
+    def __init__(self, store: Store | None, *, rank: int, world_size: int, local_rank: int, writing: str) -> None:
+        shared: Store = store if store is not None and world_size > 1 else HashStore()
+        number = next(_instances)
+        prefix = f"cluster_ddp/checkpoint/{number}"
+        self.rank, self.world_size = rank, world_size
+        shared.set(f"{prefix}/rank/{rank}", str(local_rank))
+        if rank == 0:
+            local = [int(shared.get(f"{prefix}/rank/{other}")) for other in range(world_size)]
+            writers = {
+                "all": list(range(world_size)),
+                "node": [other for other in range(world_size) if local[other] == 0 or other == 0],
+                "one": [0],
+            }[writing]
+            shared.set(f"{prefix}/session", json.dumps({"owner": str(this_process()), "writers": writers}))
+        session = json.loads(shared.get(f"{prefix}/session"))
+        self.owner: str = session["owner"]
+        self.writers: tuple[int, ...] = tuple(session["writers"])
+        self._prefix = f"{prefix}/{self.owner}"
+        self._background = _own_client(shared)
+        self._foreground = _own_client(shared)
+        self._giving_up = threading.Event()
+        self._exchanges = 0
+
+    def send(self, save: int, receipt: dict[str, Any]) -> None:
+        """Hand rank 0 what this rank has to say of a save: the receipt of its shard, or what went wrong with it."""
+        self._put(self._background, f"save/{save}/receipt/{self.rank}", receipt)
+
+    def collect(self, save: int, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Rank 0: wait for the receipts of these ranks."""
+        keys = {rank: f"save/{save}/receipt/{rank}" for rank in ranks}
+        self._wait(self._background, list(keys.values()))
+        return {rank: self._get(self._background, key) for rank, key in keys.items()}
+
+    def announce(self, save: int, outcome: dict[str, Any]) -> None:
+        """Rank 0: say what became of a save, and delete the messages of the one before."""
+        self._put(self._background, f"save/{save}/outcome", outcome)
+        if self.world_size > 1:
+            old = save - 1  # all ranks are through with it: each has sent its receipt for this one
+            for key in ("outcome", *(f"receipt/{rank}" for rank in range(1, self.world_size))):
+                self._background.delete_key(f"{self._prefix}/save/{old}/{key}")
+
+    def outcome(self, save: int) -> dict[str, Any]:
+        """Wait for rank 0 to say what became of a save."""
+        outcome: dict[str, Any] = self._get(self._background, f"save/{save}/outcome")
+        return outcome
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's value on all ranks; called by all, in the same order, never by the background thread."""
+        if self.world_size == 1:
+            return value
+        self._exchanges += 1
+        if self.rank != 0:
+            return self._get(self._foreground, f"exchange/{self._exchanges}")
+        self._put(self._foreground, f"exchange/{self._exchanges}", value)
+        self._foreground.delete_key(f"{self._prefix}/exchange/{self._exchanges - _EXCHANGES_KEPT}")
+        return value
+
+    def to_rank_0(self, value: Any) -> list[Any]:
+        """On rank 0 the values of all ranks, on the others their own only; called by all, in the same order."""
+        if self.world_size == 1:
+            return [value]
+        self._exchanges += 1
+        if self.rank != 0:
+            self._put(self._foreground, f"exchange/{self._exchanges}/{self.rank}", value)
+            return [value]
+        others = range(1, self.world_size)
+        return [value, *(self._get(self._foreground, f"exchange/{self._exchanges}/{rank}") for rank in others)]
+
+    def give_up(self) -> None:
+        """End every wait of this process, now and later, with `Abandoned`."""
+        self._giving_up.set()
+
+    def check_given_up(self) -> None:
+        """Raise `Abandoned` once `give_up` was called."""
+        if self._giving_up.is_set():
+            raise Abandoned("the process ends before the save is complete")
+
+    def _put(self, client: Store, key: str, value: Any) -> None:
+        client.set(f"{self._prefix}/{key}", json.dumps(value))
+
+    def _get(self, client: Store, key: str) -> Any:
+        self._wait(client, [key])
+        return json.loads(client.get(f"{self._prefix}/{key}"))
+
+    def _wait(self, client: Store, keys: list[str]) -> None:
+        """Wait until all keys are there, by polling: the store's own wait logs a warning at each timeout."""
+        paths = [f"{self._prefix}/{key}" for key in keys]
+        pause = _SHORTEST_PAUSE
+        while paths and not client.check(paths):
+            self.check_given_up()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE + _PAUSE_PER_RANK * self.world_size)
+        self.check_given_up()
+
+
+def _own_client(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, None, False, wait_for_workers=False)
+    return store

@@ -1,0 +1,101 @@
+"""What can be wrong with a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster_ddp.job.errors import ClusterDDPError
+
+
+class CheckpointError(ClusterDDPError):
+    """A checkpoint cannot be written or read as asked."""
+
+    exit_status = 4
+
+
+class NoSuchCheckpoint(CheckpointError):
+    """What was asked for was never saved: the call is wrong."""
+
+    exit_status = 2
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint is not what was written.
+
+    Attributes
+    ----------
+    problems
+        What is wrong: one string per file, which begins with the file's name.
+    """
+
+    def __init__(self, folder: str, problems: list[str]) -> None:
+        super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
+        self.problems = problems
+
+
+class CheckpointOfAnotherRun(CheckpointError):
+    """A checkpoint that another run has saved: this run neither loads nor changes it."""
+
+    def __init__(self, folder: str, theirs: str, ours: str) -> None:
+        self.problem = f"of another run, {theirs}; this run is {ours}"
+        super().__init__(f"checkpoint {folder} is {self.problem}")
+
+
+class RanksDiverged(CheckpointError):
+    """The ranks do not hold the same weights: no checkpoint can be made of them."""
+
+
+class CheckpointUnreadable(CheckpointError):
+    """A checkpoint cannot be read by this version; it may well be intact."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How the tensors of a checkpoint differ from the live ones.
+
+    Attributes
+    ----------
+    missing
+        Names of live tensors that the checkpoint does not hold.
+    unexpected
+        Names in the checkpoint that have no live tensor.
+    shape, dtype
+        ``name (stored, now)`` for tensors that differ in it.
+    tied
+        Names that share memory now but were stored with values of their own.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    shape: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any((self.missing, self.unexpected, self.shape, self.dtype, self.tied))
+
+    def __str__(self) -> str:
+        kinds = {
+            "not in the checkpoint": self.missing,
+            "in the checkpoint only": self.unexpected,
+            "other shape": self.shape,
+            "other dtype": self.dtype,
+            "share memory now, but were stored separately": self.tied,
+        }
+        return "\n".join(f"  {kind} ({len(names)}): {_shortened(names)}" for kind, names in kinds.items() if names)
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is intact but belongs to another model or optimizer; `differences` says how."""
+
+    def __init__(self, folder: str, differences: Differences) -> None:
+        self.differences = differences
+        super().__init__(
+            f"checkpoint {folder} does not fit the model of this job. What differs:\n{differences}\n"
+            "Change the model or the job back to what it was, or start a new run."
+        )
+
+
+def _shortened(names: tuple[str, ...], most: int = 12) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

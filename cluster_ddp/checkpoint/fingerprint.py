@@ -1,0 +1,91 @@
+"""Telling whether ranks hold the same tensors, without sending them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """A number for each tensor, the same on two ranks when all bits are; int64, shape (n,), where the tensors are.
+
+    On the CPU a hash; on a device the sum of the bits as integers, which needs one pass and no memory there, and does
+    not depend on the order in which it is taken. The host does not wait for a device.
+    """
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return torch.tensor([_hash(tensor) for tensor in tensors], dtype=torch.int64)
+    return torch.stack([_sum(tensor) for tensor in tensors])
+
+
+def _hash(tensor: Tensor) -> int:
+    flat = _plain(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return int(xxhash.xxh3_64_intdigest(flat.numpy().data)) - (1 << 63)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    plain = _plain(tensor)
+    return plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class Likeness:
+    """What must be alike on all ranks, in a few bytes.
+
+    On the CPU `take` computes it, in the background, and nothing may change before that; on a device it is computed
+    there at once, in the order of what is queued.
+
+    Parameters
+    ----------
+    tensors
+        By name, ``<kind>.<rest>``.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._kinds = [name.partition(".")[0] for name in tensors]
+        self._tensors = list(tensors.values())
+        self._prints = torch.empty(0, dtype=torch.int64)
+        self._taken = threading.Event()
+        self._arrived: torch.cuda.Event | None = None
+        on_device = next((tensor for tensor in self._tensors if tensor.is_cuda), None)
+        if on_device is not None:
+            prints = fingerprints(self._tensors)
+            self._prints = torch.empty(prints.shape, dtype=prints.dtype, pin_memory=True)
+            self._prints.copy_(prints, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+            self._tensors = []
+            self._taken.set()
+
+    def take(self) -> None:
+        """Compute it where that has not been done."""
+        try:
+            if not self._taken.is_set():
+                self._prints = fingerprints(self._tensors)
+                self._tensors = []
+        finally:
+            self._taken.set()
+
+    def wait(self) -> None:
+        """Wait until the tensors may change."""
+        self._taken.wait()
+
+    def by_kind(self) -> dict[str, str]:
+        """A digest for each kind of tensor; waits for a device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        hashed = {kind: xxhash.xxh3_128() for kind in sorted(set(self._kinds))}
+        for kind, value in zip(self._kinds, self._prints.tolist(), strict=True):
+            hashed[kind].update(value.to_bytes(8, "little", signed=True))
+        return {kind: digest.hexdigest() for kind, digest in hashed.items()}

@@ -1,0 +1,292 @@
+"""What a checkpoint is on disk: its manifest and its shards, and how both are read and written. No torch here.
+
+A shard is a plain safetensors file: eight bytes with the length of the header (little endian), the header in JSON, the
+tensors' bytes one after the other. ``manifest.json`` says what the checkpoint is, which shards belong to it with their
+checksums, and where each tensor lies; it carries a digest of itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import xxhash
+
+from cluster_ddp.run.reading import as_time, as_whole
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MOST_MANIFEST = 256 << 20  # bytes; a model of ten thousand tensors takes ten million
+
+# Bytes per element of each dtype, under the names that safetensors gives them.
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor to store: its name, dtype as safetensors calls it, and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size without padding."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor inside a shard file: it takes the bytes from `begin` to `end`, counted from the start of the file."""
+
+    item: Item
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of one shard lies."""
+
+    head: bytes
+    entries: tuple[Entry, ...]
+    size: int
+
+
+class ShardDamaged(ValueError):
+    """A shard is not what was written."""
+
+
+def shard_name(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"shard-{rank:04d}.safetensors"
+
+
+def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a file of these tensors, with `metadata` in its header.
+
+    Wide elements come first, so that each tensor is aligned to its own element without gaps, which the format forbids.
+    """
+    offset = 0
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    placed = []
+    for item in sorted(items, key=lambda item: (-ITEM_BYTES[item.dtype], item.name)):
+        end = offset + item.bytes
+        header[item.name] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [offset, end]}
+        placed.append((item, offset, end))
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    start = len(head)
+    return Layout(head, tuple(Entry(item, start + a, start + b) for item, a, b in placed), start + offset)
+
+
+def header_length(prefix: bytes | bytearray, file_bytes: int) -> int:
+    """The length of the header, from the first 8 bytes of a file; `ShardDamaged` when the file cannot hold that."""
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(file_bytes - 8, _MAX_HEADER):
+        raise ShardDamaged("the header is longer than the file")
+    return length
+
+
+def read_header(header: bytes | bytearray, file_bytes: int) -> tuple[Entry, ...]:
+    """The tensors of a shard in the order of their bytes; they must fill the file exactly.
+
+    Raises
+    ------
+    ShardDamaged
+        The header cannot be read, or does not describe a file of that size without gaps.
+    """
+    start = 8 + len(header)
+    try:
+        described = json.loads(header)
+        entries = [_entry(name, value, start) for name, value in described.items() if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
+        raise ShardDamaged(f"the header is not readable: {error}") from error
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    position = start
+    for entry in entries:
+        if entry.begin != position or entry.end - entry.begin != entry.item.bytes:
+            raise ShardDamaged(f"the place of tensor {entry.item.name} does not fit its shape")
+        position = entry.end
+    if position != file_bytes:
+        raise ShardDamaged("the tensors do not fill the file")
+    return tuple(entries)
+
+
+def _entry(name: str, value: dict[str, object], start: int) -> Entry:
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not (isinstance(dtype, str) and dtype in ITEM_BYTES):
+        raise ValueError(f"dtype {dtype!r} of {name}")
+    begin, end = _sizes(offsets)
+    return Entry(Item(name, dtype, _sizes(shape)), start + begin, start + end)
+
+
+class ManifestDamaged(ValueError):
+    """A manifest is not what was written."""
+
+
+class UnknownFormat(ValueError):
+    """A manifest is intact, but of another version of cluster_ddp."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the checkpoint: its size and the xxh3 (128 bits, hexadecimal) of all its bytes."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint; `dtype` as safetensors calls it."""
+
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about one checkpoint except the tensors' bytes.
+
+    `created` is Unix seconds. `aliases` maps the name of a tensor that shares its memory with another (tied weights)
+    to the name under which the bytes are stored. `metrics` are those known when it was saved.
+    """
+
+    run_id: str
+    step: int
+    samples: int
+    epoch: int
+    world_size: int
+    created: float
+    job_digest: str
+    versions: dict[str, str]
+    shards: dict[str, Shard]
+    tensors: dict[str, StoredTensor]
+    scalars: dict[str, Any]
+    aliases: dict[str, str]
+    metrics: dict[str, float]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all shards together."""
+        return sum(shard.bytes for shard in self.shards.values())
+
+    def names(self) -> dict[str, str]:
+        """Each name that can be loaded, aliases too, with the name under which it is stored."""
+        return {**{name: name for name in self.tensors}, **self.aliases}
+
+    def to_bytes(self) -> bytes:
+        """The content of ``manifest.json``, with the digest of itself."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "run_id": self.run_id,
+            "step": self.step,
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "created": self.created,
+            "job_digest": self.job_digest,
+            "versions": self.versions,
+            "metrics": self.metrics,
+            "scalars": self.scalars,
+            "shards": {name: {"bytes": shard.bytes, "xxh3": shard.xxh3} for name, shard in self.shards.items()},
+            "tensors": {
+                name: {"shard": stored.shard, "dtype": stored.dtype, "shape": list(stored.shape)}
+                for name, stored in self.tensors.items()
+            },
+            "aliases": self.aliases,
+        }
+        return encode({**body, "digest": digest(body)})
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """The one way in which a manifest is written, so that not even a changed space goes unnoticed."""
+    return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def digest(body: Mapping[str, Any]) -> str:
+    """The xxh3 (128 bits) of the manifest without its digest, as JSON with sorted keys and no spaces."""
+    plain = {key: value for key, value in body.items() if key != "digest"}
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()))
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """The manifest in the bytes of ``manifest.json``; `ManifestDamaged` unless it is intact."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ManifestDamaged("not readable as JSON") from error
+    if not isinstance(body, dict) or encode(body) != data:
+        raise ManifestDamaged("its bytes are not those that were written")
+    if body.get("digest") != digest(body):
+        raise ManifestDamaged("its digest is not that of its content")
+    if body.get("format") != FORMAT:
+        raise UnknownFormat(f"has format {body.get('format')!r}, this version of cluster_ddp reads {FORMAT}")
+    try:
+        return _from_body(body)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ManifestDamaged(f"its content is not that of a manifest ({error})") from error
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    shards = {name: Shard(_count(value["bytes"]), str(value["xxh3"])) for name, value in body["shards"].items()}
+    tensors = {
+        name: StoredTensor(value["shard"], value["dtype"], _sizes(value["shape"]))
+        for name, value in body["tensors"].items()
+    }
+    aliases, scalars = body.get("aliases", {}), body["scalars"]
+    for name, stored in tensors.items():
+        if stored.shard not in shards or stored.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {name!r}")
+    if any(target not in tensors or name in tensors for name, target in aliases.items()):
+        raise ValueError("aliases")
+    if not isinstance(scalars, dict):
+        raise ValueError("scalars")
+    return Manifest(
+        run_id=str(body["run_id"]),
+        step=_count(body["step"]),
+        samples=_count(body["samples"]),
+        epoch=_count(body["epoch"]),
+        world_size=_count(body["world_size"]),
+        created=_moment(body["created"]),
+        job_digest=str(body["job_digest"]),
+        versions=dict(body["versions"]),
+        shards=shards,
+        tensors=tensors,
+        scalars=scalars,
+        aliases=dict(aliases),
+        metrics={str(name): float(value) for name, value in body.get("metrics", {}).items()},
+    )
+
+
+def _count(value: object) -> int:
+    count = as_whole(value)
+    if count is None:
+        raise ValueError("a count is not one")
+    return count
+
+
+def _moment(value: object) -> float:
+    moment = as_time(value)
+    if moment is None:
+        raise ValueError("the time of its making is not one")
+    return moment
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    """A JSON list of integers that are not negative, as a tuple; `ValueError` for anything else."""
+    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+        raise ValueError(f"not a list of sizes: {value!r}")
+    return tuple(value)

@@ -1,0 +1,141 @@
+"""Who writes what: each tensor goes to one of the writing ranks, in the same way on every rank."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from cluster_ddp.checkpoint.errors import CheckpointError
+from cluster_ddp.checkpoint.format import Item, Layout, lay_out
+
+_DTYPE_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+# By safetensors' name; without the dtypes that this torch does not have.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name) for code, name in _DTYPE_NAMES.items() if hasattr(torch, name)
+}
+_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The shards of a save and who writes them.
+
+    Attributes
+    ----------
+    layouts
+        By writing rank, the layout of its shard; ranks with nothing to write have none.
+    aliases
+        Names of the tensors that share their memory with another, and that other's name.
+    replicated
+        Names of the tensors that are the same on all ranks; they change only in the optimizer's step.
+    signature
+        Equal on two ranks exactly when they made the same plan.
+    """
+
+    layouts: dict[int, Layout]
+    aliases: dict[str, str]
+    replicated: frozenset[str]
+    signature: str
+
+
+def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str, str], frozenset[str]]:
+    """What is to be stored, the aliases, and the names whose values are the same on all ranks.
+
+    Only what the optimizer holds (an `nn.Parameter` here), its average and the optimizer's state for it are known to be
+    the same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and are stored from
+    rank 0.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor's dtype is one that safetensors does not have.
+    """
+    items, aliases, seen = [], {}, dict[tuple[object, ...], str]()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CheckpointError(f"tensor {name} is {kind}, and a checkpoint holds only dense ones{_instead(name)}")
+        memory = memory_of(tensor)
+        if memory is not None and memory in seen:
+            aliases[name] = seen[memory]
+            continue
+        if memory is not None:
+            seen[memory] = name
+        if tensor.dtype not in _CODES:
+            raise CheckpointError(
+                f"tensor {name} has dtype {tensor.dtype}, which safetensors cannot hold: keep it in another dtype"
+            )
+        items.append(Item(name, _CODES[tensor.dtype], tuple(tensor.shape)))
+    optimized = {
+        name.removeprefix("optimizer.").rpartition(".")[0] for name in tensors if name.startswith("optimizer.")
+    }
+    replicated = frozenset(
+        item.name
+        for item in items
+        if item.name.startswith("optimizer.")
+        or isinstance(tensors[item.name], nn.Parameter)
+        or item.name.partition(".")[2] in optimized
+        or isinstance(tensors.get(f"model.{item.name.removeprefix('ema.')}"), nn.Parameter)
+    )
+    return tuple(items), aliases, replicated
+
+
+def _instead(name: str) -> str:
+    if not name.startswith("optimizer."):
+        return ": keep it as one"
+    return ": it follows from sparse gradients; use SparseAdam, SGD without momentum, or sparse=False for the embedding"
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]] | None:
+    """All that `describe` goes by, in a fraction of its time: while it stays the same, so does what that gives.
+
+    None where a tensor has no memory of its own, as sparse ones.
+    """
+    try:
+        return [
+            (name, type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            for name, tensor in tensors.items()
+        ]
+    except RuntimeError:
+        return None
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...] | None:
+    """What two tensors have in common when they are the same memory seen in the same way; None for empty ones."""
+    if tensor.numel() == 0:
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def make_plan(
+    items: Sequence[Item], aliases: Mapping[str, str], replicated: frozenset[str], writers: Sequence[int]
+) -> SavePlan:
+    """Divide the tensors among the writing ranks so that the largest share of bytes is small (longest first)."""
+    shares: dict[int, list[Item]] = {rank: [] for rank in writers}
+    shares[0] = [item for item in items if item.name not in replicated]
+    loads = [(sum(item.bytes for item in share), rank) for rank, share in shares.items()]
+    heapq.heapify(loads)
+    for item in sorted((item for item in items if item.name in replicated), key=lambda item: (-item.bytes, item.name)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(item)
+        heapq.heappush(loads, (load + item.bytes, rank))
+    named = [(item.name, item.dtype, item.shape, item.name in replicated) for item in items]
+    text = json.dumps([named, sorted(aliases.items()), list(writers)])
+    return SavePlan(
+        layouts={rank: lay_out(share) for rank, share in sorted(shares.items()) if share},
+        aliases=dict(aliases),
+        replicated=replicated,
+        signature=str(xxhash.xxh3_64_hexdigest(text.encode())),
+    )

@@ -1,0 +1,269 @@
+"""Bringing a state back: the newest checkpoint that every rank finds intact, read and verified in one pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster_ddp.checkpoint.coordinator import SaveCoordinator
+from cluster_ddp.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointOfAnotherRun,
+    CheckpointUnreadable,
+    Differences,
+)
+from cluster_ddp.checkpoint.folders import damaged_in, put_back_replaced, remove_leftovers, set_aside_damaged
+from cluster_ddp.checkpoint.format import Manifest, StoredTensor
+from cluster_ddp.checkpoint.plan import TORCH_DTYPES, memory_of
+from cluster_ddp.checkpoint.verify import PIECE, Place, open_checkpoint, read_shard
+from cluster_ddp.checkpoint.writer import Report
+from cluster_ddp.run import events
+from cluster_ddp.run.directory import step_name, steps_in
+from cluster_ddp.run.storage import Storage
+
+# What whoever restores puts in place: it need not be there before the first step.
+_EXTRA = ("optimizer.", "buffer.", "task.")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint whose tensors were read into live ones.
+
+    Attributes
+    ----------
+    extra
+        Tensors that had no live tensor, on the CPU; those that share their memory were one when they were saved.
+    """
+
+    manifest: Manifest
+    extra: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.manifest.step
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The state that is not tensors."""
+        return self.manifest.scalars
+
+
+def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor]) -> Restored:
+    """Fill the live tensors from a checkpoint.
+
+    Parameters
+    ----------
+    tensors
+        The live tensors by their names in the checkpoint.
+
+    Raises
+    ------
+    CheckpointDamaged
+        A file is not what was written; the live tensors may hold anything.
+    CheckpointOfAnotherRun
+        Another run has saved it; none of the live tensors was touched.
+    CheckpointMismatch
+        The live tensors are others than those stored; none was touched.
+    OSError
+        The storage cannot be read; the live tensors may hold anything.
+    """
+    manifest = open_checkpoint(folder, run_id)
+    source_of, differences = match(manifest, tensors)
+    if differences:
+        raise CheckpointMismatch(folder.name, differences)
+    sources = [(tensors[name].detach(), stored) for name, stored in source_of.items()]
+    extra_of = {name: stored for name, stored in manifest.names().items() if name not in tensors}
+    made = {stored: _empty(manifest.tensors[stored]) for stored in extra_of.values()}
+    _fill(folder, manifest, [*sources, *((tensor, stored) for stored, tensor in made.items())])
+    return Restored(manifest, {name: made[stored] for name, stored in extra_of.items()})
+
+
+def _empty(stored: StoredTensor) -> Tensor:
+    return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+
+
+def match(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], Differences]:
+    """Which live tensor takes which stored one, live tensors that share memory once; and what does not match."""
+    stored_as = manifest.names()
+    missing, shape, dtype, tied = [], [], [], []
+    source_of: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name in sorted(tensors):
+        live = tensors[name]
+        if name not in stored_as:
+            missing.append(name)
+            continue
+        stored = manifest.tensors[stored_as[name]]
+        memory = memory_of(live)
+        if tuple(live.shape) != stored.shape:
+            shape.append(f"{name} {list(stored.shape)}, now {list(live.shape)}")
+        elif TORCH_DTYPES.get(stored.dtype) != live.dtype:
+            dtype.append(f"{name} {stored.dtype}, now {live.dtype}")
+        elif memory is None or memory not in first:
+            source_of[name] = stored_as[name]
+            if memory is not None:
+                first[memory] = name
+        elif source_of[first[memory]] != stored_as[name]:
+            tied.append(f"{first[memory]} and {name}")
+    unexpected = [name for name in sorted(stored_as) if name not in tensors and not name.startswith(_EXTRA)]
+    return source_of, Differences(*map(tuple, (missing, unexpected, shape, dtype, tied)))
+
+
+def _fill(folder: Path, manifest: Manifest, wanted: list[tuple[Tensor, str]]) -> None:
+    """Read every shard, whether anything of it is wanted or not: it is verified either way."""
+    targets: dict[str, list[Tensor]] = {}
+    for tensor, stored in wanted:
+        targets.setdefault(stored, []).append(tensor)
+    places: dict[str, Place] = {}
+    later: list[tuple[Tensor, Tensor]] = []
+    piece = torch.empty(PIECE, dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor, _ in wanted))
+    for stored, (tensor, *others) in targets.items():
+        places[stored], source = _place(tensor, manifest.tensors[stored], piece)
+        later += [(other, source) for other in (tensor, *others) if other is not source]
+    for name, shard in sorted(manifest.shards.items()):
+        read_shard(folder / name, shard, manifest, places, piece.numpy().data)
+    for tensor, source in later:
+        tensor.copy_(source)
+
+
+def _place(tensor: Tensor, stored: StoredTensor, piece: Tensor) -> tuple[Place, Tensor]:
+    """Where the bytes of a stored tensor go, and the tensor that holds them afterwards."""
+    if not tensor.is_contiguous():
+        tensor = torch.empty(stored.shape, dtype=tensor.dtype)
+    flat = tensor.reshape(-1).view(torch.uint8)
+    if tensor.device.type == "cpu":
+        return flat.numpy().data, tensor
+
+    def put(data: memoryview, offset: int) -> None:
+        flat[offset : offset + len(data)].copy_(piece[: len(data)])
+
+    return put, tensor
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one rank found when it read a checkpoint."""
+
+    restored: Restored | None = None
+    damage: tuple[str, ...] = ()  # by file
+    unreadable: str = ""  # or another run's: it is passed over and stays as it is
+    mismatch: CheckpointMismatch | None = None
+
+
+class Restore:
+    """One restore, on one rank; all ranks go through it together.
+
+    Parameters
+    ----------
+    step
+        The only step whose checkpoint will do; None: the newest intact one.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run_id: str,
+        *,
+        coordinator: SaveCoordinator,
+        storage: Storage,
+        report: Report,
+        step: int | None,
+    ) -> None:
+        self._directory, self._run_id, self._step = directory, run_id, step
+        self._coordinator, self._storage, self._report = coordinator, storage, report
+        self._refused: dict[int, str] = {}
+
+    def into(self, tensors: Mapping[str, Tensor]) -> Restored | None:
+        """Fill the tensors; see `Checkpointer.restore`."""
+        main = self._coordinator.rank == 0
+        if main:
+            with contextlib.suppress(OSError):  # storage that cannot be written can still be read
+                put_back_replaced(self._storage, self._directory, own=self._coordinator.owner)
+                remove_leftovers(self._storage, self._directory, own=self._coordinator.owner)
+        while True:
+            step, failure = self._coordinator.from_rank_0(self._choose() if main else None)
+            if failure:
+                raise CheckpointError(failure)
+            if step is None:
+                return None
+            finding = self._read(step, tensors)
+            if self._accepted(step, finding):
+                return finding.restored
+
+    def _choose(self) -> tuple[int | None, str]:
+        """The next checkpoint to try, or why there is none; neither when there never was one."""
+        try:
+            there = steps_in(self._directory)
+            damaged = damaged_in(self._directory)
+        except OSError as error:
+            return None, f"cannot read {self._directory}: {error.strerror}"
+        wanted = [step for step in there if step not in self._refused and self._step in (None, step)]
+        if wanted:
+            return max(wanted), ""
+        if self._step is not None:
+            why = self._refused.get(self._step) or f"there are {', '.join(map(str, there)) or 'none'}"
+            return None, f"no intact checkpoint of step {self._step} in {self._directory}: {why}"
+        if self._refused or damaged:
+            found = [f"{step_name(step)}: {why}" for step, why in self._refused.items()] or damaged
+            return None, (
+                f"no intact checkpoint is left in {self._directory}; nothing was deleted:\n  "
+                + "\n  ".join(found)
+                + "\nPut an intact copy back under its step- name, or move the folder away to start from the beginning."
+            )
+        return None, ""
+
+    def _read(self, step: int, tensors: Mapping[str, Tensor]) -> _Finding:
+        try:
+            return _Finding(load(self._directory / step_name(step), self._run_id, tensors))
+        except CheckpointDamaged as error:
+            return _Finding(damage=tuple(error.problems))
+        except CheckpointOfAnotherRun as error:
+            return _Finding(unreadable=error.problem)
+        except (OSError, CheckpointUnreadable) as error:
+            return _Finding(unreadable=f"cannot be read: {getattr(error, 'strerror', None) or error}")
+        except CheckpointMismatch as error:
+            return _Finding(mismatch=error)
+
+    def _accepted(self, step: int, finding: _Finding) -> bool:
+        """Whether all ranks may go on from what they read; rank 0 sets a damaged checkpoint aside."""
+        findings = self._coordinator.to_rank_0(
+            {
+                "damage": finding.damage,
+                "unreadable": finding.unreadable,
+                "mismatch": str(finding.mismatch or ""),
+            }
+        )
+        decision = self._coordinator.from_rank_0(self._decide(step, findings) if self._coordinator.rank == 0 else None)
+        if decision["mismatch"]:
+            raise finding.mismatch or CheckpointError(decision["mismatch"])
+        if decision["refused"]:
+            self._refused[step] = decision["refused"]
+            return False
+        return True
+
+    def _decide(self, step: int, findings: list[dict[str, Any]]) -> dict[str, str]:
+        """Rank 0: what becomes of a checkpoint, from what all ranks found. Damage that one rank proves is enough."""
+        damage = list(dict.fromkeys(problem for finding in findings for problem in finding["damage"]))
+        unreadable = next((finding["unreadable"] for finding in findings if finding["unreadable"]), "")
+        mismatch = next((finding["mismatch"] for finding in findings if finding["mismatch"]), "")
+        if not damage and not unreadable:
+            return {"refused": "", "mismatch": mismatch}
+        moved = self._set_aside(step) if damage else None
+        problems = damage or [unreadable]
+        self._report(events.CHECKPOINT_DAMAGED, {"step": step, "problems": problems, "set_aside": moved})
+        return {"refused": "; ".join(problems), "mismatch": ""}
+
+    def _set_aside(self, step: int) -> str | None:
+        try:
+            return set_aside_damaged(self._storage, self._directory, step).name
+        except OSError:
+            return None  # it stays where it is; this process does not try it again

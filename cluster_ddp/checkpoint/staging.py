@@ -1,0 +1,145 @@
+"""The one buffer that a rank's share of the state is copied into, allocated once and reused.
+
+It is laid out like the shard file, header first, so that it is written as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster_ddp.checkpoint.format import Layout
+from cluster_ddp.checkpoint.plan import TORCH_DTYPES
+
+
+class Staging:
+    """Copies tensors into host memory.
+
+    On CUDA the memory is pinned and the copy runs on a stream of its own, beside the forward and backward passes.
+    """
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._views: dict[str, Tensor] = {}
+        self._to_be_pinned = False
+        self._unpin: weakref.finalize[[Tensor], Staging] | None = None  # there while the memory is pinned
+        self._side: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def prepare(self, layout: Layout, pinned: bool) -> None:
+        """Make room for a shard; does nothing when the layout is that of the call before."""
+        if layout is self._layout:
+            return
+        if layout.size > len(self._flat) or pinned != self._to_be_pinned:
+            self._allocate(layout.size, pinned)
+        self._layout = layout
+        self._flat[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
+        self._views = {
+            entry.item.name: self._flat[entry.begin : entry.end]
+            .view(TORCH_DTYPES[entry.item.dtype])
+            .view(entry.item.shape)
+            for entry in layout.entries
+        }
+
+    def copy(self, tensors: Mapping[str, Tensor], overlapping: frozenset[str]) -> None:
+        """Copy the tensors of the layout; those named in `overlapping` may still be read until `wait_for_staging`.
+
+        The rest is copied on the current stream, before anything launched later can change it.
+        """
+        on_side: list[str] = []
+        for name, view in self._views.items():
+            if self._unpin is not None and name in overlapping and tensors[name].is_cuda:
+                on_side.append(name)
+            else:
+                view.copy_(tensors[name].detach(), non_blocking=self._unpin is not None)
+        if self._unpin is None:
+            return
+        self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for name in on_side:
+                source = tensors[name].detach()
+                self._views[name].copy_(source, non_blocking=True)
+                source.record_stream(self._side)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait_for_staging(self) -> None:
+        """Make what is launched from here on wait for the copy, on the GPU; the host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def shard(self) -> memoryview:
+        """Wait for the copy; the bytes of the shard."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        size = self._layout.size if self._layout else 0
+        return self._flat.numpy().data[:size]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._unpin is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._unpin()
+            self._unpin = None
+        self._layout, self._views, self._copied = None, {}, None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def _allocate(self, size: int, pinned: bool) -> None:
+        self.release()  # first, so that there are never two buffers
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        memory = mmap.mmap(-1, size, **private)
+        # Large pages make the first copy several times faster. Data loading workers are forked from this process:
+        # without DONTFORK every save after that would copy the pages they share.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                _advise(memory, getattr(mmap, advice))
+        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._flat.zero_()  # the system finds the memory here rather than during the first copy
+        self._to_be_pinned = pinned
+        if pinned and _pin(self._flat):
+            # Also when nobody calls `release`: the driver must not keep what the system gives to others.
+            self._unpin = weakref.finalize(self, _unpin, self._flat)
+            self._unpin.atexit = False
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:
+        return  # advice only: kernels without large pages refuse it
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _pin(memory: Tensor) -> bool:
+    """Register memory with the driver; torch's own pinned memory is rounded up to a power of two."""
+    try:
+        status = int(_cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
+        problem = f"cudaError {status}" if status else None
+    except RuntimeError as error:
+        problem = str(error)
+    if problem is not None:
+        print(
+            f"cluster-ddp: the memory for checkpoints cannot be pinned: {problem}\n"
+            "    saving works without it, and blocks training for longer",
+            file=sys.stderr,
+            flush=True,
+        )
+    return problem is None
+
+
+def _unpin(memory: Tensor) -> None:
+    with contextlib.suppress(RuntimeError):  # the driver may be gone already
+        _cudart().cudaHostUnregister(memory.data_ptr())

@@ -1,0 +1,286 @@
+"""Whether checkpoints are intact: reading their files against their checksums, and listing those of a run.
+
+No torch here: login nodes use it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from cluster_ddp.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointOfAnotherRun,
+    CheckpointUnreadable,
+    NoSuchCheckpoint,
+)
+from cluster_ddp.checkpoint.folders import damaged_in, strangers_in
+from cluster_ddp.checkpoint.format import (
+    MANIFEST,
+    MOST_MANIFEST,
+    Entry,
+    Manifest,
+    ManifestDamaged,
+    Shard,
+    ShardDamaged,
+    UnknownFormat,
+    header_length,
+    read_header,
+    read_manifest,
+)
+from cluster_ddp.run.directory import RunDirectory, step_name, step_of, steps_in
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.reading import open_regular, read_file
+from cluster_ddp.run.record import read_record
+
+_WHAT_STRAYS = "not a checkpoint: being written or removed, left by a dead attempt, or not this package's"
+PIECE = 4 << 20  # bytes read and hashed at a time
+
+# Where the bytes of a tensor go: memory of their size, or a function that takes each piece and its offset.
+Sink = Callable[[memoryview, int], None]
+Place = memoryview | Sink
+
+
+def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
+    """The manifest of a complete checkpoint, after checking that its files are there and have their sizes.
+
+    Parameters
+    ----------
+    folder
+        ``step-NNNNNNNN``.
+    run_id
+        The run that it must belong to; None takes any.
+
+    Raises
+    ------
+    CheckpointDamaged
+        Names every file that is missing, does not belong there, or has another size.
+    CheckpointOfAnotherRun
+        Its manifest is intact and names another run; its other files are not checked.
+    CheckpointUnreadable
+        Another version of cluster_ddp wrote it.
+    OSError
+        The storage cannot be read.
+    """
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")}  # NFS: removed, still open
+    odd = [name for name in sorted(present) if not stat.S_ISREG((folder / name).lstat().st_mode)]
+    if odd:
+        raise CheckpointDamaged(folder.name, [f"{name}: is not a regular file" for name in odd])
+    try:
+        manifest = read_manifest(read_file(folder / MANIFEST, MOST_MANIFEST))
+    except FileNotFoundError:
+        raise CheckpointDamaged(folder.name, [f"{MANIFEST}: missing"]) from None
+    except ManifestDamaged as error:
+        raise CheckpointDamaged(folder.name, [f"{MANIFEST}: {error}"]) from error
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise CheckpointDamaged(folder.name, [f"{MANIFEST}: {error.strerror}"]) from error
+        raise
+    except UnknownFormat as error:
+        raise CheckpointUnreadable(f"{MANIFEST}: {error}") from error
+    if run_id is not None and manifest.run_id != run_id:
+        raise CheckpointOfAnotherRun(folder.name, manifest.run_id, run_id)
+    problems = []
+    if manifest.step != step_of(folder.name):
+        problems.append(f"{MANIFEST}: belongs to step {manifest.step}")
+    for name, shard in sorted(manifest.shards.items()):
+        if name not in present:
+            problems.append(f"{name}: missing")
+        elif (size := (folder / name).lstat().st_size) != shard.bytes:
+            problems.append(f"{name}: has {size} bytes, not {shard.bytes}")
+    problems += [f"{name}: does not belong here" for name in sorted(present - manifest.shards.keys() - {MANIFEST})]
+    if problems:
+        raise CheckpointDamaged(folder.name, problems)
+    return manifest
+
+
+def verify(folder: Path, run_id: str | None = None) -> Manifest:
+    """Read all of a checkpoint and compare it with its checksums; returns the manifest when it is intact.
+
+    Raises what `open_checkpoint` raises.
+    """
+    manifest = open_checkpoint(folder, run_id)
+    problems = []
+    for name, shard in manifest.shards.items():
+        try:
+            read_shard(folder / name, shard, manifest, {}, memoryview(bytearray(PIECE)))
+        except CheckpointDamaged as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointDamaged(folder.name, problems)
+    return manifest
+
+
+def read_shard(path: Path, shard: Shard, manifest: Manifest, places: Mapping[str, Place], scratch: memoryview) -> None:
+    """Read a shard once from its beginning to its end, hash it, and put each tensor's bytes in their place.
+
+    Parameters
+    ----------
+    places
+        By stored name; tensors without a place are read and hashed only.
+    scratch
+        Memory for what is not read straight into its place.
+
+    Raises
+    ------
+    CheckpointDamaged
+        The file is not the one in the manifest. What the places hold by then is not to be used.
+    OSError
+        The storage cannot be read.
+    """
+    name = path.name
+    with io.FileIO(open_regular(path)[0], "r") as file:
+        hashed = xxhash.xxh3_128()
+
+        def fill(target: memoryview) -> None:
+            at = 0
+            while at < len(target):
+                count = file.readinto(target[at : at + PIECE])
+                if not count:
+                    raise ShardDamaged("it ends too early")
+                hashed.update(target[at : at + count])
+                at += count
+
+        try:
+            prefix = bytearray(8)
+            fill(memoryview(prefix))
+            header = bytearray(header_length(prefix, shard.bytes))
+            fill(memoryview(header))
+            entries = read_header(header, shard.bytes)
+            _check_agreement(name, entries, manifest)
+            for entry in entries:
+                _fill_place(entry, places.get(entry.item.name), fill, scratch)
+            if file.read(1):
+                raise ShardDamaged("it is longer than when it was written")
+        except ShardDamaged as error:
+            raise CheckpointDamaged(path.parent.name, [f"{name}: {error}"]) from error
+        if hashed.hexdigest() != shard.xxh3:
+            raise CheckpointDamaged(path.parent.name, [f"{name}: its checksum is not that of the manifest"])
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint of a run.
+
+    Attributes
+    ----------
+    state
+        ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``,
+        ``unreadable`` (the storage refused), ``other-run`` (another run has saved it), ``set-aside`` (was found
+        damaged before, and renamed), or ``stray`` (takes room, and is no checkpoint).
+    problems
+        What is wrong: one string per file, which begins with the file's name.
+    """
+
+    path: Path
+    state: str
+    step: int | None = None
+    manifest: Manifest | None = None
+    problems: tuple[str, ...] = ()
+
+
+def run_id_of(run: RunDirectory) -> str:
+    """The run id in the checkpoints of a run: that of its record, for a person may have renamed the folder.
+
+    It is the folder's name when there is no record to read: a script under a bare torchrun has none, and the weights of
+    a run that lost its record can still be exported.
+    """
+    try:
+        return read_record(run).id
+    except RunError:
+        return run.id
+
+
+def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[CheckpointInfo]:
+    """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and what else lies there.
+
+    Parameters
+    ----------
+    run_id
+        The run that they must belong to.
+    read_all
+        Compare every byte with the checksums; otherwise only the manifests and the sizes of the files are checked.
+    """
+    inspected = (_inspect(directory, step, run_id, read_all) for step in steps_in(directory))
+    return [info for info in inspected if info is not None] + [
+        *(CheckpointInfo(directory / name, "set-aside") for name in damaged_in(directory)),
+        *(CheckpointInfo(directory / name, "stray", problems=(_WHAT_STRAYS,)) for name in strangers_in(directory)),
+    ]
+
+
+def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tuple[Path, Manifest, list[CheckpointInfo]]:
+    """The newest checkpoint all of whose bytes are right, and those passed over for being damaged or another run's.
+
+    Raises
+    ------
+    NoSuchCheckpoint
+        None was saved, or none of `step`, when that is given.
+    CheckpointError
+        None of them is intact.
+    """
+    tried: set[int] = set()
+    passed_over: list[CheckpointInfo] = []
+    while (candidate := _newest(directory, step, tried)) is not None:
+        tried.add(candidate)
+        info = _inspect(directory, candidate, run_id, read_all=True)
+        if info is None:
+            continue  # training has removed it meanwhile, for a newer one
+        if info.manifest is not None:
+            return info.path, info.manifest, passed_over
+        passed_over.append(info)
+    wanted = "" if step is None else f" of step {step}"
+    if not passed_over:
+        there = ", ".join(map(str, steps_in(directory))) or "none"
+        raise NoSuchCheckpoint(f"no checkpoint{wanted} in {directory} (there are: {there})")
+    found = "".join(f"\n  {info.path.name}: {'; '.join(info.problems)}" for info in passed_over)
+    raise CheckpointError(f"no intact checkpoint{wanted} in {directory}{found}")
+
+
+def _newest(directory: Path, step: int | None, tried: set[int]) -> int | None:
+    """The newest step that is there now and has not been tried; only `step`, when that is given."""
+    return max((there for there in steps_in(directory) if there not in tried and step in (None, there)), default=None)
+
+
+def _inspect(directory: Path, step: int, run_id: str, read_all: bool) -> CheckpointInfo | None:
+    """One checkpoint; None when training removed it meanwhile, because it keeps only so many."""
+    path = directory / step_name(step)
+    try:
+        manifest = verify(path, run_id) if read_all else open_checkpoint(path, run_id)
+    except (OSError, CheckpointError) as error:
+        return _bad(path, step, error) if os.path.lexists(path) else None
+    return CheckpointInfo(path, "verified" if read_all else "complete", step, manifest)
+
+
+def _bad(path: Path, step: int, error: Exception) -> CheckpointInfo:
+    if isinstance(error, CheckpointDamaged):
+        return CheckpointInfo(path, "damaged", step, problems=tuple(error.problems))
+    if isinstance(error, CheckpointOfAnotherRun):
+        return CheckpointInfo(path, "other-run", step, problems=(error.problem,))
+    return CheckpointInfo(path, "unreadable", step, problems=(str(error),))
+
+
+def _fill_place(entry: Entry, place: Place | None, fill: Callable[[memoryview], None], scratch: memoryview) -> None:
+    size = entry.end - entry.begin
+    if isinstance(place, memoryview):
+        fill(place)
+        return
+    for offset in range(0, size, len(scratch)):
+        piece = scratch[: min(len(scratch), size - offset)]
+        fill(piece)
+        if place is not None:
+            place(piece, offset)
+
+
+def _check_agreement(name: str, entries: tuple[Entry, ...], manifest: Manifest) -> None:
+    """Check that the header and the manifest say the same of each tensor; else one of them was made up."""
+    listed = {tensor: (s.dtype, s.shape) for tensor, s in manifest.tensors.items() if s.shard == name}
+    if listed != {entry.item.name: (entry.item.dtype, entry.item.shape) for entry in entries}:
+        raise ShardDamaged("its tensors are not those of the manifest")

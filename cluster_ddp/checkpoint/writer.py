@@ -1,0 +1,320 @@
+"""Making a save durable, in the background and without collectives: each writing rank its shard, rank 0 the whole.
+
+A checkpoint becomes valid in `Writer._publish`, by the rename that gives its folder the final name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+import cluster_ddp
+from cluster_ddp.checkpoint.coordinator import SaveCoordinator
+from cluster_ddp.checkpoint.folders import (
+    put_back_replaced,
+    remove_leftovers,
+    removed_name,
+    replaced_name,
+    surplus,
+    temporary_name,
+)
+from cluster_ddp.checkpoint.format import (
+    MANIFEST,
+    MOST_MANIFEST,
+    Manifest,
+    ManifestDamaged,
+    Shard,
+    StoredTensor,
+    UnknownFormat,
+    read_manifest,
+    shard_name,
+)
+from cluster_ddp.checkpoint.plan import SavePlan
+from cluster_ddp.run import events
+from cluster_ddp.run.directory import step_name, steps_in
+from cluster_ddp.run.reading import read_file
+from cluster_ddp.run.storage import Storage, created
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import CheckpointSpec
+
+Report = Callable[[str, dict[str, Any]], object]
+_PIECE = 16 << 20  # bytes hashed and written at a time
+_KINDS = {"model": "the weights", "optimizer": "the optimizer's state", "ema": "the average"}
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save: `number` counts those of this process, the same on all ranks."""
+
+    number: int
+    step: int
+    samples: int
+    epoch: int
+    scalars: dict[str, Any]
+    metrics: dict[str, float]
+    plan: SavePlan
+    began: float  # Unix seconds
+
+
+class SaveFailed(Exception):
+    """A save cannot be completed; `details` go into the event."""
+
+    def __init__(self, details: dict[str, Any]) -> None:
+        super().__init__(details.get("error"))
+        self.details = details
+
+
+class Writer:
+    """Carries out saves, one at a time, on the thread that calls `carry_out`.
+
+    `diverged` says which ranks did not hold the same as rank 0 at the last save, when there were any.
+
+    Nothing that goes wrong with the storage or another rank is raised: the save is given up, its folder removed, and
+    rank 0 reports ``checkpoint-failed``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        job_digest: str,
+        settings: CheckpointSpec,
+        coordinator: SaveCoordinator,
+        report: Report,
+        storage: Storage,
+    ) -> None:
+        self._refused: set[str] = set()  # names that could not be removed, and were reported
+        self._directory, self._storage, self._coordinator, self._report = directory, storage, coordinator, report
+        self._run_id, self._job_digest, self._settings = run_id, job_digest, settings
+        self._metrics: dict[int, dict[str, float]] = {}
+        self.diverged: str | None = None
+
+    def carry_out(self, save: Save, shard: memoryview | None, alike: dict[str, str]) -> bool:
+        """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`.
+
+        Parameters
+        ----------
+        shard
+            The bytes of this rank's file, if it writes one.
+        alike
+            What `Likeness.by_kind` gives for this rank.
+
+        Raises
+        ------
+        Abandoned
+            This process ends before the save is complete.
+        """
+        coordinator = self._coordinator
+        receipt = {"plan": save.plan.signature, "alike": alike}
+        if shard is not None:
+            receipt |= self._write_shard(save, shard)
+        if coordinator.rank != 0:
+            coordinator.send(save.number, receipt)
+            outcome = coordinator.outcome(save.number)
+            self.diverged = outcome["diverged"]
+            return bool(outcome["durable"])
+        durable = False
+        try:
+            durable = self._complete(save, receipt)
+        finally:  # the others wait for it, whatever happened here
+            coordinator.announce(save.number, {"durable": durable, "diverged": self.diverged})
+        return durable
+
+    def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
+        """Write, hash and flush this rank's file; the receipt says what it is, or why there is none."""
+        rank, storage = self._coordinator.rank, self._storage
+        path = self._temporary(save) / shard_name(rank)
+        receipt = {"file": path.name}
+        try:
+            with contextlib.suppress(FileExistsError):
+                storage.mkdir(path.parent)
+            hashed = xxhash.xxh3_128()
+            with created(storage, path) as fd:
+                for at in range(0, len(shard), _PIECE):
+                    self._coordinator.check_given_up()
+                    piece = shard[at : at + _PIECE]
+                    hashed.update(piece)
+                    storage.write(fd, piece)
+                    storage.begin_flush(fd, at, len(piece))
+        except Exception as error:  # whatever it is, rank 0 must hear of it: it waits for this receipt
+            return {**receipt, "error": _reason(error), "rank": rank, "host": socket.gethostname()}
+        return {**receipt, "bytes": len(shard), "xxh3": hashed.hexdigest()}
+
+    def _complete(self, save: Save, own: dict[str, Any]) -> bool:
+        """Rank 0: wait for all ranks, then give the checkpoint its manifest and its name, and report."""
+        try:
+            got = {0: own, **self._coordinator.collect(save.number, range(1, self._coordinator.world_size))}
+            manifest = self._manifest(save, got)
+            self._compare(save, {rank: receipt["alike"] for rank, receipt in got.items()})
+            self._publish(save, manifest)
+        except Exception as error:  # the training goes on, whatever it is
+            self._withdraw(save)
+            details = error.details if isinstance(error, SaveFailed) else _failure(error)
+            self._report(events.CHECKPOINT_FAILED, {"step": save.step, **details})
+            return False
+        self._metrics[save.step] = save.metrics
+        self._report(
+            events.CHECKPOINT,
+            {
+                "step": save.step,
+                "samples": save.samples,
+                "bytes": manifest.size,
+                "seconds": round(time.time() - save.began, 3),
+            },
+        )
+        self._tidy_up(save.step)
+        return True
+
+    def _compare(self, save: Save, alike: dict[int, dict[str, str]]) -> None:
+        """Refuse to make one checkpoint of ranks that do not hold the same."""
+        different = [rank for rank in sorted(alike) if alike[rank] != alike[0]]
+        if not different:
+            return
+        kinds = sorted({kind for rank in different for kind in alike[0] if alike[rank].get(kind) != alike[0][kind]})
+        ranks = ", ".join(map(str, different[:8])) + (f" and {len(different) - 8} more" if len(different) > 8 else "")
+        self.diverged = (
+            f"at step {save.step} rank{'s' * (len(different) > 1)} {ranks} of {len(alike)} did not hold what rank 0 "
+            f"held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
+        )
+        raise SaveFailed(
+            {"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": socket.gethostname()}
+        )
+
+    def _manifest(self, save: Save, receipts: dict[int, dict[str, Any]]) -> Manifest:
+        for rank, receipt in sorted(receipts.items()):
+            if "error" in receipt:
+                raise SaveFailed({key: receipt[key] for key in ("file", "error", "rank", "host")})
+            if receipt["plan"] != save.plan.signature:
+                file = receipt.get("file", MANIFEST)
+                raise SaveFailed({"file": file, "rank": rank, "error": "this rank holds other tensors than rank 0"})
+            if "file" in receipt:
+                self._check_visible(save, rank, receipt)
+        return Manifest(
+            run_id=self._run_id,
+            step=save.step,
+            samples=save.samples,
+            epoch=save.epoch,
+            world_size=self._coordinator.world_size,
+            created=time.time(),
+            job_digest=self._job_digest,
+            versions={
+                "cluster_ddp": cluster_ddp.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            shards={
+                receipt["file"]: Shard(receipt["bytes"], receipt["xxh3"])
+                for _, receipt in sorted(receipts.items())
+                if "file" in receipt
+            },
+            tensors={
+                entry.item.name: StoredTensor(shard_name(rank), entry.item.dtype, entry.item.shape)
+                for rank, layout in save.plan.layouts.items()
+                for entry in layout.entries
+            },
+            scalars=save.scalars,
+            aliases=save.plan.aliases,
+            metrics=save.metrics,
+        )
+
+    def _check_visible(self, save: Save, rank: int, receipt: dict[str, Any]) -> None:
+        """A shard that rank 0 does not see is on a disk that is not shared between the nodes."""
+        path = self._temporary(save) / receipt["file"]
+        size = path.stat().st_size if path.exists() else None
+        if size != receipt["bytes"]:
+            found = "is not there" if size is None else f"has {size} bytes, not {receipt['bytes']},"
+            problem = f"{path} {found} as seen from rank 0's node: is the run directory on shared storage?"
+            raise SaveFailed({"file": receipt["file"], "rank": rank, "error": problem})
+
+    def _publish(self, save: Save, manifest: Manifest) -> None:
+        storage, temporary, final = self._storage, self._temporary(save), self._directory / step_name(save.step)
+        with created(storage, temporary / MANIFEST) as fd:
+            storage.write(fd, manifest.to_bytes())
+        storage.fsync_dir(temporary)
+        if final.exists() and (theirs := self._other_run(save.step)):
+            raise SaveFailed(
+                {
+                    "file": MANIFEST,
+                    "rank": 0,
+                    "host": socket.gethostname(),
+                    "error": f"{final} belongs to another run, {theirs}, and is kept; move it out of this run's folder",
+                }
+            )
+        if final.exists():  # from before a crash or a fall-back; a folder that is not empty cannot be renamed onto
+            storage.rename(final, self._directory / replaced_name(save.step, self._coordinator.owner))
+            storage.fsync_dir(self._directory)
+        storage.rename(temporary, final)
+        storage.fsync_dir(self._directory)
+
+    def _withdraw(self, save: Save) -> None:
+        with contextlib.suppress(OSError):
+            put_back_replaced(self._storage, self._directory, own=self._coordinator.owner)
+        with contextlib.suppress(OSError):
+            self._storage.rmtree(self._temporary(save))
+
+    def _tidy_up(self, newest: int) -> None:
+        """Remove what is no longer kept. What the storage refuses is said once, and tried again after the next save."""
+        refused: dict[str, str] = {}
+        settings, owner = self._settings, self._coordinator.owner
+        with contextlib.suppress(OSError):
+            best = settings.keep_best
+            steps = [step for step in steps_in(self._directory) if not self._other_run(step)]
+            for step in surplus(
+                steps,
+                {step: self._metrics[step] for step in steps if step in self._metrics} if best else {},
+                newest_proven=newest,
+                keep_last=settings.keep_last,
+                keep_every=settings.keep_every,
+                best=(best.metric, best.mode) if best else None,
+            ):
+                # Renamed first: a folder with a final name is never half removed.
+                try:
+                    self._storage.rename(self._directory / step_name(step), self._directory / removed_name(step, owner))
+                except OSError as error:
+                    refused[step_name(step)] = _reason(error)
+            self._storage.fsync_dir(self._directory)
+            refused |= remove_leftovers(self._storage, self._directory, own=owner)
+        for name in sorted(refused.keys() - self._refused):
+            self._report(events.REMOVAL_FAILED, {"name": name, "reason": f"cannot remove {name}: {refused[name]}"})
+        self._refused |= refused.keys()
+
+    def _other_run(self, step: int) -> str | None:
+        """The id of the run that saved a checkpoint, when it is another run: theirs is not ours to remove.
+
+        Records the metrics of our own.
+        """
+        if step in self._metrics:
+            return None
+        try:
+            manifest = read_manifest(read_file(self._directory / step_name(step) / MANIFEST, MOST_MANIFEST))
+        except (OSError, ManifestDamaged, UnknownFormat):
+            return None  # not rated: whether it is damaged is for a restore to find
+        if manifest.run_id != self._run_id:
+            return manifest.run_id
+        self._metrics[step] = manifest.metrics
+        return None
+
+    def _temporary(self, save: Save) -> Path:
+        return self._directory / temporary_name(save.step, self._coordinator.owner)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    path = getattr(error, "filename", None)
+    name = Path(os.fsdecode(path)).name if path else MANIFEST
+    return {"file": name, "error": _reason(error), "rank": 0, "host": socket.gethostname()}
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)

@@ -1,0 +1,257 @@
+"""From a job file to a `JobSpec`, and from a `JobSpec` to the copy in the run directory and back."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from cluster_ddp.job.batch import plan_batch
+from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping, plain, read_document
+from cluster_ddp.job.errors import BatchError, JobFileError
+from cluster_ddp.job.merge import apply_overrides, drop_nulls, merge
+from cluster_ddp.job.models import JobSpec, SlurmSpec
+from cluster_ddp.job.report import find, job_file_error
+from cluster_ddp.job.sections import as_written, known_part
+from cluster_ddp.job.target import TargetProblem, check_script, check_task
+from cluster_ddp.job.templates import is_path, template_file
+from cluster_ddp.job.units import format_slurm_time
+
+_PATHS = (("runs_dir",), ("task",), ("script",), ("launch", "python"), ("launch", "container", "image"))
+_IMAGE_FILES = (".sif", ".sqsh", ".simg", ".img")
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A valid job, and what is to be said about it all the same."""
+
+    spec: JobSpec
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A run's job with settings laid over it.
+
+    Attributes
+    ----------
+    before, spec
+        The job as the run has it, and with the settings.
+    remarks
+        One on each key that this version does not know and omits.
+    """
+
+    before: JobSpec
+    spec: JobSpec
+    remarks: tuple[str, ...]
+
+
+def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool = True) -> LoadedJob:
+    """Load and check a job.
+
+    Parameters
+    ----------
+    source: path of a job file, or name of a template.
+    overrides: ``a.b=c`` settings laid over it; the values are YAML 1.2 scalars, or lists and mappings in flow form.
+        Relative paths in them are relative to the current folder, those of a file to that file.
+    check_target: look whether the task or script exists. Nothing of the user's is imported.
+
+    Raises
+    ------
+    JobFileError
+        With one message for everything that is wrong, each with its file and line.
+    """
+    file = _find_file(source)
+    spec, root = _with_overrides(_extended((file,)), overrides, file)
+    warnings = _check_target(spec, root) if check_target else ()
+    return LoadedJob(spec, warnings)
+
+
+def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
+    """Load the resolved job of a run directory and lay settings over it; the file is read once.
+
+    Without settings nothing is merged, looked up or made absolute.
+
+    Raises
+    ------
+    JobFileError
+        The file cannot be read, is not a valid job, or has an unknown setting that decides what is trained; for the
+        settings as `load_job` says.
+    """
+    root, remarks = known_part(read_document(path))
+    before = _validate(root)
+    spec = _with_overrides(root, overrides, path)[0] if overrides else before
+    return RunJob(before, spec, remarks)
+
+
+def load_resolved(path: Path) -> JobSpec:
+    """Load the resolved job of a run directory by `load_run_job`; keys that this version does not know are omitted."""
+    return load_run_job(path).spec
+
+
+def dump_resolved(spec: JobSpec) -> str:
+    """Return the YAML that `load_resolved` reads back as an equal `JobSpec`; defaults are written out."""
+    return dump(_plain(spec))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        settings = ((name, getattr(value, name)) for name in type(value).model_fields)
+        entries = {name: _plain(setting) for name, setting in settings if setting is not None}
+        if isinstance(value, SlurmSpec) and value.time is not None:
+            entries["time"] = format_slurm_time(value.time)  # a bare number would be minutes
+        return entries
+    if isinstance(value, tuple):
+        return list(value)
+    return value
+
+
+def _with_overrides(root: Node, overrides: Sequence[str], file: Path) -> tuple[JobSpec, Node]:
+    root = drop_nulls(apply_overrides(root, overrides))
+    root = _with_name(as_written(_with_absolute_paths(root)), file)
+    spec = _validate(root)
+    _check_batch(spec, root)
+    return spec, root
+
+
+def _find_file(source: str) -> Path:
+    if is_path(source) or is_file(Path(source)):
+        return Path(os.path.expanduser(source))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+    return template_file(source)
+
+
+def _extended(chain: tuple[Path, ...]) -> Node:
+    """Read the last job file of `chain` and everything it extends. The name is a file's own and not inherited."""
+    own = read_document(chain[-1])
+    entries = mapping(own)
+    extends = entries.pop("extends", None)
+    own = replace(own, value=entries)
+    if extends is None or extends.value is None:
+        return own
+    base_file = _extended_file(extends)
+    if any(base_file.samefile(file) for file in chain):
+        circle = " -> ".join(map(str, (*chain, base_file)))
+        raise fault(extends.place, f"extends: goes round in a circle: {circle}", "a job that does not lead back here")
+    base = _extended((*chain, base_file))
+    inherited = {key: node for key, node in mapping(base).items() if key != "name"}
+    return merge(replace(base, value=inherited), own)
+
+
+def _extended_file(extends: Node) -> Path:
+    if not isinstance(extends.value, str):
+        raise fault(extends.place, "extends: is not a string", "a template's name, or the path of a job file")
+    if is_path(extends.value):
+        base = Path(_absolute(extends.value, extends.place))
+        if not is_file(base):
+            raise fault(extends.place, f"extends: {base}: no such file")
+        return base
+    try:
+        return template_file(extends.value)
+    except JobFileError as error:
+        raise fault(extends.place, f"extends: {error}") from error
+
+
+def _with_name(root: Node, file: Path) -> Node:
+    """Name a job that has no name after its file."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip("-._")[:64]
+    if "name" in mapping(root) or not name:
+        return root
+    return replace(root, value={"name": Node(name, root.place), **mapping(root)})
+
+
+def _with_absolute_paths(root: Node, path: tuple[str, ...] = ()) -> Node:
+    if isinstance(root.value, dict):
+        return replace(root, value={key: _with_absolute_paths(node, (*path, key)) for key, node in root.value.items()})
+    if path not in _PATHS or not isinstance(root.value, str):
+        return root
+    return replace(root, value=_located(path[-1], root.value, root.place))
+
+
+def _located(key: str, text: str, place: Place) -> str:
+    """Return the value of a key that may hold a path, with the path made absolute."""
+    if key == "task":
+        file, colon, name = text.rpartition(":")
+        return f"{_absolute(file, place)}:{name}" if colon and file.endswith(".py") else text
+    if key == "python" and "/" not in text and not text.startswith("~"):
+        return text  # a command, found on the node
+    if key == "image" and ("://" in text or not (text.startswith((".", "~")) or text.endswith(_IMAGE_FILES))):
+        return text  # an image of a registry
+    return _absolute(text, place) if text.strip() else text
+
+
+def _absolute(text: str, place: Place) -> str:
+    """Return a path with ``~`` and ``$NAME`` filled in, made absolute from the folder of the file that names it."""
+    filled = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises for an unknown user
+    unset = re.search(r"\$(?:\w+|\{\w+\})", filled)
+    if unset:
+        raise fault(place, f"{text}: the variable {unset[0]} is not set here", "a path, or a variable that is set")
+    folder = place.file.parent if place.file is not None else Path()
+    return os.path.abspath(folder / filled)  # noqa: PTH100 - Path.absolute keeps ".."
+
+
+def _validate(root: Node) -> JobSpec:
+    with _without_plugins():
+        try:
+            return JobSpec.model_validate(plain(root))
+        except ValidationError as error:
+            raise job_file_error(error, root) from error
+
+
+@contextmanager
+def _without_plugins() -> Iterator[None]:
+    """Keep pydantic from looking for plugins while it builds the models.
+
+    For that it reads the metadata of every installed package: 15 ms where it is quick, seconds on a slow shared file
+    system. The variable is put back at once, since a submitted job inherits the environment.
+    """
+    name = "PYDANTIC_DISABLE_PLUGINS"
+    before = os.environ.get(name)
+    os.environ[name] = "__all__"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _check_batch(spec: JobSpec, root: Node) -> None:
+    if spec.task is None:
+        return
+    try:
+        plan_batch(spec.train, spec.world_size)
+    except BatchError as error:
+        place = find(root, ("train", "global_batch")).place
+        raise fault(place, f"train.global_batch: {error}") from error
+
+
+def _check_target(spec: JobSpec, root: Node) -> tuple[str, ...]:
+    """Return warnings; raise when the target is missing and what will run it would see the same as is seen here."""
+    key = "task" if spec.task is not None else "script"
+    try:
+        if spec.task is not None:
+            check_task(spec.task)
+        elif spec.script is not None:
+            check_script(spec.script)
+    except TargetProblem as problem:
+        place = find(root, (key,)).place
+        elsewhere = _runs_elsewhere(spec, problem)
+        if elsewhere is None:
+            raise fault(place, f"{key}: {problem}") from problem
+        return (f"{place}: {key}: {problem} (only a warning: {elsewhere} may see it)",)
+    return ()
+
+
+def _runs_elsewhere(spec: JobSpec, problem: TargetProblem) -> str | None:
+    if spec.launch.container is not None:
+        return "the container of launch.container"
+    if spec.launch.python is not None and not problem.in_file:
+        return "the interpreter of launch.python"
+    return None

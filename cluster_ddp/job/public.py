@@ -1,0 +1,29 @@
+"""The public names of `cluster_ddp.job` that bring pydantic and YAML with them."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
+from cluster_ddp.job.batch import BatchPlan, describe_training, plan_batch, scaled_lr
+from cluster_ddp.job.loading import (
+    LoadedJob,
+    RunJob,
+    dump_resolved,
+    load_job,
+    load_resolved,
+    load_run_job,
+)
+from cluster_ddp.job.models import (
+    CheckpointSpec,
+    ContainerSpec,
+    JobSpec,
+    KeepBestSpec,
+    LaunchSpec,
+    LogSpec,
+    NetworkSpec,
+    ProfileSpec,
+    RequeueSpec,
+    ScalerSpec,
+    SlurmSpec,
+    TrainSpec,
+    WandbSpec,
+)

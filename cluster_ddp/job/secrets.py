@@ -1,0 +1,134 @@
+"""Keeping secrets out of the job: the job file's copy in the run directory and the script are read by others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from cluster_ddp.job.fields import refused
+
+_ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_SECRET_WORDS = {
+    "KEY", "KEYS", "APIKEY", "PRIVATEKEY", "ACCESSKEY",
+    "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "PASS",
+}  # fmt: skip
+# Words that are written together with the one before: PGPASSWORD, DBPASS, AUTHTOKEN; and PWD only behind another word.
+_SECRET_ENDS = re.compile(
+    r"(PASSWORD|PASSWD|PASSPHRASE|APIKEY|SECRET|(AUTH|ACCESS|API|HF|REFRESH|SESSION)TOKEN|(DB|PG|SQL|USER|ROOT|MY)PASS"
+    r"|[A-Z]_PWD|(DB|SQL|PG)PWD)$"
+)
+# The name of a parameter or an option ends so. Most that end in key or token are none: sort_key, pad_token.
+_SECRET_SETTING = re.compile(
+    r"(password|passwd|passphrase|api-?key|access-?key(-?id)?|private-?key|secret-?key|client-?secret|auth-?key"
+    r"|(auth|access|api|bearer|refresh|hf|huggingface|hub|wandb|github|gitlab|slack|session|login)-?token"
+    r"|(^|-)secrets?|(^|-)pwd|(^|-)(db|user|login|root)-?pass)$"
+)
+# The issuers' own prefixes, a password in an address, a header, and private keys in PEM form.
+_SECRET_TEXT = (
+    r"\bhf_[A-Za-z0-9]{30,}|\bgh[oprsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
+    r"|\bsk-[A-Za-z0-9_-]{32,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[0-9A-Za-z-]{10,}"
+    r"|://[^/\s:@$]*:[^/\s@$]+@|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|\b[Aa]uthorization:\s*(?:[Bb]earer|[Bb]asic|[Tt]oken)\s+[^\s$\"']"
+)
+_IN_ADDRESS = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_ASSIGNMENT = r"\b([A-Za-z_][A-Za-z0-9_]*)=(?![\"']?\$)[\"']?[^\s\"';]"
+_SETTING = r"(?:^|(?<=[\s;,'\"+]))-{0,2}([A-Za-z_][A-Za-z0-9_.-]*)\s*[=:]\s*([^\s,;]+)"
+_OPTION = r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]*)[ =]+(?!-)([^\s;|&]+)"
+_LOGIN = r"\bwandb\s+login\s+(?:--?[\w-]+(?:=\S+)?\s+)*(?![\"']?\$|-|[;|&]|$)\S"
+_DOCKER_LOGIN = r"\b(?:docker|podman|apptainer|singularity)\b.*\blogin\b.*\s-p\s*(?![\"']?\$)\S"
+_CURL_USER = r"\bcurl\b.*\s(?:-u|--user)[ =]*[\"']?[^\s:$\"']+:[^\s$\"']"
+_ADVICE = (
+    "nothing secret in a job file: export it in the shell you submit from (Slurm hands the environment on), let a line "
+    "of launch.setup read it from a file of mode 600, or keep it in ~/.netrc. If this is no secret: not_secret: [{key}]"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Say whether a variable of this name holds a key, token or password: ``WANDB_API_KEY``, ``DBPASS``."""
+    upper = name.upper()
+    return not _SECRET_WORDS.isdisjoint(upper.split("_")) or _SECRET_ENDS.search(upper) is not None
+
+
+def without_password(text: str) -> str:
+    """`text` with the passwords in its addresses masked: ``http://me:***@proxy``."""
+    return _IN_ADDRESS.sub(r"\1***@", text)
+
+
+def check_names(variables: Mapping[str, str]) -> None:
+    """Refuse names of variables that no shell takes (``network.env``)."""
+    for name in variables:
+        if not re.fullmatch(_ENV_NAME, name):
+            allowed = "a name of letters, digits and '_', no digit first"
+            raise refused("does not belong to the name of a variable", allowed=allowed, at=(name,), show=False)
+
+
+def check_secrets(
+    *, env: Mapping[str, str], setup: Iterable[str], others: Mapping[str, object], excepted: Iterable[str]
+) -> None:
+    """Refuse what is or looks like a secret, by the name it goes by or by its own form. Its value is never repeated.
+
+    Parameters
+    ----------
+    env, setup
+        The values of ``network.env`` and ``launch.setup``.
+    others
+        Further values by their keys, with whatever stands below them.
+    excepted
+        Keys that a person says hold no secret.
+    """
+    known = frozenset(excepted)
+    found = (
+        *((("network", "env", name), _wrong_with_variable(name, value)) for name, value in env.items()),
+        *((("launch", "setup", str(number)), _wrong_with_line(line)) for number, line in enumerate(setup)),
+        *((path, what) for key, value in others.items() for path, what in _wrong_below(value, tuple(key.split(".")))),
+    )
+    for path, what in found:
+        names = {".".join(path[:depth]) for depth in range(1, len(path) + 1)}
+        if what and known.isdisjoint(names):
+            raise refused(what, allowed=_ADVICE.format(key=".".join(path)), at=path, show=False)
+
+
+def _wrong_with_variable(name: str, value: str) -> str:
+    if is_secret_name(name):
+        return "is the name of a secret"
+    return "looks like a secret" if re.search(_SECRET_TEXT, value) else ""
+
+
+def _wrong_with_line(line: str) -> str:
+    assigned = [name for name in re.findall(_ASSIGNMENT, line) if is_secret_name(name)]
+    if assigned:
+        return f"gives {assigned[0]} a value"
+    options = [name for name, value in re.findall(_OPTION, line) if _is_secret_setting(name, value)]
+    if options:
+        return f"gives --{options[0]} a value"
+    forms = (_SECRET_TEXT, _LOGIN, _DOCKER_LOGIN, _CURL_USER)
+    return "looks like it holds a secret" if any(re.search(form, line) for form in forms) else ""
+
+
+def _wrong_below(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            if _is_secret_setting(str(key), below):
+                yield (*path, str(key)), "is the name of a secret"
+            yield from _wrong_below(below, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        before = ""
+        for number, below in enumerate(value):
+            if re.fullmatch(r"--?[A-Za-z][\w-]*", before) and _is_secret_setting(before, below):
+                yield (*path, str(number)), f"is what {before} is set to: the name of a secret"
+            yield from _wrong_below(below, (*path, str(number)))
+            before = below if isinstance(below, str) else ""
+    elif isinstance(value, str):
+        set_here = [name for name, given in re.findall(_SETTING, value) if _is_secret_setting(name, given)]
+        if set_here:
+            yield path, f"gives {set_here[0]} a value"
+        elif re.search(_SECRET_TEXT, value):
+            yield path, "looks like a secret"
+
+
+def _is_secret_setting(name: str, value: object) -> bool:
+    """Whether a parameter or an option of that name, with that value, is a secret; where one is to be found is none."""
+    if value is None or isinstance(value, (bool, float, Mapping, list, tuple)) or str(value) == "":
+        return False
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.rpartition(".")[2]).lower().strip("-").replace("_", "-")
+    return _SECRET_SETTING.search(words) is not None and not str(value).strip("\"'").startswith(("$", "/", "~", "-"))

@@ -1,0 +1,84 @@
+"""Why a node could not take part: what its system or its torchrun said, with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_ddp.launch.ranks import last_lines
+from cluster_ddp.run.directory import RunDirectory
+
+_MAX_WORDS = 400
+_SHARED = "has to be the same and writable on every node (runs_dir)"
+_LOG_LINES = 200
+_ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
+# torchrun's own summaries of an error that stands above them.
+_SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
+
+
+@dataclass(frozen=True)
+class AgentFailure:
+    """Why torchrun's agent gave up.
+
+    Attributes
+    ----------
+    error
+        In words for people, with the remedy where one is known.
+    suspect
+        Whether the node itself may be at fault, so that another should be tried.
+    """
+
+    error: str
+    suspect: bool
+
+
+def agent_failure(log: Path, status: int | None, endpoint: str) -> AgentFailure:
+    """Read the end of an agent's log.
+
+    Parameters
+    ----------
+    status
+        The agent's exit status, negative for a signal.
+    endpoint
+        Where the nodes were to meet, ``host:port``.
+    """
+    lines = last_lines(log, _LOG_LINES)
+    errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
+    own = [error for error in errors if not _SUMMARY.match(error)]
+    words = ((own or errors or lines or [""])[-1])[:_MAX_WORDS]
+    host, _, port = endpoint.rpartition(":")
+    everything = "\n".join(lines)
+    if re.search(r"EADDRINUSE|address already in use", everything, re.IGNORECASE):
+        return AgentFailure(
+            f"port {port} is in use on this node; another is tried at the next attempt, unless launch.port fixes it",
+            suspect=True,
+        )
+    if re.search(r"gai ?error|name resolution|could not be resolved", everything):
+        return AgentFailure(
+            f"the address of the first node, {host}, does not resolve here: {words}; see its /etc/hosts and DNS",
+            suspect=True,
+        )
+    if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
+        return AgentFailure(
+            f"not all nodes came to {endpoint} within launch.join_timeout: {words}; a node that is missing is named if "
+            "it is known, else see whether a firewall lets the nodes reach each other",
+            suspect=False,
+        )
+    if status is not None and status < 0 and not own:
+        return AgentFailure(f"torchrun was killed by signal {-status} before there were ranks", suspect=True)
+    return AgentFailure(f"torchrun gave up before there were ranks: {words or 'its log is empty'}", suspect=True)
+
+
+def explain(error: Exception, run: RunDirectory) -> str:
+    """Why a node program could not begin, with what to do."""
+    if not run.exists():
+        return f"{run.path} is not there; the runs folder {_SHARED}"
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error}; make room there (a quota counts, too), or set TMPDIR to another folder"
+    if str(error.filename or "").startswith(str(run.path)):
+        return f"{error}; the runs folder {_SHARED}"
+    return str(error)

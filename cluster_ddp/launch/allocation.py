@@ -1,0 +1,190 @@
+"""The nodes that a job was given, as its keeper sees them: why and when they are taken away, and how to get others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from cluster_ddp.launch.bad_hosts import enough_others
+from cluster_ddp.slurm.commands import SlurmError
+from cluster_ddp.slurm.control import (
+    DEFAULT_KILL_WAIT,
+    exclude_hosts,
+    excluded_hosts,
+    forbid_requeue,
+    grace_time,
+    kill_wait,
+    requeue_job,
+    show_job,
+    usable_nodes,
+)
+from cluster_ddp.slurm.shown import (
+    ShownJob,
+    grace_end,
+    is_ending,
+    seconds_until_kill,
+    unix_time,
+    unseen_grace_end,
+    why_it_ends,
+)
+from cluster_ddp.slurm.start import SlurmStart, step_environment
+from cluster_ddp.slurm.states import LETS_RUN
+
+_SHORT_SECONDS = 5.0
+"""For an answer while the end is near; a busy site may take 40 s for each."""
+
+
+class Allocation(Protocol):
+    """What a keeper needs of whoever gave the nodes."""
+
+    @property
+    def start(self) -> SlurmStart | None:
+        """Which start of which Slurm job this is; None outside of Slurm."""
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the step."""
+
+    def ask_ahead(self) -> bool:
+        """Ask what had better be known when the end comes; whether the end has been announced already."""
+
+    def why_it_ends(self, seconds: float) -> str | None:
+        """Why a signal came: one of the words of `cluster_ddp.slurm.shown`; None without an answer in `seconds`."""
+
+    def end(self, since: float) -> tuple[str, float | None] | None:
+        """Why the allocation ends, and the seconds until SIGKILL at the least; None without an answer in seconds.
+
+        Parameters
+        ----------
+        since
+            When the signal came, on the monotonic clock.
+
+        Returns
+        -------
+        tuple or None
+            One of the words of `cluster_ddp.slurm.shown`; the seconds from now, None where nobody knows.
+        """
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the time limit is reached, Unix seconds; None without one, or before `ask_ahead` was answered."""
+
+    @property
+    def kill_wait(self) -> float:
+        """Seconds from SIGTERM to SIGKILL, when the allocation ends."""
+
+    def queue_again(self) -> None:
+        """Have the job started again. It may not return.
+
+        Raises
+        ------
+        SlurmRefused
+            It is not allowed.
+        SlurmError
+            No answer.
+        """
+
+    def stay_ended(self) -> None:
+        """Keep the job, which is over, from being started again by whoever gave the nodes."""
+
+    def has_enough_others(self, bad: Sequence[str]) -> bool:
+        """Whether there are enough nodes besides the bad ones."""
+
+    def keep_from(self, bad: Sequence[str]) -> bool:
+        """Keep the job, which is queued again, from the bad hosts; whether that was accepted."""
+
+
+class SlurmAllocation:
+    """The nodes of one start of a Slurm job."""
+
+    def __init__(self, start: SlurmStart) -> None:
+        self._start = start
+        self._kill_wait: float | None = None
+        self._grace_end = ""
+        self._ends_at = float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None
+
+    @property
+    def start(self) -> SlurmStart:
+        """See `Allocation`."""
+        return self._start
+
+    @property
+    def ends_at(self) -> float | None:
+        """See `Allocation`."""
+        return self._ends_at
+
+    @property
+    def kill_wait(self) -> float:
+        """See `Allocation`."""
+        return DEFAULT_KILL_WAIT if self._kill_wait is None else self._kill_wait
+
+    def environment(self) -> dict[str, str]:
+        """See `Allocation`."""
+        return step_environment(os.environ)
+
+    def ask_ahead(self) -> bool:
+        """See `Allocation`."""
+        job = self._show()
+        self._kill_wait = kill_wait(seconds=_SHORT_SECONDS)
+        if job is None:
+            return False
+        self._ends_at = self._ends_at or unix_time(job.end_time)
+        return is_ending(job)
+
+    def why_it_ends(self, seconds: float) -> str | None:
+        """See `Allocation`."""
+        job = self._show(seconds)
+        return None if job is None else why_it_ends(job, self._start.restart_count, self._grace_end)
+
+    def end(self, since: float) -> tuple[str, float | None] | None:
+        """See `Allocation`."""
+        job = self._show()
+        if job is None:
+            return None
+        if self._kill_wait is None:
+            self._kill_wait = kill_wait(seconds=_SHORT_SECONDS)
+        waits = max(0.0, self.kill_wait - (time.monotonic() - since))
+        return why_it_ends(job, self._start.restart_count, self._grace_end), seconds_until_kill(job, waits)
+
+    def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
+        job = show_job(self._start.job_id, seconds=seconds)
+        if job is not None:
+            self._grace_end = grace_end(job) or self._grace_end
+            if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
+                self._grace_end = unseen_grace_end(job, grace_time(self._start.partition))
+        return job
+
+    def queue_again(self) -> None:
+        """See `Allocation`."""
+        requeue_job(self._start.task)
+
+    def stay_ended(self) -> None:
+        """See `Allocation`. A site may have exit statuses that do so, and a preemption with grace leaves a mark.
+
+        Newer Slurms (24.05, 26.05) call such a job PREEMPTED in the end, not COMPLETED or FAILED: the mark is taken
+        away only by the very start that is to be prevented. Where it cannot be, that start ends at once.
+        """
+        job = self._show()
+        if job is None or not job.requeued_by_slurm or job.restarts != str(self._start.restart_count):
+            return  # another start of the job, which has replaced this one, may need it
+        with contextlib.suppress(SlurmError):
+            forbid_requeue(self._start.task)
+
+    def has_enough_others(self, bad: Sequence[str]) -> bool:
+        """See `Allocation`."""
+        start = self._start
+        try:
+            usable, excluded = usable_nodes(start.partition), excluded_hosts(start.task)
+        except SlurmError:
+            return False
+        return enough_others(usable, bad=bad, excluded=excluded, nodes=start.nodes)
+
+    def keep_from(self, bad: Sequence[str]) -> bool:
+        """See `Allocation`."""
+        try:
+            exclude_hosts(self._start.task, bad)
+        except SlurmError:
+            return False  # the job is queued; that is what counts
+        return True

@@ -1,0 +1,111 @@
+"""When a node's agent and ranks are ended because they do not end by themselves, and how the node has ended then."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.launch.processes import catches, send
+from cluster_ddp.launch.ranks import LocalRanks, Rank
+from cluster_ddp.launch.stopping import Stopping
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import COMPLETED, read_events
+from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE
+
+# How a node ended, in the event `node-finished`.
+DONE = "done"
+STOPPED = "stopped"
+FAILED = "failed"
+KILLED = "killed"
+HUNG = "hang"
+SUPERSEDED = "superseded"  # by a newer attempt of the run
+
+_NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
+_OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
+_NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
+_COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
+_STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
+_SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
+
+
+class Ending:
+    """Decides how long this node is waited for.
+
+    Parameters
+    ----------
+    trains_a_task
+        The ranks are this package's trainer, which stops by the heartbeat; else a script of the user's own.
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ranks: LocalRanks,
+        stopping: Stopping,
+        attempt: AttemptDirectory,
+        *,
+        trains_a_task: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks = ranks
+        self._stopping = stopping
+        self._attempt = attempt
+        self._trains_a_task = trains_a_task
+        self._clock = clock
+        self._signalled = False
+
+    def after_stop(self) -> str | None:
+        """As what to end all that is left, now that a stop was asked for; None: it has time to end by itself."""
+        if self._stopping.overdue:
+            return KILLED
+        if not self._ranks.living:
+            return self._agent_alone()
+        if not self._trains_a_task:
+            return self._script()
+        all_starting = not any(map(self._can_save, self._ranks.living))
+        return STOPPED if all_starting and self._stopping.waited() > _STARTING_SECONDS else None
+
+    def after_completion(self) -> bool:
+        """Whether an agent only waits for others although all is done; torchrun would hold the machines for minutes."""
+        return self._alone_for() > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete())
+
+    def _agent_alone(self) -> str | None:
+        """An agent without ranks: they have saved what there was to save."""
+        if not self._ranks.seen:
+            overdue = self._stopping.waited() > _NO_RANKS_SECONDS
+        else:
+            others_lost = self._stopping.reason == AGENT_LOST and self._ranks.all_done()
+            overdue = self._alone_for() > (_NO_OTHERS_SECONDS if others_lost else _OTHERS_SECONDS)
+        if not overdue:
+            return None
+        self._stopping.tell_others()  # they would wait for the ranks of this node until network.timeout
+        return STOPPED
+
+    def _script(self) -> str | None:
+        """Ranks without a heartbeat are sent SIGTERM. Where none handles it, there is nothing to wait for."""
+        unregistered = self._ranks.unregistered()
+        listening = [rank for rank in unregistered if catches(rank.pid, signal.SIGTERM)]
+        none_registered = len(unregistered) == len(self._ranks.living)
+        if none_registered and (not listening or self._stopping.level == AT_ONCE):
+            return STOPPED
+        if listening and not self._signalled:
+            self._signalled = True
+            for rank in listening:
+                send(rank.pid, signal.SIGTERM)
+            if self._stopping.deadline is None:
+                self._stopping.end_within(_SCRIPT_SECONDS)
+        return None
+
+    def _can_save(self, rank: Rank) -> bool:
+        return self._ranks.phase(rank) not in (None, Phase.STARTING)
+
+    def _alone_for(self) -> float:
+        """Seconds that the agent has been without ranks, waiting for those of other nodes to end or to restart."""
+        return 0.0 if self._ranks.none_since is None else self._clock() - self._ranks.none_since
+
+    def _run_is_complete(self) -> bool:
+        completed = (event for event in read_events(self._attempt.run) if event["event"] == COMPLETED)
+        return any(event.get("attempt") == self._attempt.number for event in completed)

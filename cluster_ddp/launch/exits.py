@@ -1,0 +1,99 @@
+"""How ranks ended, as torchrun's agent knows it: recorded inside the agent, read by the node program.
+
+The agent learns exit codes each time a rank fails, also when it starts the ranks again. The `ChildFailedError` that it
+raises at its very end holds those of the last time only, and the lines it logs are meant for people. So `record_exits`
+listens where the agent waits for its ranks and where it ends them: two public methods of
+`torch.distributed.elastic.multiprocessing.PContext`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.launch.tail import Tail
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure, RunProcsResult
+
+_FILE_NAME = "exits.jsonl"
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank failed.
+
+    Attributes
+    ----------
+    exit_code
+        Negative for a signal.
+    """
+
+    pid: int
+    rank: int
+    local_rank: int
+    exit_code: int
+
+
+class RankExits:
+    """What the agent of this node has recorded until the last `read`.
+
+    Attributes
+    ----------
+    failed
+        Ranks that ended with another status than 0, by process id.
+    ended_by_agent
+        Process ids of ranks that the agent has told to end, because others had failed or nodes had come or gone.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        (log_dir / _FILE_NAME).unlink(missing_ok=True)
+        self._tail = Tail(log_dir / _FILE_NAME)
+        self.failed: dict[int, RankExit] = {}
+        self.ended_by_agent: set[int] = set()
+
+    def read(self) -> None:
+        """Take in what was recorded since the last call."""
+        for line in self._tail.lines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # of a disk that was full
+                record = json.loads(line)
+                self.ended_by_agent.update(record["ended_by_agent"])
+                self.failed |= {entry["pid"]: RankExit(**entry) for entry in record["failed"]}
+
+
+def record_exits(log_dir: Path) -> None:
+    """Have the agent that this process becomes leave in its log folder how its ranks end."""
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    wait, close = PContext.wait, PContext.close
+
+    def recording_wait(context: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        result = wait(context, timeout, period)
+        if result is not None and result.is_failed():
+            _write(log_dir, failed=[_rank_exit(context, failure) for failure in result.failures.values()])
+        return result
+
+    def recording_close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        living = [pid for pid in context.pids().values() if is_alive(pid)]
+        if living:
+            _write(log_dir, ended_by_agent=living)
+        close(context, death_sig, timeout)
+
+    PContext.wait = recording_wait  # type: ignore[method-assign, assignment]
+    PContext.close = recording_close  # type: ignore[method-assign, assignment]
+
+
+def _rank_exit(context: PContext, failure: ProcessFailure) -> RankExit:
+    rank = int(context.envs[failure.local_rank]["RANK"])
+    return RankExit(failure.pid, rank, failure.local_rank, failure.exitcode)
+
+
+def _write(log_dir: Path, *, failed: list[RankExit] | None = None, ended_by_agent: list[int] | None = None) -> None:
+    record = {"failed": [asdict(entry) for entry in failed or []], "ended_by_agent": ended_by_agent or []}
+    with contextlib.suppress(OSError), (log_dir / _FILE_NAME).open("a") as file:
+        file.write(f"{json.dumps(record)}\n")

@@ -1,0 +1,63 @@
+"""What a hung attempt leaves behind: the stacks of its ranks and NCCL's flight recorder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from cluster_ddp.launch.environment import recorder_pipes
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS
+from cluster_ddp.launch.processes import catches, send
+from cluster_ddp.launch.ranks import Rank
+from cluster_ddp.run.directory import AttemptDirectory
+
+_STACKS_SECONDS = 2.0
+_RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then write
+
+
+def collect(ranks: Iterable[Rank], heartbeat: Path) -> list[str]:
+    """Ask ranks for the stacks of all their threads and for their flight recorder, and give them time to write both.
+
+    Returns
+    -------
+    list of str
+        What was asked for, for people to read.
+    """
+    asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
+    for rank, number in asked:
+        send(rank.pid, number)
+    stacks = [rank for rank, _ in asked]
+    recorders = [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)]
+    time.sleep(_RECORDER_SECONDS if recorders else _STACKS_SECONDS)
+    written = {"stacks": stacks, "flight recorder": recorders}
+    return [f"{what} of rank {rank.rank}" for what, of in written.items() for rank in of]
+
+
+def _ask_for_recorder(rank: Rank, heartbeat: Path) -> bool:
+    """Whether the rank has a flight recorder (NCCL only) and was asked to write it."""
+    try:
+        pipe = os.open(f"{recorder_pipes(heartbeat)}{rank.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with contextlib.closing(os.fdopen(pipe, "wb")) as writer:
+        writer.write(b"1\n")
+    return True
+
+
+def remove_empty_stacks(attempt: AttemptDirectory, ranks: Iterable[Rank]) -> None:
+    """Remove the files of ranks that were never asked for their stacks, once the ranks have ended."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            file = attempt.stacks_file(rank.rank)
+            if file.stat().st_size == 0:
+                file.unlink()
+
+
+def remove_pipes(heartbeat: Path) -> None:
+    """Remove the pipes that ranks have left."""
+    for pipe in heartbeat.parent.glob(f"{Path(recorder_pipes(heartbeat)).name}*.pipe"):
+        with contextlib.suppress(OSError):
+            pipe.unlink()

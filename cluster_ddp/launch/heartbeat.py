@@ -1,0 +1,197 @@
+"""The heartbeat file: a few words of memory that a node program shares with its ranks.
+
+The ranks post what they are doing; the node program posts a stop request, which a rank reads in every step without a
+system call. Both sides map one small file, in memory where the system has /dev/shm. Every word is an aligned 64-bit
+integer with one writer, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import mmap
+import os
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+from cluster_ddp.launch.signals import present
+from cluster_ddp.run.stopfile import REASONS
+
+# Asks a rank to write the stacks of all its threads (faulthandler.register). By default it is ignored, so that a rank
+# which has not registered yet, or anything else, survives it; nothing that runs in a rank uses it for itself. None
+# where there is no such signal.
+STACKS_SIGNALS = present("SIGURG")
+
+_WORD = 8
+_MAGIC = int.from_bytes(b"DDPHBT", "big") << 8  # fits a signed word; the lowest byte is the version of the layout
+_VERSION = 1
+
+# Words of the header, and of a slot; both are 64 bytes, one cache line, so that ranks do not share one.
+_MAGIC_WORD, _SLOTS, _STOP_LEVEL, _STOP_REASON = range(4)
+_PID, _RANK, _STEP, _PHASE, _BEAT = range(5)
+_LINE_WORDS = 8
+
+
+class Phase(enum.IntEnum):
+    """What a rank is doing."""
+
+    STARTING = 0
+    READY = 1
+    TRAINING = 2
+    EVALUATING = 3
+    SAVING = 4
+    STOPPING = 5
+    DONE = 6
+
+
+class RankSlot:
+    """The words of one local rank. The rank writes, the node program reads."""
+
+    __slots__ = ("_base", "_beat", "_step", "_words")
+
+    def __init__(self, words: memoryview[int], index: int) -> None:
+        self._words = words
+        self._base = (1 + index) * _LINE_WORDS
+        self._step = self._base + _STEP
+        self._beat = self._base + _BEAT
+
+    def claim(self, *, rank: int, pid: int | None = None) -> None:
+        """Say who fills this slot; a rank that is started again claims it again."""
+        self._words[self._base + _RANK] = rank
+        self._words[self._step] = -1
+        self.set_phase(Phase.STARTING)
+        self._words[self._base + _PID] = os.getpid() if pid is None else pid
+
+    def beat(self, step: int) -> None:
+        """Say that this step is finished."""
+        self._words[self._step] = step
+        self._words[self._beat] = time.monotonic_ns()
+
+    def set_phase(self, phase: Phase) -> None:
+        """Say what comes now; counts as a sign of life."""
+        self._words[self._base + _PHASE] = phase
+        self._words[self._beat] = time.monotonic_ns()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the rank; 0 when no rank has claimed the slot."""
+        return self._words[self._base + _PID]
+
+    @property
+    def rank(self) -> int:
+        """Global rank; -1 when no rank has claimed the slot."""
+        return self._words[self._base + _RANK]
+
+    @property
+    def step(self) -> int:
+        """The last finished step; -1 before the first."""
+        return self._words[self._step]
+
+    @property
+    def phase(self) -> Phase:
+        """What the rank is doing."""
+        return Phase(self._words[self._base + _PHASE])
+
+    @property
+    def beat_ns(self) -> int:
+        """`time.monotonic_ns()` of the last sign of life; 0 when there was none."""
+        return self._words[self._beat]
+
+
+class HeartbeatFile:
+    """The mapped file; made by the node program with `create`, opened by each of its ranks with `open`."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
+        self.path = path
+        self._mapped = mapped
+        self._words = memoryview(mapped).cast("q")
+        self.slots = tuple(RankSlot(self._words, index) for index in range(self._words[_SLOTS]))
+
+    @classmethod
+    def create(cls, path: Path | None = None, *, slots: int) -> HeartbeatFile:
+        """Make a heartbeat file with one slot per local rank, readable by its owner only.
+
+        Raises
+        ------
+        OSError
+            The file cannot be made.
+        """
+        if path is None:
+            shm = Path("/dev/shm")
+            folder = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+            path = folder / f"cluster-ddp-{os.getpid()}-{os.urandom(8).hex()}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _allocate(fd, (1 + slots) * _LINE_WORDS * _WORD)
+            mapped = mmap.mmap(fd, 0)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+        finally:
+            os.close(fd)
+        words = memoryview(mapped).cast("q")
+        words[_SLOTS] = slots
+        for index in range(slots):
+            words[(1 + index) * _LINE_WORDS + _RANK] = -1
+            words[(1 + index) * _LINE_WORDS + _STEP] = -1
+        words[_MAGIC_WORD] = _MAGIC | _VERSION  # last: the heartbeat file is whole
+        return cls(path, mapped)
+
+    @classmethod
+    def open(cls, path: Path | str) -> HeartbeatFile:
+        """Map a heartbeat file that the node program made.
+
+        Raises
+        ------
+        OSError
+            There is none.
+        ValueError
+            The file is not a heartbeat file of this version.
+        """
+        with Path(path).open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        if not _is_heartbeat(mapped):
+            raise ValueError(f"{path} is not a heartbeat file of this version of cluster_ddp")
+        return cls(Path(path), mapped)
+
+    @property
+    def stop_level(self) -> int:
+        """0: go on. 1: save and end. 2: end at once, no evaluation and no waiting. Cheap enough for every step."""
+        return self._words[_STOP_LEVEL]
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why, one of `stopfile.REASONS`; None as long as nothing asks to stop."""
+        code = self._words[_STOP_REASON]
+        return REASONS[code - 1] if 0 < code <= len(REASONS) else None
+
+    def post_stop(self, level: int, reason: str) -> None:
+        """Ask the ranks to stop; the level of a request that is there never falls."""
+        self._words[_STOP_REASON] = REASONS.index(reason) + 1
+        self._words[_STOP_LEVEL] = max(level, self._words[_STOP_LEVEL])  # last: who sees it finds the reason
+
+    def close(self) -> None:
+        """Give the mapping back; the heartbeat file and its slots cannot be used after that."""
+        self._words.release()
+        self._mapped.close()
+
+    def unlink(self) -> None:
+        """Remove the file; ranks that have it open keep their mapping."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+def _is_heartbeat(mapped: mmap.mmap) -> bool:
+    if len(mapped) < _LINE_WORDS * _WORD:
+        return False
+    magic, slots = struct.unpack_from("=2q", mapped)
+    return bool(magic == _MAGIC | _VERSION and len(mapped) == (1 + slots) * _LINE_WORDS * _WORD)
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Give a file its size and the room for it: a mapped file on a full disk would end the process by SIGBUS."""
+    os.ftruncate(fd, size)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)

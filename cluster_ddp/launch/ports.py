@@ -1,0 +1,67 @@
+"""The TCP ports that ranks meet at: by Slurm job and attempt, or any free one; never an ephemeral port."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from cluster_ddp.job.errors import ClusterDDPError
+
+FIRST_PORT = 20000
+PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may hold, begin at 32768
+_TRIES = 256
+_STRIDE = 1009  # from one attempt to the next, and from one try to the next: away from the jobs with the next ids
+
+
+class NoFreePort(ClusterDDPError):
+    """Every port that was tried on this host is taken."""
+
+    exit_status = 4
+
+
+def job_port(slurm_job_id: int) -> int:
+    """The port of a Slurm job: every node derives the same one, and jobs that share a node rarely collide."""
+    return FIRST_PORT + slurm_job_id % PORTS
+
+
+def attempt_port(slurm_job_id: int, attempt: int) -> int:
+    """The port of one attempt of a Slurm job: another for each attempt, and one that nobody listens on here.
+
+    Call it on the host that will listen, which is the first of the job's nodes.
+
+    Raises
+    ------
+    NoFreePort
+        There is none among many that were tried.
+    """
+    for number in range(attempt, attempt + _TRIES):
+        port = job_port(slurm_job_id + number * _STRIDE)
+        if _is_free("", port):
+            return port
+    raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now; a connection of an earlier one that fades away is no hindrance."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this host that nobody listens on.
+
+    Raises
+    ------
+    NoFreePort
+        There is none among many that were tried.
+    """
+    for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), _TRIES):
+        if _is_free(host, port):
+            return port
+    raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {host}")

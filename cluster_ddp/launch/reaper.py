@@ -1,0 +1,90 @@
+"""``python -m cluster_ddp.launch.reaper HEARTBEAT``: ends what is left when the node program is killed.
+
+The reaper is a child of the node program that waits at the other end of a pipe. When the node program ends in order it
+says so; when the pipe closes without that, the node program was killed, and the reaper ends its agent and ranks. Ranks
+with a heartbeat have had SIGTERM from the kernel when their agent died; they get a moment to save, shorter than
+it takes to start the run again. Others are ended at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster_ddp.launch.processes import kill_all, marked_processes, send
+from cluster_ddp.launch.signals import KILL, present
+
+_IGNORED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_IN_ORDER = b"done\n"
+SAVE_SECONDS = 3.0
+
+
+class Reaper:
+    """The node program's end of the pipe."""
+
+    def __init__(self, heartbeat: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cluster_ddp.launch.reaper", str(heartbeat)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the reaper."""
+        return self._process.pid
+
+    def dismiss(self) -> None:
+        """Let the reaper go: nothing is left to end."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(_IN_ORDER)
+
+
+def _watch(heartbeat: Path) -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    said = sys.stdin.buffer.read()  # returns when the node program has closed its end, or is gone
+    if said != _IN_ORDER:
+        _end(heartbeat)
+        with contextlib.suppress(OSError):
+            heartbeat.unlink()
+
+
+def _end(heartbeat: Path) -> None:
+    saving = _ranks_on(heartbeat)
+    for process in marked_processes(heartbeat):
+        if process.leads_session and process.pid not in saving and "RANK" in process.environment:
+            _kill_session(process.pid, heartbeat)
+    deadline = time.monotonic() + SAVE_SECONDS
+    while marked_processes(heartbeat) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    kill_all(heartbeat)
+
+
+def _ranks_on(heartbeat: Path) -> set[int]:
+    # Only now: a reaper that is never needed should cost nothing.
+    from cluster_ddp.launch.heartbeat import (
+        HeartbeatFile,
+    )
+
+    with contextlib.suppress(OSError, ValueError):
+        return {slot.pid for slot in HeartbeatFile.open(heartbeat).slots}
+    return set()
+
+
+def _kill_session(leader: int, heartbeat: Path) -> None:
+    for process in marked_processes(heartbeat):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == leader:
+                send(process.pid, KILL)
+
+
+if __name__ == "__main__":
+    _watch(Path(sys.argv[1]))

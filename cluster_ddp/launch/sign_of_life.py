@@ -1,0 +1,97 @@
+"""Whether the node programs of an attempt live, as their keeper can tell from shared storage.
+
+Each node program leaves a file in its folder of the attempt, touches it every few seconds, and removes it when it signs
+off. Slurm alone does not tell: of a node that was rebooted within SlurmdTimeout, or whose slurmstepd was killed, srun
+waits for the task without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster_ddp.run.directory import AttemptDirectory
+
+TOUCH_SECONDS = 5.0
+SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a file half a minute late
+_LOOK_SECONDS = 5.0
+_FILE_NAME = "alive"
+
+
+class SignOfLife:
+    """A node program's own file.
+
+    Parameters
+    ----------
+    folder
+        Of this node in the attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _FILE_NAME
+        self._next = 0.0
+
+    def give(self) -> None:
+        """Say that this node lives, if it is time to."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + TOUCH_SECONDS
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                self._file.touch()
+
+    def end(self) -> None:
+        """Sign off."""
+        with contextlib.suppress(OSError):
+            self._file.unlink(missing_ok=True)
+
+
+class SilentNodes:
+    """Finds the nodes that give no sign of life any more though others have signed off.
+
+    Parameters
+    ----------
+    nodes
+        How many the attempt has.
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(self, attempt: AttemptDirectory, nodes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._files = {node: attempt.logs(node) / _FILE_NAME for node in range(nodes)}
+        self._clock = clock
+        self._next = 0.0
+        self._began: set[int] = set()
+        self._touched: dict[int, tuple[int, float]] = {}  # what the file said, and since when on our own clock
+        self._first_end: float | None = None
+
+    def look(self) -> list[int]:
+        """The ranks of the nodes that are to be given up; none as long as nobody has signed off."""
+        now = self._clock()
+        if now < self._next:
+            return []
+        self._next = now + _LOOK_SECONDS
+        ended = {node for node, file in self._files.items() if not self._there(node, file, now)} & self._began
+        if not ended:
+            return []
+        self._first_end = now if self._first_end is None else self._first_end
+        return [node for node in self._files if node not in ended and self._silent_for(node, now) > SILENT_SECONDS]
+
+    def _there(self, node: int, file: Path, now: float) -> bool:
+        try:
+            with file.open("rb") as opened:  # a client of network storage asks the server at each opening
+                moment = os.fstat(opened.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # the storage is away: nothing can be told
+        self._began.add(node)
+        if self._touched.get(node, (0, 0.0))[0] != moment:
+            self._touched[node] = moment, now
+        return True
+
+    def _silent_for(self, node: int, now: float) -> float:
+        assert self._first_end is not None
+        since = self._touched[node][1] if node in self._touched else self._first_end
+        return now - max(since, self._first_end)

@@ -1,0 +1,52 @@
+"""The job step that trains: srun, one node program on every node, torchrun behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# What srun prints about a task, and how the keeper tells the words of one node from another's: --label.
+SRUN = ("srun", "--export=ALL", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=0", "--label")
+
+ATTEMPT = "{attempt}"
+"""Stands in the command for the attempt's number, which is known only when the attempt has begun."""
+
+PORT = "{port}"
+"""Stands in the rendezvous endpoint for a port that is free on the first node, another for each attempt."""
+
+
+def node_program(python: str, run_directory: str, torchrun: Sequence[str]) -> list[str]:
+    """The command that runs on every node.
+
+    Parameters
+    ----------
+    python
+        The interpreter.
+    torchrun
+        The torchrun line with its placeholders.
+    """
+    return [python, "-m", "cluster_ddp.launch.node", "--run", run_directory, "--attempt", ATTEMPT, "--", *torchrun]
+
+
+def leaves_port_open(step: Sequence[str]) -> bool:
+    """Whether the port is for the keeper to choose."""
+    return step[_first(step, "--rdzv-endpoint=")].endswith(PORT)
+
+
+def with_attempt(step: Sequence[str], number: int, port: int | None = None) -> list[str]:
+    """The step's command with the attempt's number and, where it is open, the rendezvous port filled in.
+
+    Only the node program's ``--attempt`` and torchrun's ``--rdzv-id`` and ``--rdzv-endpoint`` are touched, the first of
+    each: what follows them is the user's and may hold braces of its own.
+    """
+    filled = list(step)
+    filled[filled.index("--attempt") + 1] = str(number)
+    index = _first(filled, "--rdzv-id=")
+    filled[index] = filled[index].replace(ATTEMPT, str(number))
+    if port is not None:
+        index = _first(filled, "--rdzv-endpoint=")
+        filled[index] = filled[index].replace(PORT, str(port))
+    return filled
+
+
+def _first(step: Sequence[str], option: str) -> int:
+    return next(index for index, argument in enumerate(step) if argument.startswith(option))

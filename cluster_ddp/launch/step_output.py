@@ -1,0 +1,114 @@
+"""What a job step prints: passed on, and kept as far as it says why a node did not come up.
+
+srun labels each line with its task (``--label``), so that the words of a node that never wrote an event can be told
+from those of the others. People see the lines without the labels.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import IO, TextIO
+
+from cluster_ddp.launch.relay import say
+
+LABEL = "--label"
+
+_KEPT_LINES = 3
+_DRAIN_SECONDS = 2.0  # a process that was left behind may hold the pipe open
+_LABELLED = re.compile(r" *(\d+): ?(.*)")
+_EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
+_NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
+_SIGNALLED = ("Terminated", "Killed")  # what srun does to the others once one has failed
+
+
+@dataclass(frozen=True)
+class TaskExit:
+    """How srun says that the task of one host ended.
+
+    Attributes
+    ----------
+    how
+        srun's words, such as ``Exited with exit code 2``.
+    last_line
+        What the task printed last; empty when it printed nothing.
+    """
+
+    host: str
+    how: str
+    last_line: str
+
+    def describe(self) -> str:
+        """In one line for people."""
+        return f"{self.how}: {self.last_line}" if self.last_line else self.how
+
+
+class StepOutput:
+    """Passes the output of a running step on.
+
+    Parameters
+    ----------
+    labelled
+        Whether srun puts the task before each line.
+    """
+
+    def __init__(self, *, labelled: bool) -> None:
+        self._labelled = labelled
+        self._last: dict[str, deque[str]] = {}
+        self._exits: list[tuple[str, str, str]] = []  # hosts, tasks, how
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, pipe: IO[bytes], stream: TextIO) -> None:
+        """Pass on what comes through a pipe, beside the caller."""
+        thread = threading.Thread(target=self._pass_on, args=(pipe, stream), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait for the rest, now that the step has ended."""
+        for thread in self._threads:
+            thread.join(_DRAIN_SECONDS)
+
+    def failures(self) -> list[TaskExit]:
+        """The tasks that failed by themselves, in srun's order; those that srun ended because of them are not there."""
+        found = [
+            TaskExit(host, how, self._last_line(task))
+            for hosts, tasks, how in self._exits
+            for host, task in zip(*_pairs(hosts, tasks), strict=False)
+        ]
+        return [failure for failure in found if not failure.how.startswith(_SIGNALLED)]
+
+    def note(self, line: str) -> str:
+        """Take a line in; what people are to see of it."""
+        if exited := _EXIT.match(line):
+            self._exits.append((exited["hosts"], exited["tasks"], exited["how"]))
+        elif refused := _NOT_LAUNCHED.match(line):
+            self._exits.append((refused["host"], "", f"the task was not launched: {refused['how']}"))
+        elif self._labelled and (task := _LABELLED.fullmatch(line)):
+            if task[2].strip():
+                self._last.setdefault(task[1], deque(maxlen=_KEPT_LINES)).append(task[2].strip())
+            return task[2]
+        return line
+
+    def _pass_on(self, pipe: IO[bytes], stream: TextIO) -> None:
+        for line in pipe:
+            say(self.note(line.decode(errors="replace").rstrip("\n")), stream)
+
+    def _last_line(self, task: str) -> str:
+        lines = self._last.get(task.lstrip("0") or "0") or self._last.get(task) or ()
+        own = [line for line in lines if not line.startswith("slurmstepd:")]
+        return (own or list(lines) or [""])[-1]
+
+
+def _pairs(hosts: str, tasks: str) -> tuple[list[str], list[str]]:
+    """The hosts and tasks that srun names together; of several hosts only where it is clear which has which task."""
+    from cluster_ddp.slurm.nodelist import NodeListError, expand
+
+    try:
+        names = expand(hosts)
+        numbers = expand(f"[{tasks}]") if tasks else [""] * len(names)
+    except (NodeListError, ImportError):
+        return [hosts], [tasks]
+    return names, numbers if len(numbers) == len(names) else [""] * len(names)

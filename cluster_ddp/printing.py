@@ -1,0 +1,41 @@
+"""The one way in which this package prints what came from outside: names, errors, hosts, values of files.
+
+Whatever a terminal would obey (escape sequences that set its clipboard or its title, clear it or move about in it), and
+what makes a line read otherwise than it is written, is shown as an escape instead.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+# All control characters but line feed and tab; separators of lines; what changes the direction of writing, or is
+# half of a character. C1 controls too: some terminals take U+009B for the beginning of an escape sequence.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` as it may be printed; its lines stay."""
+    return _OBEYED.sub(lambda found: _escaped(found[0]), text)
+
+
+def one_line(text: str) -> str:
+    """`text` as it may be printed within a line or a table."""
+    return printable(text.replace("\n", "\\n").replace("\t", "\\t"))
+
+
+def put(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` to a person, on standard error unless another stream is given.
+
+    Raises
+    ------
+    OSError
+        The stream cannot be written.
+    """
+    print(printable(text), file=stream or sys.stderr, flush=True)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

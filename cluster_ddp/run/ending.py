@@ -1,0 +1,266 @@
+"""How an attempt ended, from the run's events and the attempt's stop file: the one place that classifies it."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from cluster_ddp.run.errors import RunEnded
+from cluster_ddp.run.events import (
+    CHECKPOINT,
+    COMPLETED,
+    FAILED,
+    HANG,
+    NODE_FAILED,
+    NODE_LOST,
+    PREEMPTED,
+    RANK_FAILED,
+    REQUEUE_FAILED,
+    RESUMED,
+    STALLED,
+    STARTED,
+    STOPPED,
+)
+from cluster_ddp.run.history import Event, History
+from cluster_ddp.run.metrics import read_latest
+from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.stopfile import AGENT_LOST, CANCEL, PERSON, PREEMPTION, TERMINATED, TIME_LIMIT, read_stop
+
+# What stands behind a stop, what explains most first. A SIGTERM reaches every process at once, so the ranks may have
+# stopped for "terminated" before the batch script found out what it meant and said so in the stop file. Ranks whose
+# agent was killed get one from the kernel, too.
+_STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, AGENT_LOST)
+
+# Errors that a program gets from its surroundings: a peer that died, the network, the machine. Starting again helps,
+# unlike after an error of the program itself.
+_SURROUNDINGS = re.compile(
+    r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
+    r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
+    r"busy or unavailable|no space left|input/output error|stale file handle|read-only file system",
+    re.IGNORECASE,
+)
+_PROGRAM = re.compile(
+    r"^(\w+\.)*((Import|ModuleNotFound|Syntax|Indentation|Name|Type|Attribute|Key|Value|Index|Assertion|FileNotFound|"
+    r"NotImplemented|ZeroDivision|OutOfMemory|JobFile|Batch|Checkpoint)Error)\b",
+    re.MULTILINE,
+)
+
+
+class RunState(str, enum.Enum):
+    """Where a run stands."""
+
+    PENDING = "PENDING"
+    HELD = "HELD"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    REQUEUED = "REQUEUED"
+    STOPPED = "STOPPED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    STALLED = "STALLED"
+    CANCELLED = "CANCELLED"
+    LOST = "LOST"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the run has processes."""
+        return self in (RunState.RUNNING, RunState.SUSPENDED)
+
+    @property
+    def open(self) -> bool:
+        """Whether something of the run will still happen by itself."""
+        return self.alive or self in (RunState.PENDING, RunState.REQUEUED)
+
+
+class Ending(enum.Enum):
+    """How an attempt ended: in words, the state it leaves the run in, and whether only a person starts it again."""
+
+    COMPLETED = "is complete", RunState.COMPLETED, True
+    CANCELLED = "was cancelled", RunState.CANCELLED, True
+    STALLED = "has stalled", RunState.STALLED, True
+    STOPPED_BY_PERSON = "was stopped by a person", RunState.STOPPED, True
+    STOPPED = "was stopped", RunState.STOPPED, False
+    FAILED_AT_START = "failed at start-up", RunState.FAILED, True
+    FAILED = "failed", RunState.FAILED, False
+    NOT_REQUEUED = "could not be queued again", RunState.FAILED, False
+    HUNG = "hung", RunState.FAILED, False
+    UNKNOWN = "left no word of its end", RunState.LOST, False
+
+    def __init__(self, words: str, state: RunState, final: bool) -> None:
+        self.words = words
+        self.state = state
+        self.final = final
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, and why in words for people.
+
+    Attributes
+    ----------
+    stop_reason
+        What asked it to stop, one of `stopfile.REASONS`; None when nothing did.
+    settled
+        An event of the run has decided it, whatever of the attempt is still alive.
+    """
+
+    ending: Ending
+    reason: str
+    stop_reason: str | None = None
+    settled: bool = False
+
+
+def outcome_of(history: History, number: int) -> Outcome:
+    """How an attempt ended. For one that is still alive: how it would have ended were it gone now.
+
+    Whoever wants to know what a run has come to asks this function: `status`, the decision about a requeue, and the
+    refusal to begin another attempt.
+    """
+    if history.cancelled is not None:
+        by = history.cancelled.get("by", "its owner")
+        return Outcome(Ending.CANCELLED, f"cancelled by {by}", CANCEL, settled=True)
+    if history.current(COMPLETED) or history.of_attempt(number, COMPLETED):
+        return Outcome(Ending.COMPLETED, "training is complete", settled=True)
+    if stalled := history.current(STALLED):
+        return Outcome(Ending.STALLED, str(stalled.get("reason") or "no progress"), settled=True)
+    events = history.of_attempt(number)
+    stop_reason, said_by = _stop_reason(history, number, events)
+    if stop_reason == CANCEL:
+        return Outcome(Ending.CANCELLED, "its job was cancelled", CANCEL)
+    if stop_reason == PERSON:
+        return Outcome(Ending.STOPPED_BY_PERSON, "stopped by " + (said_by or "a person"), PERSON)
+    if refused := history.of_attempt(number, REQUEUE_FAILED):
+        why = refused[-1].get("reason") or "Slurm did not take it"
+        return Outcome(Ending.NOT_REQUEUED, f"requeue failed: {why}. To go on: cluster-ddp resume {history.run.id}")
+    failures = failures_of(history, number)
+    own_fault = any(not _is_surroundings(event) for event in failures)
+    if stop_reason == TERMINATED and any(event["event"] in (NODE_FAILED, NODE_LOST) for event in events):
+        stop_reason = None  # what Slurm does to the others when a node has failed is no stop
+    if stop_reason is not None and (not own_fault or any(event["event"] == STOPPED for event in events)):
+        return Outcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
+    if hangs := [event for event in events if event["event"] == HANG]:
+        return Outcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
+    lost = "; ".join(str(event.get("reason")) for event in events if event["event"] == NODE_LOST)
+    if lost and not own_fault:  # what the other nodes' ranks say follows from it
+        return Outcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
+    if failures:
+        at_start = own_fault and not _has_progressed(history, number)
+        ending = Ending.FAILED_AT_START if at_start else Ending.FAILED
+        return Outcome(ending, describe_failure(root_failure(failures)))
+    return Outcome(Ending.UNKNOWN, "it ended without a word (killed, or its node failed)")
+
+
+def outcome_so_far(history: History) -> Outcome | None:
+    """What the run has come to since a person last asked to resume it; None when it has not begun an attempt since."""
+    last = history.last
+    if history.cancelled is None and (last is None or last.number < history.first_number):
+        return None
+    return outcome_of(history, last.number if last is not None else 0)
+
+
+def refuse_ended(history: History) -> None:
+    """Raise `RunEnded` for a run that only a person may start again.
+
+    Cheap: it does not load the job, so the stall guard is what was recorded, not judged again.
+    """
+    outcome = outcome_so_far(history)
+    if outcome is None or not outcome.ending.final:
+        return
+    ending, run_id = outcome.ending, history.run.id
+    if ending is Ending.COMPLETED:
+        message = f"run {run_id} is complete: there is nothing left to train"
+    else:
+        why = f": {outcome.reason}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
+        message = (
+            f"run {run_id} {ending.words}{why}. It starts again only when a person asks for it: "
+            f"cluster-ddp resume {run_id}"
+        )
+    raise RunEnded(message, ending.state.value)
+
+
+def failures_of(history: History, number: int) -> list[Event]:
+    """What failed in an attempt since training last (re)started in it, in the order it happened."""
+    failures: list[Event] = []
+    for event in history.of_attempt(number, STARTED, RESUMED, FAILED, RANK_FAILED, NODE_FAILED):
+        if event["event"] in (FAILED, RANK_FAILED, NODE_FAILED):
+            failures.append(event)
+        else:
+            failures.clear()  # the ranks were restarted inside the allocation and it went on
+    return failures
+
+
+def root_failure(failures: list[Event]) -> Event:
+    """The failure that the others most likely follow from.
+
+    The program's own error, then a node that did not come up, then a kill, then the first.
+    """
+    own = [event for event in failures if not _is_surroundings(event)]
+    nodes = [event for event in failures if event["event"] == NODE_FAILED and event.get("suspect")]
+    killed = [event for event in failures if event.get("signal") is not None]
+    return (own or nodes or killed or failures)[0]
+
+
+def describe_failure(event: Event) -> str:
+    """A failure in one line, with where it was: rank, node or host, step."""
+    rank, node, step = event.get("rank"), event.get("host") or event.get("node"), as_whole(event.get("step"))
+    where = [f"rank {rank}"] if rank is not None else []
+    where += [f"on {node}"] if isinstance(node, str) else [f"on node {node}"] if node is not None else []
+    where += [f"at step {step}"] if step is not None else []
+    error = str(event.get("error") or event.get("reason") or "").strip() or "no error was recorded"
+    if event["event"] == NODE_FAILED:
+        return f"node {node} failed: {error}"
+    return f"{' '.join(where) or 'a rank'} failed: {_last_words(error)}"
+
+
+def _last_words(error: str) -> str:
+    """The first line; of a traceback, the first below its last frame: a message may go on for more lines."""
+    lines = error.splitlines()
+    last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
+    if last_frame is None:
+        return lines[0]
+    return next((line for line in lines[last_frame + 1 :] if line and not line[0].isspace()), lines[-1])
+
+
+def _is_surroundings(event: Event) -> bool:
+    if event["event"] == NODE_FAILED or event.get("signal") is not None or not event.get("error"):
+        return True
+    error = str(event["error"])
+    return not _PROGRAM.search(error) and bool(_SURROUNDINGS.search(error))
+
+
+def _has_progressed(history: History, number: int) -> bool:
+    """Whether any attempt since a person's last request to resume, up to this one, finished a step."""
+    logged = read_latest(history.run.metrics_file).steps
+    numbers = range(history.first_number, number + 1)
+    return any(_finished_a_step(history, attempt, logged.get(attempt)) for attempt in numbers)
+
+
+def _finished_a_step(history: History, number: int, logged: int | None) -> bool:
+    first: int | None = None
+    reached = [logged] if logged is not None else []
+    for event in history.of_attempt(number, STARTED, RESUMED, CHECKPOINT, STOPPED, FAILED, RANK_FAILED):
+        step = as_whole(event.get("step"))
+        if event["event"] in (STARTED, RESUMED):
+            first = step if first is None else first
+        elif step is not None:
+            reached.append(step)
+    return any(step > (first or 0) for step in reached)
+
+
+def _stop_reason(history: History, number: int, events: list[Event]) -> tuple[str | None, str]:
+    """Why the attempt was to stop, and who said so; None when nothing asked it to."""
+    said: dict[str, Any] = {}
+    for event in events:
+        if event["event"] == STOPPED:
+            said.setdefault(str(event.get("reason") or TERMINATED), event.get("by"))
+        elif event["event"] == PREEMPTED:
+            said.setdefault(PREEMPTION, None)
+    request = read_stop(history.run.attempt(number))
+    if request is not None and request.reason != HANG:  # a hang ends the other nodes by the stop file, too
+        said[request.reason] = request.by
+    if not said:
+        return None, ""
+    reason = next((candidate for candidate in _STOP_PRECEDENCE if candidate in said), next(iter(said)))
+    return reason, str(said[reason] or "")

@@ -1,0 +1,154 @@
+"""Changing a small file that several machines change: whoever holds its lock, and only then, replaces it.
+
+The lock is a folder with one file in it, which names its holder and is at the same time the draft of the new content.
+
+- It is taken by renaming a folder of one's own onto it, which works only while it is empty or does not exist.
+- It is given up, and the new content put in place, by one rename of the draft onto the file.
+- It is taken from a holder by removing the draft, by its name: nobody's lock but that holder's can be removed so.
+
+So no clocks need to agree, and a lock may be taken from a holder that is only slow: its rename then finds no draft, the
+file stays as the others have made it, and it begins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.liveness import ProcessIdentity, identify, is_alive
+from cluster_ddp.run.storage import Storage
+
+_PATIENCE = 30.0  # seconds that a change waits for its turn
+_SLOW = 5.0  # seconds after which the same holder, alive or not, has had its turn
+_PAUSE = 0.01
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+_LOST = (errno.ENOENT, errno.ESTALE)
+
+
+class LockHeld(RunError):
+    """A lock could not be had."""
+
+
+def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]) -> None:
+    """Replace a file by what `change` makes of it, while nobody else changes it.
+
+    Parameters
+    ----------
+    change
+        Reads the file and returns its new content; None leaves the file as it is. Called again when the lock was lost
+        meanwhile.
+
+    Raises
+    ------
+    LockHeld
+        Others have held the lock all the time; the message says who has it, and since when.
+    OSError
+        The folder cannot be written.
+    """
+    lock = path.with_name(f".{path.name}.holder")
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        draft, fd = _take(storage, lock, deadline)
+        try:
+            with _closing(storage, fd):
+                content = change()
+                if content is None:
+                    return
+                storage.write(fd, content)
+                storage.fsync(fd)
+            storage.rename(draft, path)
+            storage.fsync_dir(path.parent)
+            return
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+        finally:
+            with contextlib.suppress(OSError):
+                storage.unlink(draft)
+            with contextlib.suppress(OSError):
+                lock.rmdir()  # unless the next one has it already
+
+
+@contextlib.contextmanager
+def _closing(storage: Storage, fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            storage.close(fd)
+        raise
+    storage.close(fd)
+
+
+def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
+    """Wait for the lock and take it; the draft inside it, and the descriptor that it is written by.
+
+    The draft is open from the start: opened by its name, it might be made once more in a lock that is another's by now.
+    """
+    me = identify(os.getpid())
+    name = "~".join((me.host, str(me.pid), me.namespace, me.started, me.boot_id, os.urandom(6).hex()))
+    own = lock.with_name(f"{lock.name}-{os.urandom(6).hex()}")
+    storage.mkdir(own)
+    fd = -1
+    try:
+        fd = storage.open_write(own / name)
+        holder, since = "", time.monotonic()
+        while True:
+            try:
+                storage.rename(own, lock)
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+            else:
+                return lock / name, fd
+            there = _holder(lock)
+            if there != holder:
+                holder, since = there, time.monotonic()
+            if holder and (time.monotonic() - since > _SLOW or _is_gone(holder)):
+                with contextlib.suppress(OSError):
+                    storage.unlink(lock / holder)
+            if time.monotonic() > deadline:
+                raise LockHeld(_held_by(lock, holder))
+            time.sleep(_PAUSE)
+    except BaseException:
+        if fd >= 0:
+            storage.close(fd)
+        with contextlib.suppress(OSError):
+            storage.rmtree(own)
+        raise
+
+
+def _holder(lock: Path) -> str:
+    """The draft in the lock, by its name; empty when nobody has it."""
+    try:
+        return next(iter(os.listdir(lock)), "")  # noqa: PTH208 - only the name is wanted
+    except OSError:
+        return ""
+
+
+def _process(holder: str) -> ProcessIdentity | None:
+    parts = holder.split("~")
+    if len(parts) != 6 or not parts[1].isdecimal():
+        return None
+    host, pid, namespace, started, boot_id, _ = parts
+    return ProcessIdentity(host=host, pid=int(pid), boot_id=boot_id, namespace=namespace, started=started)
+
+
+def _is_gone(holder: str) -> bool:
+    process = _process(holder)
+    return process is not None and is_alive(process) is False
+
+
+def _held_by(lock: Path, holder: str) -> str:
+    process = _process(holder)
+    who = f"process {process.pid} on {process.host}" if process is not None else "another process"
+    try:
+        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime((lock / holder).lstat().st_mtime))
+    except OSError:
+        since = ""
+    return f"{lock} is held by {who}{since}. If that process is gone, remove the folder and try again"

@@ -1,0 +1,140 @@
+"""The one reader of a run's files, which may come from a stranger, another version, a broken disk or a live writer.
+
+Only regular files are read, never through a link and never longer than their kind can be; a named pipe, a device or a
+sparse file of terabytes is refused before a byte is read. Values have known types and ranges, so that whoever computes
+with them or prints them needs no checks of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp.run.storage import NO_LINK
+
+MOST_RECORD = 1 << 20  # bytes of run.json, attempt.json and the stop file
+MOST_LINES = 16 << 20  # bytes of a file of lines that are read, its end: the events of a hundred thousand checkpoints
+_MOST_LINE = 1 << 20  # bytes of a line
+_OBJECT_LINE = re.compile(rb"^[ \t]*\{[^\n]{4,%d}\}[ \t\r]*$" % _MOST_LINE, re.MULTILINE)  # `{"a":1}` at the least
+_LATEST = 253_370_764_800  # Unix seconds, the beginning of 9999: what the C library can turn into a date
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0)
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """Open a regular file for reading.
+
+    Returns
+    -------
+    tuple
+        The file descriptor and the file's size in bytes.
+
+    Raises
+    ------
+    OSError
+        There is none, it cannot be opened, or it is a link, a named pipe, a device or a folder.
+    """
+    try:
+        fd = os.open(path, _OPEN)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, and links are not followed here", str(path)) from None
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return fd, status.st_size
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All bytes of a regular file.
+
+    Raises
+    ------
+    OSError
+        As for `open_regular`, and when it is larger than `most` bytes.
+    """
+    fd, size = open_regular(path)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        data = _read(file.fileno(), most + 1) if size <= most else b""
+    if size > most or len(data) > most:
+        raise OSError(errno.EFBIG, f"is larger than the {most} bytes that such a file can have", str(path))
+    return data
+
+
+def read_tail(path: Path, most: int) -> bytes:
+    """The whole lines in the last `most` bytes of a regular file.
+
+    Raises
+    ------
+    OSError
+        As for `open_regular`.
+    """
+    fd, size = open_regular(path)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        if size <= most:
+            return _read(fd, most)
+        file.seek(size - most)
+        return _read(fd, most).partition(b"\n")[2]
+
+
+def _read(fd: int, most: int) -> bytes:
+    pieces = []
+    while most > 0 and (piece := os.read(fd, min(most, 1 << 20))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
+
+
+def read_json_lines(path: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
+    """The objects in the last `most` bytes of a file of JSON lines; empty when there is none that may be read.
+
+    Torn lines, damaged lines and lines that are not objects are passed over: the writer may have died, or be in the
+    middle of a line.
+    """
+    try:
+        data = read_tail(path, most)
+    except OSError:
+        return []
+    lines = (found[0] for found in _OBJECT_LINE.finditer(data))
+    return [value for line in lines if (value := parse_object(line)) is not None]
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file of the size of a record; None when it is missing, damaged or something else."""
+    try:
+        return parse_object(read_file(path, MOST_RECORD))
+    except OSError:
+        return None
+
+
+def parse_object(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that `data` holds, or None."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def as_number(value: Any) -> float | None:
+    """A number that can be computed with, as a float; None for anything else, infinities and NaN included."""
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if usable else None
+
+
+def as_time(value: Any) -> float | None:
+    """A moment in Unix seconds, from 1970 to the year 9999; None for anything else."""
+    moment = as_number(value)
+    return moment if moment is not None and 0 <= moment < _LATEST else None
+
+
+def as_whole(value: Any) -> int | None:
+    """A step, a count, a number of something: an integer from 0 to 2**63 - 1; None for anything else."""
+    return value if type(value) is int and 0 <= value < 1 << 63 else None

@@ -1,0 +1,145 @@
+"""What is to become of a run whose attempt has ended: the rule that the batch host acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cluster_ddp.printing import put
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.ending import Ending, Outcome, describe_failure, outcome_of, root_failure
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import (
+    FAILED,
+    NODE_FAILED,
+    NODE_STARTED,
+    RANK_FAILED,
+    REQUEUED,
+    RESUMED,
+    STALLED,
+    STARTED,
+    EventWriter,
+)
+from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.record import read_record
+from cluster_ddp.run.stopfile import TERMINATED
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import RequeueSpec
+
+Action = Literal["done", "requeue", "stop", "fail", "stall"]
+_FINAL_ACTIONS: dict[Ending, Action] = {
+    Ending.COMPLETED: "done",
+    Ending.CANCELLED: "stop",
+    Ending.STOPPED_BY_PERSON: "stop",
+    Ending.STALLED: "stall",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and why in words for people.
+
+    Attributes
+    ----------
+    action
+        done: training is complete. requeue: start again. stop: a person wanted it, or nobody knows who ended it.
+        fail: starting again would fail again. stall: too many starts, or too many without a new checkpoint.
+    """
+
+    action: Action
+    reason: str
+
+
+def decide(
+    run: RunDirectory,
+    attempt: AttemptDirectory,
+    *,
+    job_runs: Callable[[], bool] | None = None,
+) -> Decision:
+    """Judge an attempt that has ended, from the run's events, its stop file and the limits of its job file.
+
+    Parameters
+    ----------
+    run, attempt
+        The run, and its attempt that has ended.
+    job_runs
+        Asks Slurm whether it lets the attempt's job run on. Called only when a SIGTERM ended the attempt and nobody
+        knows why: `scancel --signal=TERM` is no scancel.
+    """
+    history = read_history(run)
+    outcome = outcome_of(history, attempt.number)
+    if outcome.ending is Ending.FAILED_AT_START:
+        return Decision("fail", f"failed before the first finished step, so it would fail again: {outcome.reason}")
+    if outcome.ending in _FINAL_ACTIONS:
+        return Decision(_FINAL_ACTIONS[outcome.ending], outcome.reason)
+    if outcome.stop_reason == TERMINATED and not (job_runs and job_runs()):
+        # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
+        return Decision("stop", "stopped by a SIGTERM that nobody gave a reason for")
+    return _within_limits(history, attempt.number, outcome, _limits(run))
+
+
+def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: str) -> None:
+    """Write the decision's event, if it has one, and that the attempt is over.
+
+    Of the decisions, requeue and stall become events; the others have theirs from training. What cannot be written (a
+    full disk) is said on standard error: the decision still holds.
+    """
+    names = {"requeue": REQUEUED, "stall": STALLED}
+    if decision.action in names:
+        EventWriter(attempt.run, writer).write(names[decision.action], attempt=attempt.number, reason=decision.reason)
+    try:
+        end_attempt(attempt)
+    except OSError as error:
+        put(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
+
+
+def _within_limits(history: History, number: int, outcome: Outcome, limits: RequeueSpec) -> Decision:
+    # The jobs of a chain are no requeues.
+    counted = [record for record in history.attempts if history.first_number <= record.number <= number]
+    requeues = sum(record.restart_count > 0 for record in counted)
+    if requeues >= limits.max_requeues:
+        if link := _next_of_chain(history, number):
+            return Decision("stop", f"{outcome.reason}; Slurm job {link} of its chain goes on")
+        return _stalled(history, number, f"requeued {requeues} times, as often as requeue.max_requeues allows")
+    idle = history.attempts_without_progress(number)
+    if idle >= limits.max_without_progress and _guard_applies(history, outcome):
+        return _stalled(history, number, f"{idle} attempts in a row ended without a new checkpoint")
+    return Decision("requeue", outcome.reason)
+
+
+def _next_of_chain(history: History, number: int) -> str | None:
+    """The job that waits behind an attempt's own, for the same run; None when there is none."""
+    own = next((record.slurm_job_id for record in history.attempts if record.number == number), None)
+    try:
+        job_ids = read_record(history.run).slurm_job_ids
+    except RunError:
+        return None
+    behind = job_ids[job_ids.index(own) + 1 :] if own in job_ids else ()
+    return behind[0] if behind else None
+
+
+def _guard_applies(history: History, outcome: Outcome) -> bool:
+    """Whether missing checkpoints mean anything: a script that does not use our trainer reports none."""
+    reports = any(event["event"] in (STARTED, RESUMED) for event in history.events)
+    script = any(event["event"] == NODE_STARTED and event.get("script") for event in history.events)
+    return reports or not script or outcome.ending is not Ending.STOPPED
+
+
+def _stalled(history: History, number: int, what: str) -> Decision:
+    counted = range(history.first_number, number + 1)
+    names = (FAILED, RANK_FAILED, NODE_FAILED)
+    failures = [event for event in history.events if event["event"] in names and event.get("attempt") in counted]
+    if not failures:
+        return Decision("stall", what)
+    latest = max(int(event["attempt"]) for event in failures)
+    last = root_failure([event for event in failures if event["attempt"] == latest])
+    return Decision("stall", f"{what}; the last error: {describe_failure(last)}")
+
+
+def _limits(run: RunDirectory) -> RequeueSpec:
+    from cluster_ddp.job import load_resolved  # loads pydantic, which beginning an attempt does without
+
+    return load_resolved(run.job_file).requeue

@@ -1,0 +1,128 @@
+"""Making a run's folder, and finding runs again by path, id or prefix."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError, RunNotFound
+from cluster_ddp.run.record import new_record, write_record
+from cluster_ddp.run.storage import Storage, replace_file
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import JobSpec
+
+_MAX_CANDIDATES_SHOWN = 10
+
+
+def runs_dir_of(spec: JobSpec | None) -> Path:
+    """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute."""
+    chosen = spec.runs_dir if spec is not None else None
+    return _absolute(chosen or os.environ.get("CLUSTER_DDP_RUNS") or "runs")
+
+
+def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
+    """Make the folder of a new run and everything in it that is known before it starts.
+
+    Parameters
+    ----------
+    spec
+        The resolved job.
+    runs_dir
+        Where the folder is made; made too if need be.
+    via
+        How the run is started: sbatch, submitit, local or manual.
+    script
+        The text of the batch script, when there is one.
+
+    Raises
+    ------
+    RunError
+        The folder cannot be written.
+    """
+    from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
+
+    storage = Storage()
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        run = _new_folder(storage, runs_dir, spec.name)
+        for folder in (run.events, run.attempts, run.checkpoints):
+            storage.mkdir(folder)
+        replace_file(storage, run.job_file, dump_resolved(spec).encode())
+        if script is not None:
+            replace_file(storage, run.script, script.encode(), mode=0o700)
+        write_record(storage, run, new_record(spec, run_id=run.id, via=via))  # last: it makes the folder a run
+    except OSError as error:
+        raise RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.") from error
+    return run
+
+
+def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
+    while True:
+        run = RunDirectory(runs_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
+        try:
+            storage.mkdir(run.path)
+        except FileExistsError:
+            continue  # made by another in the same second: draw again
+        return run
+
+
+def list_runs(folder: Path) -> list[RunDirectory]:
+    """The runs in a folder, the oldest first; none when the folder does not exist."""
+    try:
+        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    runs = [RunDirectory(entry) for entry in entries if RunDirectory(entry).exists()]
+    return sorted(runs, key=lambda run: (_created(run), run.id))
+
+
+def find_run(text: str, runs_dir: Path) -> RunDirectory:
+    """The run that `text` names: a run directory, a run id, or a unique prefix of one.
+
+    Raises
+    ------
+    RunNotFound
+        None is meant, or more than one; the message lists what is there.
+    """
+    if not text.strip():
+        raise RunNotFound("no run is named: give a run directory, a run id or the beginning of one")
+    at_path = RunDirectory(_absolute(text))
+    if at_path.exists():
+        return at_path
+    if os.sep in text:
+        raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
+    runs = list_runs(runs_dir)
+    found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise RunNotFound(
+            f"'{text}' could be any of {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}"
+        )
+    if not runs:
+        raise RunNotFound(
+            f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
+            "the folder that holds the runs."
+        )
+    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(runs[::-1])}")
+
+
+def _absolute(text: str) -> Path:
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path.expanduser raises for an unknown user
+
+
+def _created(run: RunDirectory) -> str:
+    """The time in the run's id, as a string that sorts; empty when a person renamed the folder."""
+    stamp = re.search(r"-(\d{8}-\d{6})-[0-9a-f]{4}$", run.id)
+    return stamp.group(1) if stamp else ""
+
+
+def _names(runs: list[RunDirectory]) -> str:
+    shown = "".join(f"\n  {run.id}" for run in runs[:_MAX_CANDIDATES_SHOWN])
+    more = len(runs) - _MAX_CANDIDATES_SHOWN
+    return shown + (f"\n  and {more} more" if more > 0 else "")

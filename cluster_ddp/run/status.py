@@ -1,0 +1,378 @@
+"""Where a run stands, from its directory and, when it can be had, Slurm's word: what `cluster-ddp status` shows."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
+from cluster_ddp.run.directory import RunDirectory, steps_in
+from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import (
+    CHECKPOINT,
+    COMPLETED,
+    FAILED,
+    HANG,
+    NODE_FINISHED,
+    RANK_FAILED,
+    REMOVAL_FAILED,
+    REQUEUE_DELAYED,
+    REQUEUE_FAILED,
+    REQUEUED,
+    RESUMED,
+    START_FAILED,
+    STARTED,
+    STOPPED,
+    WARNING,
+)
+from cluster_ddp.run.goodput import Goodput, goodput_of
+from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.metrics import LatestMetrics, read_latest
+from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
+from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
+
+_NEVER_BEGAN = "it was to start on this machine, and has not"
+# Of an attempt that ended before its first checkpoint only these, the node programs' among them, know how far it came.
+_TELL_A_STEP = (STARTED, RESUMED, FAILED, RANK_FAILED, HANG, NODE_FINISHED)
+_LOCAL_START_SECONDS = 60.0
+_MAX_WARNINGS = 10
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The contract of `status --json`, and `goodput`.
+
+    Attributes
+    ----------
+    attempts
+        How many there were; each allocation and each local start is one.
+    step, total_steps, samples
+        Steps finished, steps in all, samples consumed; None when not known yet.
+    training
+        What a step is, in words for people: ranks, global batch, peak learning rate; None when not known.
+    last_checkpoint
+        Step of the newest checkpoint; None when there is none.
+    metrics
+        Latest value of each metric.
+    reason
+        Why the run is in its state, in words for people; None when there is nothing to say.
+    warnings
+        What training warned of since a person last asked to resume, each once, the latest last.
+    record
+        The run's identity, which `status --json` leaves out; None when run.json cannot be read.
+    """
+
+    run_id: str
+    name: str
+    state: RunState
+    attempts: int
+    step: int | None
+    total_steps: int | None
+    samples: int | None
+    training: str | None
+    last_checkpoint: int | None
+    metrics: dict[str, float]
+    slurm_job_id: str | None
+    reason: str | None
+    warnings: tuple[str, ...]
+    directory: str
+    goodput: Goodput
+    record: RunRecord | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `status --json` prints."""
+        metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        value = {**asdict(self), "state": self.state.value, "metrics": metrics}
+        del value["record"]
+        return value
+
+
+def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
+    """Say where a run stands.
+
+    Parameters
+    ----------
+    run
+        The run.
+    slurm_jobs
+        What squeue says, by job id; jobs that it no longer knows are missing. None when Slurm could not be asked.
+    """
+    history, metrics = read_history(run), read_latest(run.metrics_file)
+    record, unreadable = _record_of(run)
+    ids = _job_ids(record, history.attempts)
+    job = _current_job(_own_jobs(run, record, ids, slurm_jobs or {}))
+    state, reason = _state(history, record, job, answered=slurm_jobs is not None, ids=ids)
+    if reason is None and state is RunState.RUNNING:
+        kept = history.of_attempt(history.last_number or 0, REMOVAL_FAILED)
+        reason = str(kept[-1].get("reason")) if kept else None
+    if unreadable is not None:
+        reason = f"{unreadable}; {reason}" if reason else unreadable
+    step, samples = _position(history, metrics)
+    return RunStatus(
+        run_id=run.id,
+        name=record.name if record else run.id,
+        state=state,
+        attempts=len(history.attempts),
+        step=step,
+        total_steps=_latest_total(history),
+        samples=samples,
+        training=next((str(event["training"]) for event in reversed(history.events) if "training" in event), None),
+        last_checkpoint=last_checkpoint(run),
+        metrics=metrics.values,
+        slurm_job_id=job.job_id if job else _last_job_id(history, ids),
+        reason=reason,
+        warnings=_warnings(history),
+        directory=str(run.path),
+        goodput=goodput_of(
+            history,
+            metrics,
+            created=record.created if record else None,
+            alive=state.alive and bool(history.attempts),
+        ),
+        record=record,
+    )
+
+
+def slurm_job_ids(run: RunDirectory) -> list[str]:
+    """Every Slurm job of a run: what to ask squeue about before `describe`."""
+    return _job_ids(_record_of(run)[0], [read_attempt(attempt) for attempt in list_attempts(run)])
+
+
+def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[list[SlurmJob], list[SlurmJob]]:
+    """The jobs noted in a run that wait in Slurm's queue or hold nodes: those surely its own, and the others.
+
+    What is noted in a folder proves nothing: somebody may have copied it, or written it. A job is the run's when its
+    comment, which only its owner and Slurm's administrators can set, names this run.
+    """
+    own = {run.id}
+    record = _record_of(run)[0]
+    if record is not None and _is_mine(run.record_file):  # I may have renamed the folder since
+        own.add(record.id)
+    known = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in slurm_job_ids(run) if job_id in slurm_jobs]
+    living = [job for job in known if job.state in ACTIVE | WAITING]
+    return (
+        [job for job in living if run_in_comment(job.comment) in own],
+        [job for job in living if run_in_comment(job.comment) not in own],
+    )
+
+
+def _is_mine(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def last_checkpoint(run: RunDirectory) -> int | None:
+    """Step of the newest checkpoint; a checkpoint is there when its folder has its final name."""
+    try:
+        return max(steps_in(run.checkpoints), default=None)
+    except OSError:
+        return None
+
+
+def _state(
+    history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+) -> tuple[RunState, str | None]:
+    """State and reason: what is final by the run's own events, then what is alive, then how the last attempt ended."""
+    outcome = outcome_so_far(history)
+    if outcome is not None and outcome.settled:
+        return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.reason
+    if job is not None and job.state in SUSPENDED:
+        return RunState.SUSPENDED, "suspended by Slurm: it goes on where it is when Slurm lets it"
+    if job is not None and job.state in ACTIVE:
+        return RunState.RUNNING, _requeue_delayed(history) or _stopping(history)
+    if job is not None and job.held:
+        return RunState.HELD, _how_to_release(job)
+    if job is not None and job.state in WAITING:
+        return (RunState.PENDING if outcome is None else RunState.REQUEUED), _said(job.reason)
+    if ids and (failed := _failed_start(history, ids[-1])):
+        return RunState.FAILED, failed
+    return _without_slurm(history, record, job, answered=answered, ids=ids)
+
+
+def _failed_start(history: History, job_id: str) -> str | None:
+    """Why the latest start of the latest job has failed before its attempt began; None when it has not."""
+    failed = [event for event in history.events if event["event"] == START_FAILED]
+    if not failed or str(failed[-1].get("slurm_job_id")) != job_id or failed[-1].get("queued"):
+        return None
+    last, restarts = history.last, as_whole(failed[-1].get("restart_count")) or 0
+    if last is not None and last.slurm_job_id == job_id and last.restart_count >= restarts:
+        return None
+    host = str(failed[-1].get("host") or "the batch host")
+    return f"{'restart' if restarts else 'start'} failed on {host}: {failed[-1].get('reason')} (see slurm-{job_id}.out)"
+
+
+def _without_slurm(
+    history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+) -> tuple[RunState, str | None]:
+    """The state of a run of which Slurm knows no living job, or could not be asked, or has no part in."""
+    last = history.last
+    if last is None or last.number < history.first_number:
+        if not ids and _should_have_begun(history, record):
+            return _ended(history, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
+        return _never_began(record, job, answered=answered, ids=ids)
+    alive = attempt_is_alive(history, last)
+    if alive or (alive is None and not (answered and last.slurm_job_id)):
+        if delayed := _requeue_delayed(history):
+            return RunState.RUNNING, delayed
+        remark = None if alive else _unseen(last.slurm_job_id, last.process.host if last.process else "?")
+        if alive or not _has_ended(history, last.number):
+            return RunState.RUNNING, _stopping(history) or remark
+    return _ended(history, last.number, job, answered=answered)
+
+
+def _should_have_begun(history: History, record: RunRecord | None) -> bool:
+    """Whether a local run was to start a while ago: who started it begins the attempt in the next moment, or never."""
+    if record is None or record.via != "local":
+        return False
+    wished = max((float(event["time"]) for event in history.resume_requests), default=record.created)
+    return time.time() - wished > _LOCAL_START_SECONDS
+
+
+def _never_began(
+    record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+) -> tuple[RunState, str | None]:
+    if job is not None:  # Slurm has ended it
+        state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
+        return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began"
+    if ids and answered:
+        return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and it has not begun an attempt since"
+    if ids:
+        return RunState.PENDING, f"Slurm cannot be asked about job {ids[-1]} from here"
+    if record is not None and record.via in ("sbatch", "submitit"):
+        return RunState.PENDING, "not submitted yet"
+    return RunState.PENDING, None
+
+
+def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
+    """State and reason once the last attempt is over, as it ended and as Slurm has taken it."""
+    outcome: Outcome = outcome_of(history, number)
+    requeued = history.of_attempt(number, REQUEUED)
+    if requeued and not answered and history.attempts[-1].slurm_job_id:
+        return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
+    cancelled = job is not None and job.state == "CANCELLED"
+    if job is not None and cancelled and requeued:
+        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
+    if outcome.ending is not Ending.UNKNOWN or job is None:
+        return outcome.ending.state, outcome.reason
+    if cancelled:
+        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
+    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training has left no word of its end"
+
+
+def _has_ended(history: History, number: int) -> bool:
+    """Whether training itself has said that it ended, for an attempt that cannot be seen from here."""
+    return bool(history.of_attempt(number, STOPPED, FAILED, REQUEUED))
+
+
+def _requeue_delayed(history: History) -> str | None:
+    """Why the last attempt, which is over, still waits to be queued again; None when it does not."""
+    if history.last is None:
+        return None
+    said = history.of_attempt(history.last.number, REQUEUE_DELAYED, REQUEUED, REQUEUE_FAILED)
+    if not said or said[-1]["event"] != REQUEUE_DELAYED:
+        return None
+    return f"waiting to be queued again, which is tried until the allocation is nearly over: {said[-1].get('reason')}"
+
+
+def _stopping(history: History) -> str | None:
+    request = read_stop(history.run.attempt(history.last.number)) if history.last else None
+    return f"stopping: {request.reason}" if request else None
+
+
+def _unseen(job_id: str | None, host: str) -> str:
+    if job_id:
+        return f"Slurm cannot be asked about job {job_id} from here; this is the last that is known"
+    return f"begun on {host}, which cannot be seen from here; this is the last that is known"
+
+
+def _how_to_release(job: SlurmJob) -> str:
+    why = _said(job.reason) or job.state
+    if job.reason == "JobHeldAdmin":
+        return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"
+    return f"Slurm holds job {job.job_id} ({why}); release it with: scontrol release {job.job_id}"
+
+
+def _said(reason: str) -> str | None:
+    return None if reason in ("", "None") else reason
+
+
+def _own_jobs(
+    run: RunDirectory, record: RunRecord | None, ids: list[str], slurm_jobs: Mapping[str, SlurmJob]
+) -> list[SlurmJob]:
+    """The run's own jobs that Slurm knows; a job id that Slurm has given to another run since is not one."""
+    own = {None, run.id, record.id if record else run.id}  # no run: submitted by hand; the folder may have been renamed
+    known = ((job_id, slurm_jobs[job_id]) for job_id in ids if job_id in slurm_jobs)
+    return [job._replace(job_id=job_id) for job_id, job in known if run_in_comment(job.comment) in own]
+
+
+def _current_job(jobs: list[SlurmJob]) -> SlurmJob | None:
+    """Of several jobs of one run (a chain): the one that runs, else the next to start, else the latest."""
+    for states in (ACTIVE, WAITING):
+        for job in jobs:
+            if job.state in states:
+                return job
+    return jobs[-1] if jobs else None
+
+
+def _job_ids(record: RunRecord | None, attempts: Iterable[AttemptRecord]) -> list[str]:
+    noted = list(record.slurm_job_ids) if record else []
+    begun = [attempt.slurm_job_id for attempt in attempts if attempt.slurm_job_id]
+    return list(dict.fromkeys([*noted, *begun]))
+
+
+def _last_job_id(history: History, ids: list[str]) -> str | None:
+    began = history.last.slurm_job_id if history.last else None
+    return began or (ids[-1] if ids else None)
+
+
+def _position(history: History, metrics: LatestMetrics) -> tuple[int | None, int | None]:
+    """Steps and samples as the latest attempt that tells of any has them."""
+    for record in reversed(history.attempts):
+        logged = [metrics.step] if record.number == metrics.attempt and metrics.step is not None else []
+        steps = [*_steps_in(history, record.number, CHECKPOINT, STOPPED, COMPLETED), *logged]
+        steps = steps or _steps_in(history, record.number, *_TELL_A_STEP)
+        if steps:
+            return max(steps), _samples_at(max(steps), history, metrics)
+    return metrics.step, metrics.samples
+
+
+def _steps_in(history: History, number: int, *names: str) -> list[int]:
+    return [step for event in history.of_attempt(number, *names) if (step := as_whole(event.get("step"))) is not None]
+
+
+def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | None:
+    if step == metrics.step and metrics.samples is not None:
+        return metrics.samples
+    counts = (as_whole(event.get("samples")) for event in reversed(history.events) if event.get("step") == step)
+    return next((count for count in counts if count is not None), None)
+
+
+def _warnings(history: History) -> tuple[str, ...]:
+    events = [event for event in history.events if event["event"] == WARNING]
+    current = [event for event in events if (as_whole(event.get("attempt")) or 0) >= history.first_number]
+    said = dict.fromkeys(str(event.get("message")) for event in reversed(current))
+    return tuple(reversed(list(said)[:_MAX_WARNINGS]))
+
+
+def _latest_total(history: History) -> int | None:
+    totals = (as_whole(event.get("total_steps")) for event in reversed(history.events))
+    return next((total for total in totals if total is not None), None)
+
+
+def _record_of(run: RunDirectory) -> tuple[RunRecord | None, str | None]:
+    """The run's record, or why it cannot be read."""
+    try:
+        return read_record(run), None
+    except RunError as error:
+        return None, str(error)

@@ -1,0 +1,117 @@
+"""What a job asks about itself and its nodes, and what it has done to itself: scontrol and sinfo."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cluster_ddp.slurm.commands import SlurmError, call, call_once
+from cluster_ddp.slurm.shown import ShownJob, parse_job
+
+_SECONDS = 20.0
+_REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all the same
+DEFAULT_KILL_WAIT = 30.0
+"""Slurm's own, where it cannot be asked."""
+
+
+def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
+    """What Slurm says about a job; None without an answer in so many seconds."""
+    try:
+        return parse_job(call_once(["scontrol", "show", "job", "-o", job_id], seconds=seconds))
+    except SlurmError:
+        return None
+
+
+def kill_wait(*, seconds: float) -> float | None:
+    """Seconds between SIGTERM and SIGKILL when Slurm ends a job; None without an answer in `seconds` seconds."""
+    try:
+        config = call_once(["scontrol", "show", "config"], seconds=seconds)
+    except SlurmError:
+        return None
+    found = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
+    return float(found[1]) if found else DEFAULT_KILL_WAIT
+
+
+def grace_time(partition: str) -> float:
+    """Seconds that a partition gives a job that is preempted; 0 where it gives none or Slurm does not answer."""
+    try:
+        answer = call_once(["scontrol", "show", "partition", "-o", partition], seconds=_SECONDS / 4)
+    except SlurmError:
+        return 0.0
+    found = re.search(r"(?<!\S)GraceTime=(\d+)", answer)
+    return float(found[1]) if found else 0.0
+
+
+def requeue_job(task: str) -> None:
+    """Have a job queued again. Slurm ends what still runs of it, its batch script too.
+
+    Raises
+    ------
+    SlurmError
+        Slurm refuses or does not answer. It is not tried again here.
+    """
+    call_once(["scontrol", "requeue", task], seconds=_REQUEUE_SECONDS)
+
+
+def forbid_requeue(task: str) -> None:
+    """Keep Slurm from queuing a job again of its own accord.
+
+    Raises
+    ------
+    SlurmError
+        Slurm refuses or does not answer. It is not tried again here.
+    """
+    call_once(["scontrol", "update", f"JobId={task}", "Requeue=0"], seconds=_SECONDS)
+
+
+def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
+    """Keep a job from some hosts, besides those that it is kept from already. Slurm takes this for a queued job only.
+
+    Raises
+    ------
+    SlurmError
+        Slurm does not answer, or refuses.
+    """
+    excluded = ",".join(filter(None, [_excluded(task), *hosts]))
+    call(["scontrol", "update", f"JobId={task}", f"ExcNodeList={excluded}"], seconds=_SECONDS)
+
+
+def excluded_hosts(task: str) -> list[str]:
+    """The hosts that a job is kept from.
+
+    Raises
+    ------
+    SlurmError
+        Slurm does not answer.
+    """
+    known = _excluded(task)
+    return call(["scontrol", "show", "hostnames", known], seconds=_SECONDS).split() if known else []
+
+
+def usable_nodes(partition: str) -> set[str]:
+    """The nodes of a partition on which jobs run or may run.
+
+    Raises
+    ------
+    SlurmError
+        Slurm does not answer.
+    """
+    states = "--states=idle,mixed,allocated,completing"
+    command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]
+    return set(call(command, seconds=_SECONDS).split())
+
+
+def down_nodes(hosts: Sequence[str]) -> list[str]:
+    """Those of the hosts that Slurm takes for dead; none when it cannot be asked."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", f"--nodes={','.join(hosts)}"]
+    try:
+        answer = call_once(command, seconds=_SECONDS / 2)
+    except SlurmError:
+        return []
+    return sorted(set(answer.split()) & set(hosts))
+
+
+def _excluded(task: str) -> str:
+    """The node list that a job is kept from, as Slurm writes it."""
+    job = parse_job(call(["scontrol", "show", "job", "-o", task], seconds=_SECONDS))
+    return job.excluded if job else ""

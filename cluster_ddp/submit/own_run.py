@@ -1,0 +1,83 @@
+"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: the run of a batch script that was given none.
+
+It prints the run's directory. The first start of a Slurm job makes the run, and notes the job's id in the run's record;
+by that id every later start of the same job finds it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.record import add_slurm_job, read_record
+from cluster_ddp.run.runs import create_run, list_runs, runs_dir_of
+from cluster_ddp.slurm.start import SlurmStart, this_start
+from cluster_ddp.submit.base import check_writable, note_submitted
+from cluster_ddp.submit.sbatch import SbatchSubmission
+
+
+def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) -> RunDirectory:
+    """The run that a Slurm job has made, or a new one of a job file or template.
+
+    Parameters
+    ----------
+    script
+        The batch script as it runs, which the run keeps: what a person edited in it serves `resume` too.
+
+    Raises
+    ------
+    ClusterDDPError
+        The job file is wrong, or the runs cannot be written.
+    """
+    from cluster_ddp.job import load_job
+
+    spec = load_job(job, settings).spec
+    runs_dir = runs_dir_of(spec)
+    # Slurm uses job ids again, but a first start has made no run yet.
+    found = _made_by(start.job_id, runs_dir) if start.restart_count else None
+    if found is not None:
+        return found
+    check_writable(runs_dir)
+    run = create_run(spec, runs_dir=runs_dir, via=SbatchSubmission.via, script=script.read_text())
+    add_slurm_job(run, start.job_id)
+    note_submitted(run, SbatchSubmission.via, start.job_id)
+    return run
+
+
+def _made_by(job_id: str, runs_dir: Path) -> RunDirectory | None:
+    """The newest run that is noted for a Slurm job."""
+    for run in reversed(list_runs(runs_dir)):
+        try:
+            if job_id in read_record(run).slurm_job_ids:
+                return run
+        except RunError:
+            continue  # one damaged run must not hide the others
+    return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of ``python -m cluster_ddp.submit.own_run``."""
+    parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.own_run")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("job")
+    parser.add_argument("--set", dest="settings", metavar="A.B=C", action="append", default=[])
+    parsed = parser.parse_args(arguments)
+    start = this_start(os.environ)
+    try:
+        if start is None:
+            raise RunError("there is no SLURM_JOB_ID here: submit the script with sbatch")
+        print(own_run(start, parsed.script, parsed.job, parsed.settings).path)
+    except ClusterDDPError as error:
+        print(f"cluster-ddp: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""The one way in which a value from the job file gets into the batch script: as a string that nothing expands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from cluster_ddp.job.errors import ClusterDDPError
+
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
+# What single quotes cannot hold (', NUL), what sbatch reads otherwise between them (\), what looks like a slip ($, `).
+_MARKED = re.compile(r"['\0\\$`]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class UnquotableError(ClusterDDPError):
+    """A value that no quoting can carry to where it is to go."""
+
+
+def quote(value: str) -> str:
+    """`value` as one word of bash; nothing in it is expanded, split or run.
+
+    sbatch, which reads ``#SBATCH`` lines by rules of its own, understands the word alike.
+
+    Raises
+    ------
+    UnquotableError
+        It holds a NUL, which no argument and no variable can.
+    """
+    if _PLAIN.fullmatch(value):
+        return value
+    return f'"{inside(value)}"' if _MARKED.search(value) else f"'{value}'"
+
+
+def inside(value: str) -> str:
+    """`value` as it stands between double quotes.
+
+    Raises
+    ------
+    UnquotableError
+        As for `quote`.
+    """
+    if "\0" in value:
+        raise UnquotableError(f"{value!r} holds a NUL character, which no process can be given")
+    return re.sub(r'([\\"$`])', r"\\\1", value)
+
+
+def quote_around(value: str, variables: Mapping[str, str]) -> str:
+    """`value` as one word of bash in which the marks that are keys of `variables` become expansions of the shell.
+
+    Everything between the marks is quoted. With ``{"\\0a": "$MASTER_ADDR"}``, ``"--endpoint=\\0a:1"`` becomes
+    ``--endpoint="$MASTER_ADDR":1``. Marks hold a NUL, so that no value from outside can look like one.
+    """
+    pieces = re.split(f"({'|'.join(map(re.escape, variables))})", value)
+    words = [f'"{variables[piece]}"' if piece in variables else quote(piece) for piece in pieces if piece]
+    return "".join(words) or "''"
+
+
+def directive(option: str, value: str | None) -> str:
+    """One ``#SBATCH`` line.
+
+    Raises
+    ------
+    UnquotableError
+        The value holds a line break or another control character; sbatch would read the rest as something else.
+    """
+    if value is None:
+        return f"#SBATCH --{option}"
+    if _CONTROL.search(value):
+        raise UnquotableError(f"the sbatch option --{option} cannot hold the control character in {value!r}")
+    return f"#SBATCH --{option}={quote(value)}"
+
+
+def comment(text: str) -> str:
+    """`text` on one line, fit to stand behind a ``#``."""
+    return _CONTROL.sub(" ", text)

@@ -1,0 +1,342 @@
+"""Rendering the batch script: one object, built once, which `--dry-run` prints and `submit` sends.
+
+The script itself is `template.sbatch`, to be read there from top to bottom. What depends on the job stands in it as
+``@mark@`` and is rendered here; every value of the job file passes through `quote`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
+from cluster_ddp.job.units import format_slurm_time
+from cluster_ddp.launch.step import ATTEMPT, PORT, SRUN
+from cluster_ddp.launch.torchrun import torchrun_command
+from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
+from cluster_ddp.network import NetworkPlan, resolve
+from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_around
+
+_TEMPLATE = Path(__file__).with_name("template.sbatch")
+_MARK = re.compile(r"@([a-z]+)@")
+
+# What only the running script knows stands in the torchrun line as a mark (see quote_around).
+_VARIABLES = {
+    "\0run\0": "$run",
+    "\0nodes\0": "$SLURM_JOB_NUM_NODES",
+    "\0id\0": "$SLURM_JOB_ID",
+    "\0addr\0": "$MASTER_ADDR",
+    "\0port\0": "$MASTER_PORT",
+}
+
+_STARTS_WITHOUT_ATTEMPT = 3
+_SETUP_HERE = "\0setup\0"
+_GIVEN_RUN = '${1:+$(realpath -m -- "$1")}'
+
+
+@dataclass(frozen=True)
+class BatchScript:
+    """A rendered batch script.
+
+    Attributes
+    ----------
+    text
+        The whole script.
+    remarks
+        What a person should know about how the job file was read.
+    """
+
+    text: str
+    remarks: tuple[str, ...] = ()
+
+
+class ScriptError(ClusterDDPError):
+    """launch.setup is no valid bash, and would break the script."""
+
+
+def render_script(
+    spec: JobSpec,
+    *,
+    python: str | None = None,
+    own_run_of: str | None = None,
+    exported: Mapping[str, str] | None = None,
+) -> BatchScript:
+    """Render the batch script of a job.
+
+    The run directory is no part of it but its argument, so that the same text serves every run of the job.
+
+    Parameters
+    ----------
+    spec
+        The resolved job.
+    python
+        The interpreter with this package, on the nodes where ``launch.python`` names none, and on the batch host of a
+        job in a container. Default: the one that runs now, which lies on shared storage on most clusters.
+    own_run_of
+        A job file or template's name. With it the script may be submitted without a run directory: it makes a run of
+        that job, and finds it again when Slurm starts it again.
+    exported
+        The environment that it is submitted in, where that is known. The script does not depend on it; the remarks do.
+
+    Raises
+    ------
+    NetworkError
+        A network setting that would be ignored on the nodes.
+    UnquotableError
+        A value that sbatch cannot be given.
+    """
+    network = resolve(spec.network)
+    launcher = _Launcher(spec, python)
+    blocks = {
+        "title": "# " + _title(spec),
+        "usage": "job.sbatch RUN_DIRECTORY" if own_run_of is None else "job.sbatch [RUN_DIRECTORY]",
+        "directives": "\n".join(_directives(spec)),
+        "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=_GIVEN_RUN, setup=_SETUP_HERE)),
+        "python": "\n".join(launcher.definitions()),
+        "keeper": launcher.keeper,
+        "run": "\n".join([*_run(own_run_of, launcher.keeper), *launcher.in_container()]),
+        "signal": spec.requeue.signal,
+        "port": _port(spec),
+        "network": "\n".join(_exports(spec, network)),
+        "step": launcher.step(),
+    }
+    text = _MARK.sub(lambda mark: blocks[mark[1]], _TEMPLATE.read_text())
+    text = re.sub(r"\n{3,}", "\n\n", text).replace(_SETUP_HERE, "\n".join(spec.launch.setup))  # with its empty lines
+    return BatchScript(text, resolve(spec.network, exported).remarks)
+
+
+def check_setup(spec: JobSpec) -> None:
+    """Let bash parse launch.setup, without running it: an unclosed quote shows now and not in the queue.
+
+    Raises
+    ------
+    ScriptError
+        bash cannot parse it; the message holds bash's words.
+    """
+    import subprocess
+
+    lines = "\n".join([*spec.launch.setup, ""])
+    done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, timeout=20)
+    if done.returncode != 0 or done.stderr.strip():  # of an open heredoc bash only warns
+        raise ScriptError(f"launch.setup is no valid bash: {done.stderr.strip()}")
+
+
+def job_options(spec: JobSpec) -> dict[str, str | None]:
+    """What the job asks of Slurm, as options of sbatch in the order of the script; None: an option without a value."""
+    slurm = spec.slurm
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    asked = {
+        "job-name": spec.name,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "nodes": str(slurm.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": f"{kind}{slurm.gpu_count}"
+        if slurm.gpu_count and slurm.gpu_option == "gpus-per-node"
+        else None,
+        "gres": f"gpu:{kind}{slurm.gpu_count}" if slurm.gpu_count and slurm.gpu_option == "gres" else None,
+        "cpus-per-task": str(slurm.cpus_per_task) if slurm.cpus_per_task is not None else None,
+        "mem": slurm.mem,
+        "time": format_slurm_time(slurm.time) if slurm.time is not None else None,
+        "constraint": slurm.constraint,
+        "nodelist": slurm.nodelist,
+        "exclude": slurm.exclude,
+    }
+    options: dict[str, str | None] = {name: value for name, value in asked.items() if value is not None}
+    for name, setting in slurm.extra.items():
+        if name == "gres" and "gres" in options:
+            options["gres"] = f"{options['gres']},{setting}"  # sbatch takes the last --gres only
+        elif setting is not False:
+            options[name] = None if setting in (None, True) else str(setting)
+    return options
+
+
+def own_comment(spec: JobSpec) -> str:
+    """The comment of the job file (``slurm.extra.comment``), as it follows ours, which says whose job it is."""
+    wanted = spec.slurm.extra.get("comment")
+    return f" {wanted}" if isinstance(wanted, str) and wanted else ""
+
+
+def _title(spec: JobSpec) -> str:
+    ranks = spec.procs_per_node
+    return (
+        f"{spec.name}: {spec.slurm.nodes} node{'s' * (spec.slurm.nodes > 1)} with {ranks} rank{'s' * (ranks > 1)} "
+        f"each, training {comment(spec.task or spec.script or '')}"
+    )
+
+
+def _directives(spec: JobSpec) -> Iterator[str]:
+    for option, value in job_options(spec).items():
+        yield directive(option, value)
+    yield "# The output of all attempts in one file; a requeued attempt would else overwrite the one before."
+    yield directive("output", "slurm-%j.out")
+    yield directive("open-mode", "append")
+    yield f"# This shell (B:) is signalled {spec.requeue.warning} s before the time limit, and the job may start again."
+    yield directive("signal", f"B:{spec.requeue.signal}@{spec.requeue.warning}")
+    if not spec.requeue.max_requeues:
+        yield directive("no-requeue", None)
+    elif "requeue" not in spec.slurm.extra:
+        yield directive("requeue", None)
+
+
+_FAIL = r"""# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
+# @tries@ times more often than attempts have begun, since another host may do better.
+fail() {
+    trap - ERR EXIT
+    echo "job.sbatch: $2" >&2
+    local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false
+    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
+    if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
+        sleep 10
+        scontrol requeue "$task" && queued=true
+    fi
+    [[ -f $cluster_ddp_run/run.json ]] || exit 1
+    local words=${2//\\/\\\\}
+    words=${words//\"/\\\"}
+    printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
+        "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" \
+        "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
+        >>"$cluster_ddp_run/events/script-$SLURM_JOB_ID.jsonl"
+    exit 1
+}"""
+
+_BEFORE_SETUP = """# launch.setup of the job file, as it stands there. A command that fails ends this start.
+setup_failed() {
+    local again=once
+    ((${SLURM_RESTART_COUNT:-0} == 0)) || again=again # it has worked once
+    fail "$again" "launch.setup: status $1 from: $2"
+}
+trap 'setup_failed "$?" "$BASH_COMMAND"' ERR
+trap 'setup_failed "$?" "a line that ends the script"' EXIT"""
+
+_AFTER_SETUP = """trap - ERR EXIT
+set +eu +o pipefail # whatever those lines have set: this script looks at each status itself"""
+
+
+def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[str]:
+    """What a batch script does before its keeper: `fail`, the signals that come too early, and launch.setup.
+
+    Parameters
+    ----------
+    signal
+        The name of the warning signal.
+    run
+        The run directory, as bash.
+    setup
+        The lines of launch.setup, or what stands for them.
+    """
+    yield f"cluster_ddp_run={run}"
+    yield ""
+    yield _FAIL.replace("@tries@", str(_STARTS_WITHOUT_ATTEMPT))
+    yield ""
+    yield "# A signal that comes before the keeper runs must not end this script: the keeper asks Slurm what it missed"
+    yield f"trap : {signal} TERM"
+    yield ""
+    if spec.launch.setup:
+        yield from (_BEFORE_SETUP, setup, _AFTER_SETUP, "")
+    yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported in place of Python's own"
+    yield ""
+
+
+def _run(own_run_of: str | None, keeper: str) -> Iterator[str]:
+    """The lines that set `run`, the run directory."""
+    if own_run_of is None:
+        yield '[[ -n $cluster_ddp_run ]] || fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
+        yield "run=$cluster_ddp_run"
+    else:
+        yield "# Without a run directory this job makes a run of its own and finds it again at each restart."
+        yield "# Of what: a job file or a template, and settings laid over it, such as --set train.epochs=3."
+        yield f"job=({quote(own_run_of)})"
+        yield f'run=${{cluster_ddp_run:-$({keeper} -m cluster_ddp.submit.own_run "$0" "${{job[@]}}")}}'
+        yield '[[ -n $run ]] || fail once "without a run directory there is nothing to train"'
+        yield 'run=$(realpath -- "$run")'
+    yield '[[ -f $run/job.yaml ]] || fail once "$run is not a run directory: it has no job.yaml"'
+
+
+def _port(spec: JobSpec) -> str:
+    if spec.launch.port != "auto":
+        return f"export MASTER_ADDR MASTER_PORT={spec.launch.port}"
+    return "export MASTER_ADDR"
+
+
+def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
+    yield f"# The network, by profile {spec.network.profile}. Defaults yield to exported values; the job's keys do not."
+    yield "# A node's environment report has what was in force there."
+    for setting in network.settings:
+        value = quote(setting.value) if setting.explicit else f'"${{{setting.name}:-{inside(setting.value)}}}"'
+        yield f"export {setting.name}={value} # {comment(setting.why)}"
+
+
+class _Launcher:
+    """How python is started on the nodes, bare or in a container, and on the batch host, where the keeper runs.
+
+    The keeper stays outside of containers: there it would find no scontrol to ask for a requeue.
+    """
+
+    def __init__(self, spec: JobSpec, python: str | None) -> None:
+        self._spec = spec
+        self._container = spec.launch.container
+        self._host_python = python or sys.executable
+        self._python = spec.launch.python or (self._host_python if self._container is None else "python3")
+        pyxis = self._container is not None and self._container.runtime == "pyxis"
+        # Pyxis enters containers through srun only.
+        self._srun_options = _pyxis_options(self._container) if self._container is not None and pyxis else ""
+        self.keeper = '"${python[@]}"' if self._container is None else '"$host_python"'
+
+    def definitions(self) -> Iterator[str]:
+        """The lines that define the array `python`, and `host_python` where ranks run in a container."""
+        if self._container is None:
+            yield "# The interpreter that has cluster_ddp; the ranks run in it, too."
+            yield f"python=({quote(self._python)})"
+            return
+        yield "# The interpreter outside of the container needs cluster_ddp, but no torch."
+        yield f"host_python={quote(self._host_python)}"
+
+    def in_container(self) -> Iterator[str]:
+        """The line that defines the array `python` where ranks run in a container; it names the run directory."""
+        if self._container is not None:
+            yield f"python=({self._prefix()}{quote(self._python)})"
+
+    def step(self) -> str:
+        """The srun command, over several lines."""
+        command = torchrun_command(
+            self._spec,
+            run_directory="\0run\0",
+            nodes="\0nodes\0",
+            procs=self._spec.procs_per_node,
+            rdzv_id="\0id\0." + ATTEMPT,
+            endpoint="\0addr\0:" + (PORT if self._spec.launch.port == "auto" else "\0port\0"),
+        )
+        options = list(itertools.takewhile(lambda word: word.startswith("--"), command[1:]))
+        target = command[1 + len(options) :]  # what is run, and options of its own behind it
+        lines = [
+            f"{' '.join(SRUN)}{self._srun_options}",
+            f'    "${{python[@]}}" -m cluster_ddp.launch.node --run "$run" --attempt {quote(ATTEMPT)} --',
+            f"    {command[0]}",
+            *(f"        {quote_around(option, _VARIABLES)}" for option in options),
+            f"        {' '.join(quote_around(word, _VARIABLES) for word in target)}",
+        ]
+        return " \\\n    ".join(lines)
+
+    def _prefix(self) -> str:
+        container = self._container
+        if container is None or container.runtime == "pyxis":
+            return ""
+        image = quote(container.image)
+        if container.runtime == "enroot":
+            mounts = "".join(f" --mount {quote(mount)}" for mount in container.mounts)
+            return f'enroot start --rw --mount "$run:$run"{mounts} {image} '
+        gpus = " --nv" if self._spec.slurm.gpu_count else ""
+        mounts = "".join(f" --bind {quote(mount)}" for mount in container.mounts)
+        return f'apptainer exec{gpus} --bind "$run"{mounts} {image} '
+
+
+def _pyxis_options(container: ContainerSpec) -> str:
+    mounts = "".join("," + inside(mount) for mount in container.mounts)
+    return f' --container-image={quote(container.image)} --container-mounts="$run:$run{mounts}"'

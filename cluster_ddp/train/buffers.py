@@ -1,0 +1,80 @@
+"""The buffers of a model as they were before a step: BatchNorm's statistics change in the forward pass already."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Buffers:
+    """Keeps the buffers before each step, and puts them back when its update is left out.
+
+    Parameters
+    ----------
+    model
+        The bare model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Where each buffer is registered: a module may put another tensor there at any time.
+        self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._kept: list[Tensor | None] = []
+        self._live: list[Tensor] = []
+        self._copies: list[Tensor] = []
+
+    def keep(self) -> None:
+        """Call before the first forward pass of a step."""
+        if not self._slots:
+            return
+        found = self._find()
+        if len(found) != len(self._kept) or any(new is not old for new, old in zip(found, self._kept, strict=True)):
+            self._kept = found
+            self._live = [_written_once(buffer.detach()) for buffer in found if buffer is not None]
+            self._copies = [buffer.clone() for buffer in self._live]
+        else:
+            torch._foreach_copy_(self._copies, self._live)
+
+    def put_back(self, left_out: bool | Tensor) -> None:
+        """Call after the update. A verdict that is still on the device stays there: the host does not wait for it.
+
+        Parameters
+        ----------
+        left_out
+            Whether the update was left out; on a device a number of one element, not 0 when it was.
+        """
+        if left_out is False or not self._slots:
+            return
+        replaced = any(new is not old for new, old in zip(self._find(), self._kept, strict=True))
+        if isinstance(left_out, Tensor) and not replaced:
+            self._select(left_out.reshape(()) != 0)
+        elif bool(left_out):
+            for (slot, name), kept in zip(self._slots, self._kept, strict=True):
+                slot[name] = kept
+            torch._foreach_copy_(self._live, self._copies)
+
+    def _find(self) -> list[Tensor | None]:
+        return [slot.get(name) for slot, name in self._slots]
+
+    def _select(self, left_out: Tensor) -> None:
+        """Put the copies back by the verdict, exactly: on the bits as integers, which wrap, a difference is undone."""
+        by_kind: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for live, copy in zip(self._live, self._copies, strict=True):
+            parts = [torch.view_as_real(part) if part.is_complex() else part for part in (live, copy)]
+            kind = _INTEGERS[parts[0].element_size()]
+            lives, copies = by_kind.setdefault(kind, ([], []))
+            lives.append(parts[0].view(kind))
+            copies.append(parts[1].view(kind))
+        for kind, (lives, copies) in by_kind.items():
+            change = torch._foreach_sub(copies, lives)
+            torch._foreach_mul_(change, left_out.to(kind))
+            torch._foreach_add_(lives, change)
+
+
+def _written_once(buffer: Tensor) -> Tensor:
+    """A view in which every element has memory of its own, so that it can be written; an expanded buffer has not."""
+    for dimension, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dimension] > 1:
+            buffer = buffer.narrow(dimension, 0, 1)
+    return buffer

@@ -1,0 +1,170 @@
+"""Getting samples out of a map-style data set, each seeded by itself, or by batch where the set does that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from cluster_ddp.train.data.fingerprint import fingerprint, settled
+from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.randomness import OwnGenerators, derive, mix, seed_host
+from cluster_ddp.train.task import Task
+
+_DEFAULT_COLLATES = (default_collate, Task.collate)
+_TRIED = 32
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetcher:
+    """Makes batches of the samples at given indices.
+
+    Parameters
+    ----------
+    data
+        A map-style data set.
+    collate
+        Makes a batch of a list of items.
+    seed_words
+        What the random numbers of a sample depend on, besides the epoch and its index.
+    exact
+        Whether the first samples are fetched twice, in each process, to see that they come back the same.
+    """
+
+    def __init__(self, data: Dataset[Any], collate: Collate, *seed_words: int, exact: bool = False) -> None:
+        self._data, self._positions = _unwrap(data)
+        self._collate = collate
+        self._base = derive(*seed_words)
+        self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
+        self._untried = exact
+        self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
+        if _is_plain(self._data) and self._collates_by_default:
+            self._read: Callable[[int, Indices], Any] = self._by_tensor
+        elif _fetches_by_batch(self._data):
+            self._read = self._by_batch
+        else:
+            self._read = self._one_by_one
+
+    def __call__(self, epoch: int, indices: Indices) -> Any:
+        """Fetch the samples at `indices`, int64 of shape (n,), as one batch.
+
+        Raises
+        ------
+        DataError
+            The items do not fit together, or are others when they are fetched again. What the data set itself or a
+            `collate` of the task's own raises is raised as it is.
+        """
+        places = indices if self._positions is None else self._positions[indices]
+        if self._untried:
+            self._untried = False
+            self._try_twice(epoch, places[:_TRIED])
+        return self._read(epoch, places)
+
+    def _by_tensor(self, epoch: int, indices: Indices) -> Any:
+        chosen = torch.from_numpy(indices)
+        return [
+            tensor.index_select(0, chosen) if tensor.is_cpu else tensor.index_select(0, chosen.to(tensor.device))
+            for tensor in self._data.tensors  # type: ignore[attr-defined]
+        ]
+
+    def _by_batch(self, epoch: int, indices: Indices) -> Any:
+        self._seed(mix(self._base ^ mix(epoch)) ^ int(indices[0]))
+        batch = self._data.__getitems__(indices.tolist())  # type: ignore[attr-defined]
+        return self._collated(batch, indices) if isinstance(batch, list) else batch
+
+    def _one_by_one(self, epoch: int, indices: Indices) -> Any:
+        base = mix(self._base ^ mix(epoch))
+        items = []
+        for index in indices.tolist():
+            self._seed(base ^ index)
+            items.append(self._data[index])
+        return self._collated(items, indices)
+
+    def _seed(self, word: int) -> None:
+        seed = mix(word)
+        seed_host(seed)
+        self._own.seed(seed)
+
+    def _collated(self, items: list[Any], indices: Indices) -> Any:
+        if not self._collates_by_default:
+            return self._collate(items)
+        try:
+            return self._collate(items)
+        except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
+            raise DataError(
+                f"samples {_named(indices)} do not make a batch: {error}\n"
+                "    give items of the same structure and shapes, or write collate() of the task"
+            ) from error
+
+    def _try_twice(self, epoch: int, indices: Indices) -> None:
+        """See that the same seed gives the same samples.
+
+        Raises
+        ------
+        DataError
+            It does not.
+        """
+        if self._read == self._by_tensor:
+            return
+        if settled(lambda: fingerprint(self._read(epoch, indices))) is not None:
+            return
+        changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
+        what = f"sample {changing[0].item()}" if changing else "a batch"
+        raise DataError(
+            f"{what} of the training set ({type(self._data).__name__}) is another when it is fetched again with the "
+            "same seed, so that no resume could be exact: the set or collate() draws from a generator that nothing "
+            "seeds, or counts its calls. Use the global generators of torch, random or numpy, which are seeded for "
+            "each sample, or keep the generator as an attribute of the data set: it is seeded too"
+        )
+
+    def _changes(self, epoch: int, index: Indices) -> bool:
+        return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
+
+
+def _is_plain(data: Dataset[Any]) -> bool:
+    """Whether a set is nothing but rows of tensors; a TensorDataset with a method of its own to fetch by is more."""
+    return (
+        isinstance(data, TensorDataset)
+        and type(data).__getitem__ is TensorDataset.__getitem__
+        and not hasattr(data, "__getitems__")
+    )
+
+
+def _fetches_by_batch(data: Dataset[Any]) -> bool:
+    """Whether a set has ``__getitems__``, and no derived class says otherwise by a ``__getitem__`` alone."""
+    for kind in type(data).__mro__:
+        if "__getitems__" in vars(kind):
+            return True
+        if "__getitem__" in vars(kind):
+            return False
+    return callable(getattr(data, "__getitems__", None))
+
+
+def _unwrap(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
+    """See through Subset, whose ``__getitems__`` would hide that its set has random samples to be seeded."""
+    positions: Indices | None = None
+    while _is_subset(data):
+        inner = _as_indices(data.indices)
+        positions = inner if positions is None else inner[positions]
+        data = data.dataset
+    return data, positions
+
+
+def _is_subset(data: Dataset[Any]) -> TypeGuard[Subset[Any]]:
+    kind = type(data)
+    return isinstance(data, Subset) and all(
+        getattr(kind, name) is getattr(Subset, name) for name in ("__getitem__", "__getitems__")
+    )
+
+
+def _as_indices(positions: Sequence[int]) -> Indices:
+    return torch.as_tensor(positions, dtype=torch.int64).numpy()
+
+
+def _named(indices: Indices) -> str:
+    shown = ", ".join(map(str, indices[:8].tolist()))
+    return shown + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")

@@ -1,0 +1,60 @@
+"""A number that tells two items apart: by it a set that does not give the same item again is found in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+
+def fingerprint(value: Any) -> int:
+    """Hash the tensors, arrays, numbers and strings in a value; of anything else only its type counts."""
+    hashed = xxhash.xxh3_64()
+    _add(hashed, value)
+    return hashed.intdigest() >> 1  # fits a signed word
+
+
+def settled(read: Callable[[], int]) -> int | None:
+    """Read until two readings in a row give the same, three times at most; None when no two do.
+
+    The first may differ: a library that is imported at first use may draw random numbers by that.
+    """
+    last = read()
+    for _ in range(2):
+        before, last = last, read()
+        if last == before:
+            return last
+    return None
+
+
+def _add(hashed: Any, value: Any) -> None:
+    hashed.update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.layout is torch.strided and not value.is_quantized:
+            value = value.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
+            hashed.update(value.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        hashed.update(f"{array.dtype}{array.shape}".encode())
+        if not array.dtype.hasobject:
+            hashed.update(array.tobytes())
+        else:
+            _add(hashed, array.tolist())
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            _add(hashed, key)
+            _add(hashed, part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _add(hashed, part)
+    elif isinstance(value, bytes):
+        hashed.update(value)
+    elif isinstance(value, (str, int, float, complex)):
+        hashed.update(repr(value).encode())
+    elif hasattr(value, "tobytes"):  # an image of Pillow
+        hashed.update(value.tobytes())

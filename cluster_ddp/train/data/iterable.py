@@ -1,0 +1,347 @@
+"""Training on an IterableDataset, exactly.
+
+The contract of the set, for a training that is resumed exactly and sees each item once:
+
+- It gives the same items in the same order whenever it is iterated in the same epoch, on every rank and in every
+  process. It does not shard by rank or by worker: the trainer takes each rank's items out of the one stream, whose
+  order is the order of the global batches. Where that is too slow, see `Task.sharded`.
+- ``set_epoch(epoch)``, when it has one, is called before each pass over it.
+- ``skip(items)``, when it has one, is called after that: the pass is to begin so many items later.
+- Both may change the set or return another.
+- torch, random and numpy are seeded by (seed, epoch, position) before each item is asked for, so random augmentation
+  in ``__iter__`` is exact too.
+
+What can be seen of it is tried: the first items are read twice and must be the same, on all ranks too; and a resume
+uses ``skip`` only where the item after a few skipped ones is the one that reading gives. Otherwise the items before the
+place are read and dropped.
+
+A pass that ends in the middle of a global batch is followed by the next pass in the same batch: nothing is dropped, and
+``train.drop_last`` has no meaning. ``train.steps`` must be given, unless the set has a length. One worker at most reads
+ahead, because several would change the order.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from cluster_ddp.job import BatchPlan, TrainSpec
+from cluster_ddp.train.data.fetch import Collate
+from cluster_ddp.train.data.fingerprint import fingerprint, settled
+from cluster_ddp.train.data.loader import from_workers, to_device
+from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.distributed import World, all_gather_object
+from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.randomness import Use, derive, mix, seed_host
+from cluster_ddp.train.state import Counts
+from cluster_ddp.train.task import Task
+
+Place = tuple[int, int]  # the epoch, and the items of it that have been taken
+
+_TRIED = 3
+
+
+class IterableStream:
+    """The stream of an iterable set."""
+
+    def __init__(
+        self,
+        data: IterableDataset[Any],
+        task: Task,
+        train: TrainSpec,
+        plan: BatchPlan,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self.waited = 0.0
+        self._sharded = task.sharded and world.world_size > 1
+        self._length = _length(data, sharded=self._sharded)
+        self.total_steps, self.steps_per_epoch = _steps(self._length, train, plan)
+        self._reader = _Reader(data, task.collate, train.seed, plan, world.rank, sharded=self._sharded)
+        self._plan, self._world, self._device, self._workers = plan, world, device, min(train.workers, 1)
+        self._counts = Counts()
+        self._batches: Any = None
+
+    def epoch(self, step: int) -> int:
+        """The epoch that is under way now."""
+        return self._counts.stream_epoch
+
+    def consumed(self, step: int) -> int:
+        """The sample offset when `step` steps are finished."""
+        return step * self._plan.global_batch
+
+    def first(self) -> tuple[MicroBatch, Any]:
+        """The first micro-batch of the whole training."""
+        reading = self._read(0, 1, (0, 0))
+        next(reading)
+        first, _, batch = next(reading)
+        self.close()
+        return first, to_device(batch, self._device)
+
+    def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
+        """The micro-batches of this rank from this step on; keeps the place in the stream in `counts`.
+
+        Raises
+        ------
+        DataError
+            The set breaks its contract, in a way that the first items show, or is another than that of the checkpoint.
+        """
+        self._counts = counts
+        if self._length is not None:
+            counts.expect_length(self._length)
+        reading = self._read(step, self.total_steps, self._place(counts))
+        self._expect_same_items(next(reading), counts)
+        while True:
+            begun = time.perf_counter()
+            found = next(reading, None)
+            self.waited += time.perf_counter() - begun
+            if found is None:
+                return
+            micro, (counts.stream_epoch, counts.stream_offset), batch = found
+            yield micro, to_device(batch, self._device)
+
+    def note_place(self, counts: Counts) -> None:
+        """Put every rank's place into the counts, where ranks read parts of their own."""
+        if self._sharded and self._counts is counts:  # before, they hold what was restored
+            counts.stream_places = all_gather_object([counts.stream_epoch, counts.stream_offset])
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _read(self, step: int, stop: int, place: Place) -> Any:
+        remaining = _Remaining(self._reader, step, stop, place)
+        self._batches = from_workers(remaining, None, workers=self._workers, device=self._device)
+        return self._batches
+
+    def _place(self, counts: Counts) -> Place:
+        places = counts.stream_places
+        if places is not None and len(places) != self._world.world_size:
+            raise DataError(
+                f"the set is read in {len(places)} parts, one by each rank (sharded = True of the task): resume on "
+                f"{len(places)} ranks, not {self._world.world_size}"
+            )
+        if places is None and self._sharded and (counts.stream_epoch or counts.stream_offset):
+            raise DataError("the checkpoint was saved by a task that is not sharded, or by one rank: resume it so")
+        epoch, taken = (counts.stream_epoch, counts.stream_offset) if places is None else places[self._world.rank]
+        return epoch, taken
+
+    def _expect_same_items(self, first: int, counts: Counts) -> None:
+        """See that all ranks read the same items, unless they are to read parts, and those of the attempts before."""
+        seen = all_gather_object(first)
+        if self._sharded:
+            if len(set(seen)) == 1:
+                print("cluster_ddp: the task says sharded = True, but all ranks read the same items", file=sys.stderr)
+            return
+        if len(set(seen)) > 1:
+            raise DataError(
+                "the ranks read different items from train_data(): each would train on a part of its own part. Give "
+                "every rank the whole stream in the same order, or say that each reads a part of its own by "
+                "sharded = True of the task"
+            )
+        if counts.data_fingerprint not in (None, first):
+            print(
+                "cluster_ddp: train_data() does not begin with the items it began with when the checkpoint was saved: "
+                "this resume is not exact. The order of the files and the augmentation have to be as they were",
+                file=sys.stderr,
+                flush=True,
+            )
+        counts.data_fingerprint = first
+
+
+class _Remaining(IterableDataset[Any]):
+    """What is left of the training, for a process that reads ahead."""
+
+    def __init__(self, reader: _Reader, step: int, stop: int, place: Place) -> None:
+        self._reader, self._step, self._stop, self._place = reader, step, stop, place
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield self._reader.try_set()
+            yield from self._reader.read(self._step, self._stop, self._place)
+        except DataError as error:
+            yield error
+
+
+class _Reader:
+    """Takes a rank's items out of the stream."""
+
+    def __init__(
+        self, data: IterableDataset[Any], collate: Collate, seed: int, plan: BatchPlan, rank: int, *, sharded: bool
+    ) -> None:
+        self._data, self._collate, self._plan = data, collate, plan
+        self._base = derive(Use.SAMPLE, seed, rank) if sharded else derive(Use.SAMPLE, seed)
+        self._threads = False  # whether the set reads in threads of its own
+        piece = plan.micro_batch * plan.accumulation_steps
+        self._own = range(piece) if sharded else range(rank * piece, (rank + 1) * piece)
+        self._items_per_step = piece if sharded else plan.global_batch
+
+    def try_set(self) -> int:
+        """Read the first items until they come back the same.
+
+        Returns
+        -------
+        Their fingerprint.
+
+        Raises
+        ------
+        DataError
+            They do not, or there are none.
+        """
+        first = settled(lambda: fingerprint(self._fingerprints(0, 0, _TRIED)))
+        if self._threads and (first is None or self._draws(first)):
+            raise DataError(
+                f"the training set ({type(self._data).__name__}) reads in threads of its own, and draws random numbers "
+                "there, which nobody can seed: no resume could be exact. Move what is random into collate() of the "
+                "task, which is seeded, or into its loss()"
+            )
+        if first is None:
+            raise DataError(
+                f"the training set ({type(self._data).__name__}) gives other items when the same epoch is read again, "
+                "so that no resume could be exact: let its order and its random numbers follow from set_epoch(epoch), "
+                "or from the global generators, which are seeded before each item, not from a count of its passes"
+            )
+        return first
+
+    def read(self, step: int, stop: int, place: Place) -> Iterator[tuple[MicroBatch, Place, Any]]:
+        """Yield for each micro-batch its description, the place after its step, and its batch."""
+        items = self._items(place)
+        for number in range(step, stop):
+            kept = []
+            for position in range(self._items_per_step):
+                found, place = next(items)
+                if position in self._own:
+                    kept.append((found, place))
+            yield from self._micro_batches(number, kept, place)
+
+    def _micro_batches(
+        self, step: int, kept: list[tuple[Any, Place]], after: Place
+    ) -> Iterator[tuple[MicroBatch, Place, Any]]:
+        size = self._plan.micro_batch
+        for number in range(self._plan.accumulation_steps):
+            part = kept[number * size : (number + 1) * size]
+            micro = MicroBatch(
+                step=step,
+                number=number,
+                epoch=part[0][1][0],
+                indices=np.array([place[1] - 1 for _, place in part], dtype=np.int64),
+                samples=len(part),
+                global_batch=self._plan.global_batch,
+                last=number == self._plan.accumulation_steps - 1,
+            )
+            self._seed(micro.epoch, int(micro.indices[0]))  # as the ranks draw different numbers here
+            yield micro, after, self._collate([item for item, _ in part])
+
+    def _items(self, place: Place) -> Iterator[tuple[Any, Place]]:
+        """Yield items from a place on, pass after pass, each with the place after it."""
+        epoch, taken = place
+        while True:
+            before = taken
+            for item in self._pass(epoch, taken):
+                taken += 1
+                yield item, (epoch, taken)
+            if taken == before == 0:
+                raise DataError(f"the iterable training set gave no item in epoch {epoch}")
+            epoch, taken = epoch + 1, 0
+
+    def _pass(self, epoch: int, taken: int) -> Iterator[Any]:
+        """The items of an epoch from a place on; skipped where that is as good as reading them, else read."""
+        if not taken or self._skips(epoch):
+            return self._seeded(epoch, taken)
+        return islice(self._seeded(epoch, 0), taken, None)
+
+    def _skips(self, epoch: int) -> bool:
+        if getattr(self._data, "skip", None) is None:
+            return False
+        read = self._fingerprints(epoch, 0, _TRIED)
+        if len(read) == _TRIED and read[-1:] == self._fingerprints(epoch, _TRIED - 1, 1):
+            return True
+        print(
+            f"cluster_ddp: {type(self._data).__name__}.skip() does not go on with the items that reading gives, as "
+            "where skipped items draw random numbers: the items up to the place of the resume are read and dropped",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+
+    def _fingerprints(self, epoch: int, taken: int, number: int) -> list[int]:
+        items, threads = self._seeded(epoch, taken), threading.active_count()
+        found = [fingerprint(item) for item in islice(items, number)]
+        self._threads = self._threads or threading.active_count() > threads
+        return found
+
+    def _draws(self, seen: int) -> bool:
+        """Whether the first items, whose fingerprint is known, are others with other seeds."""
+        base, self._base = self._base, mix(self._base)
+        other = fingerprint(self._fingerprints(0, 0, _TRIED))
+        self._base = base
+        return other != seen
+
+    def _seeded(self, epoch: int, taken: int) -> Iterator[Any]:
+        """Iterate over the set from a place on, seeding before each item."""
+        self._seed(epoch, taken)  # a set may shuffle as its iteration begins
+        items = iter(self._begun(epoch, taken))
+        while True:
+            self._seed(epoch, taken)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            yield item
+            taken += 1
+
+    def _begun(self, epoch: int, taken: int) -> Any:
+        """The set, made ready for a pass; each of its methods may change it or return another."""
+        data = _called(self._data, "set_epoch", epoch)
+        skipped = _called(data, "skip", taken)  # of 0 items too: the set may still be skipping those of another pass
+        return _called(skipped, "set_epoch", epoch) if taken and skipped is not data else data
+
+    def _seed(self, epoch: int, taken: int) -> None:
+        seed_host(mix(mix(self._base ^ mix(epoch)) ^ taken))
+
+
+def _called(data: Any, name: str, value: int) -> Any:
+    method = getattr(data, name, None)
+    changed = None if method is None else method(value)
+    return changed if hasattr(changed, "__iter__") else data
+
+
+def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:
+    """Items of an epoch, on all ranks together; None when the set does not say."""
+    try:
+        length: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        length = None
+    lengths = all_gather_object(length)
+    if sharded and None not in lengths:
+        return sum(filter(None, lengths))
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"train_data() has another length on each rank ({', '.join(map(str, lengths))}, by rank): give every rank "
+            "the whole stream, or say that each reads a part of its own by sharded = True of the task"
+        )
+    return length
+
+
+def _steps(length: int | None, train: TrainSpec, plan: BatchPlan) -> tuple[int, int | None]:
+    """Steps of the training and, when the set has a length, whole steps in an epoch."""
+    if length is None:
+        if train.steps is None:
+            raise DataError("the training set is iterable and has no length: set train.steps instead of epochs")
+        return train.steps, None
+    total = train.steps or (train.epochs or 1) * length // plan.global_batch
+    if not total:
+        raise DataError(
+            f"the training set has {length} items, less than one global batch of {plan.global_batch}: lower "
+            "train.batch_size or train.global_batch"
+        )
+    return total, max(1, length // plan.global_batch)

@@ -1,0 +1,194 @@
+"""Batches for a rank, fetched in this process or by workers."""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cluster_ddp.launch.signals import present
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.errors import DataError
+
+K = TypeVar("K")
+Key = tuple[int, Indices]
+Pairs = Generator[tuple[K, Any], None, None]
+
+_END = object()
+_JOIN_SECONDS = 2.0
+_IGNORED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+class Loader(Generic[K]):
+    """Fetches batches in the order of their plans; the number of workers changes nothing but the speed.
+
+    Parameters
+    ----------
+    fetcher
+        Makes a batch for (epoch, indices).
+    plans
+        What to fetch, in order.
+    key
+        The (epoch, indices) of a plan.
+    workers
+        Processes that fetch ahead; 0: this one fetches.
+    device
+        Where batches go.
+
+    Attributes
+    ----------
+    waited
+        Seconds that this process has waited for batches, or spent on fetching them.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, plans: Iterable[K], key: Callable[[K], Key], *, workers: int, device: torch.device
+    ) -> None:
+        self.waited = 0.0
+        self._fetcher = fetcher
+        self._plans = plans
+        self._key = key
+        self._workers = workers
+        self._device = device
+        self._pairs: Pairs[K] | None = None
+
+    def __iter__(self) -> Iterator[tuple[K, Any]]:
+        """Yield each plan with its batch, on the device."""
+        self._pairs = self._by_workers() if self._workers else self._here()
+        if self._device.type == "cpu":
+            return self._pairs
+        return ((plan, to_device(batch, self._device)) for plan, batch in self._pairs)
+
+    def close(self) -> None:
+        """End the workers, when the iteration was left before its end."""
+        if self._pairs is not None:
+            self._pairs.close()
+
+    def _here(self) -> Pairs[K]:
+        pin = self._device.type == "cuda"
+        for plan in self._plans:
+            begun = time.perf_counter()
+            batch = self._fetcher(*self._key(plan))
+            self.waited += time.perf_counter() - begun
+            yield plan, pinned(batch) if pin else batch
+
+    def _by_workers(self) -> Pairs[K]:
+        under_way: collections.deque[K] = collections.deque()
+
+        def keys() -> Iterator[Key]:
+            for plan in self._plans:
+                under_way.append(plan)
+                yield self._key(plan)
+
+        batches = from_workers(_Keyed(self._fetcher), _Keys(keys()), workers=self._workers, device=self._device)
+        try:
+            while True:
+                begun = time.perf_counter()
+                batch = next(batches, _END)
+                self.waited += time.perf_counter() - begun
+                if batch is _END:
+                    break
+                yield under_way.popleft(), batch
+        finally:
+            batches.close()
+
+
+class _Keyed(Dataset[Any]):
+    """A data set whose 'index' is a whole batch's key."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, key: Key) -> Any:
+        try:
+            return self._fetcher(*key)
+        except DataError as error:
+            return error
+
+
+class _Keys:
+    """Keys that are made as they are needed, as a sampler."""
+
+    def __init__(self, keys: Iterator[Key]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return self._keys
+
+
+def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torch.device) -> Generator[Any, None, None]:
+    """Yield what workers fetch, one element of the data set at a time, in order; closing it ends the workers.
+
+    An element that is a DataError is raised here: raised in a worker it would come with the worker's traceback.
+    """
+    before = set(multiprocessing.active_children())
+    batches = iter(
+        DataLoader(
+            data,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=_ignore_signals,
+        )
+    )
+    processes = [child for child in multiprocessing.active_children() if child not in before]
+    try:
+        for batch in batches:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    finally:
+        del batches  # asks them to end
+        _see_off(processes)
+
+
+def _see_off(workers: list[BaseProcess]) -> None:
+    """Wait for workers to end. They ignore the signal that DataLoader ends them with, so what stays is killed."""
+    for worker in workers:
+        worker.join(_JOIN_SECONDS)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """A signal sent to the whole process group is for the rank; a worker that died of it would take the rank along."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move all tensors of a batch without making the host wait."""
+    return _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(batch: Any) -> Any:
+    """Copy the tensors of a batch to memory that a GPU can read by itself."""
+    return _map(batch, lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor)
+
+
+def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {name: _map(part, change) for name, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(part, change) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_map(part, change) for part in batch)
+    return batch

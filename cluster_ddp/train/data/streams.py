@@ -1,0 +1,170 @@
+"""What a rank trains on, from a given step to the end: its micro-batches of the global batches, and their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from cluster_ddp.job import BatchPlan, TrainSpec, plan_batch
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import read_record, update_record
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_batches
+from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
+from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.randomness import Use
+from cluster_ddp.train.state import Counts
+from cluster_ddp.train.task import Task
+
+
+def agree_on_batches(train: TrainSpec, run: RunDirectory | None, world: World) -> BatchPlan:
+    """Plan the batches. The first attempt of a run resolves the global batch and records it; later ones keep it.
+
+    Raises
+    ------
+    BatchError
+        The global batch cannot be divided among this many ranks; the message says among how many it could.
+    """
+    recorded = read_record(run).global_batch if run is not None and world.is_main else None
+    known = broadcast_object(recorded)
+    plan = plan_batch(train, world.world_size, known)
+    if run is not None and world.is_main and known is None:
+        update_record(run, global_batch=plan.global_batch)
+    return plan
+
+
+class Stream(Protocol):
+    """The training data as the loop sees it."""
+
+    total_steps: int
+    steps_per_epoch: int | None
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for batches."""
+
+    def epoch(self, step: int) -> int:
+        """The epoch that is under way when `step` steps are finished."""
+
+    def consumed(self, step: int) -> int:
+        """The sample offset when `step` steps are finished."""
+
+    def first(self) -> tuple[MicroBatch, Any]:
+        """The first micro-batch of the whole training."""
+
+    def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
+        """The micro-batches of this rank from this step on, on its device."""
+
+    def note_place(self, counts: Counts) -> None:
+        """Put into the counts what a resume needs to know of the place of other ranks; all ranks call it."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+def open_stream(task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device) -> Stream:
+    """Make the stream of the task's training set.
+
+    Raises
+    ------
+    DataError
+        The set is shorter than a global batch, or has no length and the job file does not say how many steps.
+    """
+    data = task.train_data()
+    if isinstance(data, IterableDataset):
+        from cluster_ddp.train.data.iterable import IterableStream
+
+        return IterableStream(data, task, train, plan, world, device)
+    return MapStream(data, task, train, plan, world, device)
+
+
+class MapStream:
+    """The stream of a map-style set."""
+
+    def __init__(
+        self, data: Dataset[Any], task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device
+    ) -> None:
+        samples = _length(data)
+        _expect_one_length(samples)
+        self.order = SampleStream(samples, plan.global_batch, train.seed, train.drop_last)
+        self.steps_per_epoch: int | None = self.order.steps_per_epoch
+        self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
+        self._fetcher = Fetcher(data, task.collate, Use.SAMPLE, train.seed, exact=True)
+        self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device
+        self._loader: Loader[MicroBatch] | None = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for batches."""
+        return self._loader.waited if self._loader else 0.0
+
+    def epoch(self, step: int) -> int:
+        """The epoch that is under way when `step` steps are finished."""
+        return self.order.epoch(step)
+
+    def consumed(self, step: int) -> int:
+        """The sample offset when `step` steps are finished."""
+        return self.order.consumed(step)
+
+    def first(self) -> tuple[MicroBatch, Any]:
+        """The first micro-batch of the whole training."""
+        first = next(rank_micro_batches(self.order, self._plan, self._rank, 0, 1))
+        # By a worker, where there are workers: what a library starts in this process would break in those forked later.
+        loader = self._load(iter([first]), workers=min(1, self._workers))
+        found = next(iter(loader))
+        loader.close()
+        return found
+
+    def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
+        """The micro-batches of this rank from this step on, on its device.
+
+        Raises
+        ------
+        DataError
+            The set has another length than when the checkpoint was saved.
+        """
+        counts.expect_length(self.order.samples)
+        micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
+        self._loader = self._load(micro_batches, workers=self._workers)
+        return iter(self._loader)
+
+    def note_place(self, counts: Counts) -> None:
+        """Nothing: the place of all ranks follows from the step."""
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._loader is not None:
+            self._loader.close()
+
+    def _load(self, micro_batches: Iterator[MicroBatch], *, workers: int) -> Loader[MicroBatch]:
+        return Loader(
+            self._fetcher,
+            micro_batches,
+            lambda micro: (micro.epoch, micro.indices),
+            workers=workers,
+            device=self._device,
+        )
+
+
+def _expect_one_length(length: int) -> None:
+    lengths = all_gather_object(length)
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"train_data() has another length on each rank ({', '.join(map(str, lengths))}, by rank): every rank must "
+            "see the whole set, of which it is given its part. Do not split it by rank; download in prepare(), which "
+            "runs before the sets are made"
+        )
+
+
+def _length(data: Dataset[Any]) -> int:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise DataError(
+            f"train_data() gave a {type(data).__name__} without a length: "
+            "give it __len__, or derive it from IterableDataset"
+        ) from error

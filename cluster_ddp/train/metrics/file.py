@@ -1,0 +1,100 @@
+"""metrics.jsonl, and other files of lines, on storage that may be full for a while."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster_ddp.run.storage import open_lines
+
+_MAX_KEPT = 1_000_000  # lines; storage that is full for longer than this is not getting better
+
+
+class LineFile:
+    """Appends lines, each handed to the system at once. One process writes it.
+
+    What the storage refuses is kept, and written before the next line that it takes: a full disk costs no line and does
+    not end the training. A line that a killed process left half written is ended first.
+
+    Parameters
+    ----------
+    path
+        The file, made if it is not there.
+
+    Raises
+    ------
+    OSError
+        The file cannot be opened. After that nothing is raised.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd, torn_end = open_lines(path)
+        self._kept: deque[bytes] = deque([torn_end] if torn_end else [], maxlen=_MAX_KEPT)
+        self._refused = False
+
+    def write(self, line: str) -> None:
+        """Append a line, given without its end."""
+        self._kept.append(line.encode() + b"\n")
+        self._pass_on()
+
+    def close(self) -> None:
+        """Close the file; lines that the storage still refuses are lost, and it is said how many."""
+        self._pass_on()
+        if self._kept:
+            self._say(f"{len(self._kept)} lines are lost")
+        os.close(self._fd)
+
+    def _pass_on(self) -> None:
+        try:
+            while self._kept:
+                written = os.write(self._fd, self._kept[0])
+                rest = self._kept.popleft()[written:]
+                if rest:
+                    self._kept.appendleft(rest)
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                self._say(f"{error.strerror}; what belongs there is kept until it can be written")
+            self._refused = True
+
+    def _say(self, text: str) -> None:
+        print(f"cluster_ddp: cannot write {self._path}: {text}", file=sys.stderr, flush=True)
+
+
+class MetricsFile:
+    """Appends one JSON object per line, flushed at once. One process writes it. A full disk delays lines.
+
+    Usable alone: ``MetricsFile(path, attempt=0).write(step=10, samples=320, epoch=0, values={"train/loss": 0.5})``.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        self._file = LineFile(path)
+
+    def write(
+        self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
+    ) -> None:
+        """Append a line; a value that is not finite becomes null, which JSON can hold.
+
+        `measured` is when the values were, in Unix seconds; by default now.
+        """
+        row: dict[str, float | None] = {
+            "step": step,
+            "samples": samples,
+            "epoch": epoch,
+            "attempt": self._attempt,
+            "time": time.time() if measured is None else measured,
+        }
+        row.update((name, value if math.isfinite(value) else None) for name, value in values.items())
+        self._file.write(json.dumps(row))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

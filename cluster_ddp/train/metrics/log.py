@@ -1,0 +1,280 @@
+"""What is logged of the steps, when, and where it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cluster_ddp.job import JobSpec
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import read_record
+from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.data.streams import Stream
+from cluster_ddp.train.distributed import World
+from cluster_ddp.train.metrics.file import LineFile, MetricsFile
+from cluster_ddp.train.metrics.loggers import Logger, open_loggers
+from cluster_ddp.train.metrics.losses import HostCopy, StepLoss, TotalLosses
+from cluster_ddp.train.metrics.progress import Display, open_display
+from cluster_ddp.train.update import Update
+
+
+class Report:
+    """Passes numbers on to all that show or keep them.
+
+    Attributes
+    ----------
+    latest
+        The last value of each metric, on every rank that was told.
+    """
+
+    def __init__(
+        self, file: MetricsFile | None = None, display: Display | None = None, loggers: Sequence[Logger] = ()
+    ) -> None:
+        self.latest: dict[str, float] = {}
+        self._file = file
+        self._display = display
+        self._loggers = loggers
+
+    def log(
+        self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
+    ) -> None:
+        """Keep the values of a step, which were measured then (Unix seconds; by default now)."""
+        self.latest.update(values)
+        if self._file is not None:
+            self._file.write(step=step, samples=samples, epoch=epoch, values=values, measured=measured)
+        for logger in self._loggers:
+            logger.log(step, values)
+
+    def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Show how far training is."""
+        if self._display is not None:
+            self._display.update(step, epoch, values)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        if self._display is not None:
+            self._display.say(text)
+
+    def close(self, *, failed: bool, wait: bool = True) -> None:
+        """Let go of all; with `wait` false the loggers, which may need a network, are left as they are."""
+        if self._display is not None:
+            self._display.close()
+        if self._file is not None:
+            self._file.close()
+        loggers, self._loggers, self._file, self._display = self._loggers, (), None, None
+        if wait:
+            for logger in loggers:
+                logger.close(failed=failed)
+
+
+class _Row(NamedTuple):
+    """A log step whose loss is not yet added up over the ranks."""
+
+    step: int
+    epoch: int
+    measured: float
+    loss: StepLoss
+    values: dict[str, float]
+    norm: HostCopy | None
+
+
+class Log:
+    """Measures every ``log.every_steps``-th step and the last one, and passes the numbers to rank 0's report.
+
+    They are passed on about once a second, together: a file, a terminal and an exchange between ranks for each logged
+    step would be most of what a small model's training costs beyond a bare loop.
+
+    Attributes
+    ----------
+    step_loss
+        Takes the losses of the step under way; None when it is not one that is logged.
+    latest
+        The last value of each metric.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        run: RunDirectory | None,
+        attempt: int,
+        world: World,
+        stream: Stream,
+        device: torch.device,
+        wrapped: nn.Module,
+    ) -> None:
+        self.step_loss: StepLoss | None = None
+        self._job, self._run, self._attempt, self._world = job, run, attempt, world
+        self._stream, self._device, self._wrapped = stream, device, wrapped
+        self._every, self._last = job.log.every_steps, stream.total_steps
+        self._report = Report()
+        self._speed = Speed()
+        self._rows: list[_Row] = []
+        self._exchanging: tuple[list[_Row], TotalLosses] | None = None
+        self._ids: list[int] | None = None
+        self._id_file: LineFile | None = None
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The last value of each metric."""
+        return self._report.latest
+
+    def open(self, step: int) -> None:
+        """Open the files, the display and the loggers, going on from this step."""
+        if self._run is not None and self._job.log.sample_ids:
+            path = self._run.attempt(self._attempt).samples_file(self._world.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._id_file, self._ids = LineFile(path), []
+        if self._world.is_main and self._run is not None:
+            self._report = Report(
+                MetricsFile(self._run.metrics_file, self._attempt),
+                open_display(self._job.name, self._stream.total_steps, step),
+                open_loggers(self._job, self._run, read_record(self._run).wandb_id, step),
+            )
+        self._speed.start(step, self._stream.consumed(step), self._stream.waited)
+
+    def say(self, *lines: str) -> None:
+        """Show lines, on rank 0."""
+        for line in lines:
+            self._report.say(line)
+
+    def begin(self, step: int) -> None:
+        """Call before a step; its number counts from 0."""
+        finished = step + 1
+        if finished % self._every == 0 or finished == self._last:
+            self.step_loss = StepLoss(self._device)
+        else:
+            self.step_loss = None
+
+    def record_samples(self, micro: MicroBatch) -> None:
+        """Note the samples of a micro-batch, when they are recorded."""
+        if self._ids is not None:
+            self._ids += micro.indices[: micro.samples].tolist()
+
+    def end(self, step: int, epoch: int, update: Update, lr: float) -> None:
+        """Call when `step` steps are finished."""
+        if self._ids is not None and self._id_file is not None:
+            self._id_file.write(json.dumps({"step": step, "ids": self._ids}))
+            self._ids = []
+        if self.step_loss is not None:
+            norm = HostCopy(update.norm.reshape(1)) if update.norm is not None else None
+            self._rows.append(_Row(step, epoch, time.time(), self.step_loss, self._measured(step, update, lr), norm))
+
+    def exchange(self) -> None:
+        """Pass on what was exchanged the last time, and begin to add up the losses since, without waiting for them.
+
+        All ranks call it after the same step.
+        """
+        self._pass_on()
+        if self._rows:
+            self._exchanging = self._rows, TotalLosses([row.loss for row in self._rows])
+            self._rows = []
+
+    def flush(self) -> None:
+        """Pass on all; waits for the other ranks, which call it after the same step."""
+        self.exchange()
+        self._pass_on()
+
+    def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Log what an evaluation gave."""
+        self.flush()
+        self._report.log(step=step, samples=self._stream.consumed(step), epoch=epoch, values=values)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self._report.say(f"step {step}  epoch {epoch}  {shown}")
+        self._speed.start(step, self._stream.consumed(step), self._stream.waited)
+
+    def close(self, *, failed: bool, wait: bool = True) -> None:
+        """Close everything; with `wait` false without waiting for a network."""
+        if failed:
+            with contextlib.suppress(Exception):  # of what made the training fail, the device perhaps
+                self._pass_on_what_is_here()
+        if self._id_file is not None:
+            self._id_file.close()
+            self._id_file = None
+        self._report.close(failed=failed, wait=wait)
+
+    def _pass_on(self) -> None:
+        if self._exchanging is None:
+            return
+        rows, losses = self._exchanging
+        self._exchanging = None
+        for row, loss in zip(rows, losses.read(), strict=True):
+            values = self._keep(row, {"train/loss": loss, **row.values})
+        self._report.show(row.step, row.epoch, values)
+
+    def _keep(self, row: _Row, values: dict[str, float]) -> dict[str, float]:
+        if row.norm is not None:
+            values = {**values, "grad_norm": row.norm.read()[0]}
+        samples = self._stream.consumed(row.step)
+        self._report.log(step=row.step, samples=samples, epoch=row.epoch, values=values, measured=row.measured)
+        return values
+
+    def _pass_on_what_is_here(self) -> None:
+        """Pass on what needs no other rank: they may be gone. The last rows are then without their losses."""
+        if self._world.world_size == 1:
+            self.flush()
+        if self._exchanging is not None and self._exchanging[1].arrived:
+            self._pass_on()
+        without = [*(self._exchanging[0] if self._exchanging is not None else ()), *self._rows]
+        self._rows, self._exchanging = [], None
+        for row in without:
+            self._keep(row, row.values)
+
+    def _measured(self, step: int, update: Update, lr: float) -> dict[str, float]:
+        values = {"lr": lr, **self._speed.read(step, self._stream.consumed(step), self._stream.waited)}
+        if isinstance(self._wrapped, DistributedDataParallel):
+            values["communication_wait"] = min(1.0, communication_seconds(self._wrapped) / values["seconds_per_step"])
+        if self._device.type == "cuda":
+            values["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        if update.scaler is not None:
+            values["scale"] = update.scaler.get_scale()
+        if update.scaler is not None or update.skipped:
+            values["skipped_updates"] = float(update.skipped)
+        return values
+
+
+class Speed:
+    """Measures the time between log steps."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+        self._samples = 0
+        self._step = 0
+        self._waited = 0.0
+
+    def start(self, step: int, samples: int, waited: float) -> None:
+        """Begin a measurement at this step."""
+        self._time, self._step, self._samples, self._waited = time.perf_counter(), step, samples, waited
+
+    def read(self, step: int, samples: int, waited: float) -> dict[str, float]:
+        """The means since the last call.
+
+        Returns
+        -------
+        samples_per_second over all ranks, seconds_per_step, and data_wait: the part of the time, 0 to 1, in which this
+        rank waited for its batches.
+        """
+        seconds = max(time.perf_counter() - self._time, 1e-9)
+        values = {
+            "samples_per_second": (samples - self._samples) / seconds,
+            "seconds_per_step": seconds / max(1, step - self._step),
+            "data_wait": min(1.0, (waited - self._waited) / seconds),
+        }
+        self.start(step, samples, waited)
+        return values
+
+
+def communication_seconds(model: DistributedDataParallel) -> float:
+    """Seconds of a step in which a rank only waits for gradients: communication that no computation hides.
+
+    DDP measures it every 100 steps and keeps the mean; 0 before the first measurement.
+    """
+    measured: dict[str, int] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    nanoseconds = measured.get("avg_backward_comm_time", 0) - measured.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(0.0, nanoseconds / 1e9)

@@ -1,0 +1,216 @@
+"""From the task's model to the one that is trained: device, SyncBatchNorm, activation checkpointing, compile, DDP.
+
+DDP's gradient buckets are settled before the first step, so that a resume sums in the order of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
+
+from cluster_ddp.job import TrainSpec
+from cluster_ddp.train.agreement import refuse_differences
+from cluster_ddp.train.distributed import World, all_gather
+from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.refusals import refuse_bypass
+from cluster_ddp.train.state import Stateful
+
+_NOTHING = contextlib.nullcontext()
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+_SETTLING_PASSES = 2
+
+
+def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> nn.Module:
+    """Do what comes before DDP: SyncBatchNorm, activation checkpointing, the move to the device, compile.
+
+    Names of parameters and buffers stay as the task's model has them.
+
+    Raises
+    ------
+    TaskError
+        The model has nothing to train, or no blocks to checkpoint.
+    """
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise TaskError(
+            f"model() gave parameters without a shape, of lazy modules: {', '.join(lazy[:5])}; run a batch through the "
+            "model in model(), or use modules that are not lazy"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TaskError("model() has no trainable parameter: at least one needs requires_grad")
+    if train.sync_batchnorm:
+        model = _synchronised(model, device)
+    if train.grad_checkpointing:
+        checkpoint_blocks(model)
+    model = model.to(device)
+    if train.compile:
+        model.compile()
+    return model
+
+
+def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device) -> nn.Module:
+    """Wrap the model in DDP as the job file says; a single process needs no wrapper.
+
+    Raises
+    ------
+    TrainError
+        The gradients cannot be compressed in this way on this device.
+    """
+    if world.world_size == 1:
+        return model
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        find_unused_parameters=train.find_unused_parameters,
+        static_graph=train.static_graph,
+        gradient_as_bucket_view=train.gradient_as_bucket_view,
+        bucket_cap_mb=train.bucket_mb,
+    )
+    if train.comm_hook == "bf16" and device.type != "cuda":
+        raise TrainError("train.comm_hook: bf16 needs CUDA with NCCL; fp16 works with Gloo too")
+    if train.comm_hook != "none":
+        wrapped.register_comm_hook(None, _HOOKS[train.comm_hook])
+    return wrapped
+
+
+def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Context of a micro-batch: only the last one of a step sums the gradients over the ranks."""
+    if last or not isinstance(model, DistributedDataParallel):
+        return _NOTHING
+    return model.no_sync()
+
+
+def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], Tensor]) -> None:
+    """Run throw-away forward and backward passes, and undo what they did.
+
+    DDP lays out its buckets again after the first backward pass, by the order in which gradients arrived. With three
+    ranks or more the layout decides in which order numbers are added, and with it their last bits. A resumed process
+    would use the first layout for one step more than the uninterrupted one did. So every attempt, the first too,
+    settles the layout before it begins, on the same batch.
+
+    Parameters
+    ----------
+    model
+        The wrapped model, in training mode.
+    also
+        What else has state that `loss` may change, the task for one; it is put back.
+    loss
+        Computes the loss of the first micro-batch of the training, with all generators seeded.
+
+    Raises
+    ------
+    TaskError
+        Not all gradients were summed over the ranks, because `loss` did not compute them by calling `model`.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    state = copy.deepcopy(dict(also.state_dict())) if also is not None else {}
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    for _ in range(_SETTLING_PASSES):
+        refuse_bypass(model, loss).backward()
+        if _all_are_summed(model):
+            summed = {
+                name: weight.new_empty(0) if weight.grad is None else weight.grad
+                for name, weight in model.named_parameters()
+            }
+            refuse_differences("the gradients of the first batch", summed)
+        model.zero_grad(set_to_none=True)
+    for parameter, is_trained in zip(model.parameters(), trained, strict=True):
+        parameter.requires_grad_(is_trained)
+    for buffer, before in buffers:
+        buffer.data.copy_(before)
+    if also is not None and state:
+        also.load_state_dict(state)
+
+
+def _all_are_summed(model: nn.Module) -> bool:
+    """Whether every gradient that DDP waits for has come, on all ranks; if not, the next pass says what to set."""
+    if getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False):
+        return True
+    unused = any(weight.requires_grad and weight.grad is None for weight in model.parameters())
+    return not all_gather(torch.tensor(int(unused))).any()
+
+
+def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    has_batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if not has_batchnorm:
+        return model
+    if device.type != "cuda":
+        warnings.warn(
+            f"train.sync_batchnorm: torch has no SyncBatchNorm on {device.type}; BatchNorm stays, and each rank "
+            "normalises by its own micro-batch",
+            stacklevel=2,
+        )
+        return model
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def checkpoint_blocks(model: nn.Module) -> int:
+    """Let the blocks of a model forget their activations and compute them again in the backward pass.
+
+    The blocks are the members of the outermost ModuleLists and Sequentials. Dropout draws the same numbers again, and
+    BatchNorm's statistics take each batch in once.
+
+    Returns
+    -------
+    The number of blocks.
+
+    Raises
+    ------
+    TaskError
+        The model has none.
+    """
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise TaskError(
+            "train.grad_checkpointing: the model has no nn.ModuleList or nn.Sequential whose members could be "
+            "checkpointed; put its blocks into one, or turn it off"
+        )
+    for block in blocks:
+        block.forward = functools.partial(_recomputed, block, block.forward)
+    return len(blocks)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield from (child for child in module if any(True for _ in child.parameters()))
+        return
+    for child in module.children():
+        yield from _blocks(child)
+
+
+def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    contexts = functools.partial(_contexts, block)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(block: nn.Module) -> tuple[Any, Any]:
+    """Those of the first computation and of the second."""
+    return contextlib.nullcontext(), _frozen_statistics(block)
+
+
+@contextlib.contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm, (_, batches) in zip(norms, before, strict=True):
+        # Not None, which SyncBatchNorm does not take.
+        norm.momentum, norm.num_batches_tracked = 0.0, None if batches is None else batches.clone()
+    try:
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches

@@ -1,0 +1,106 @@
+"""Ends a training whose loss has stopped being a number.
+
+A single step whose loss or gradients are not finite is left out before, by `Update` (update.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cluster_ddp.train.distributed import all_gather_object, broadcast_object
+from cluster_ddp.train.errors import NonFiniteError
+from cluster_ddp.train.step import Gradients
+from cluster_ddp.train.update import Update
+
+
+class NonFiniteCheck:
+    """Counts updates in a row that were left out because the loss or a gradient was not finite.
+
+    Under fp16 gradients overflow now and then, and the scaler lowers its scale until they fit; that counts only when
+    the scale is so low that it cannot be the cause.
+    """
+
+    def __init__(self, max_in_a_row: int, update: Update, gradients: Gradients, model: nn.Module) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._update = update
+        self._gradients = gradients
+        self.check_weights = FiniteWeights(model).check
+
+    def check(self, step: int) -> int:
+        """Judge the updates made before this step, the same on all ranks.
+
+        Returns
+        -------
+        The number of updates left out so far.
+
+        Raises
+        ------
+        NonFiniteError
+            There were more in a row than allowed. Nothing of them is in the weights.
+        """
+        skipped, in_a_row = self._update.left_out()
+        if in_a_row >= self._max_in_a_row and not self._scale_may_be_too_high():
+            raise NonFiniteError(self._message(step, in_a_row))
+        return skipped
+
+    def _scale_may_be_too_high(self) -> bool:
+        scaler = self._update.scaler
+        return scaler is not None and scaler.get_scale() >= 1.0
+
+    def _message(self, step: int, in_a_row: int) -> str:
+        losses = all_gather_object(float(self._gradients.last))
+        broken = [f"rank {rank} (loss {loss})" for rank, loss in enumerate(losses) if loss - loss != 0.0]
+        where = ", ".join(broken) if broken else "the gradients only: every rank's loss is finite"
+        return (
+            f"step {step}: {in_a_row} updates in a row had a loss or gradients that are not finite; "
+            f"at this step on: {where}\n"
+            "    those updates were not made, and the last checkpoint is intact: lower train.lr, set train.clip_norm, "
+            "check the data, or allow more by train.max_bad_steps"
+        )
+
+
+class FiniteWeights:
+    """Sees before a save that no broken checkpoint takes the place of an intact one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # Such as a mask of minus infinity; what is finite now is to stay so.
+        self._exempt = set(_not_finite(dict(model.named_buffers())))
+
+    def check(self, step: int) -> None:
+        """Check weights and buffers before a save.
+
+        No gradient that is not finite gets into them; an update may still overflow, and code of the task may write to
+        them. Buffers that were not finite when training began may stay so.
+
+        Raises
+        ------
+        NonFiniteError
+            A weight or a buffer is not finite on rank 0, whose buffers are saved; the weights are the same on all.
+        """
+        named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        broken = broadcast_object([name for name in _not_finite(named) if name not in self._exempt])
+        if broken:
+            raise NonFiniteError(
+                f"after step {step} weights or buffers of the model are not finite: {', '.join(broken[:5])}\n"
+                "    the gradients were finite; the last checkpoint is intact: lower train.lr, or check what these are "
+                "used for, and what loss() and the forward pass write to them"
+            )
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors with an element that is not finite; a sum tells when there is none, but may overflow."""
+    with torch.no_grad():
+        parts = {
+            name: torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+            for name, tensor in tensors.items()
+            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()
+        }
+        if not parts:
+            return []
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()]).isfinite().tolist()
+        suspects = [name for name, finite in zip(parts, sums, strict=True) if not finite]
+        return [name for name in suspects if not bool(torch.isfinite(parts[name]).all())]

@@ -1,0 +1,264 @@
+"""An optimizer's state as named tensors and JSON, and back: every tensor with its own dtype, strides and device.
+
+`Optimizer.load_state_dict` casts tensors to the dtype of their parameter and takes their strides as they come, so the
+state is put in place here. A tensor ``state[parameter][key]`` is saved as ``optimizer.<parameter>.<key>``; whatever
+else there is (lists and dicts of tensors, tensors in the groups, state of no parameter) is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.optimizer import check_groups, refuse_broken
+from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
+
+_PREFIX = "optimizer."
+_NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
+_TORCHS = frozenset({"_step_count"})  # by which torch's schedulers see the order of calls
+_CPU = torch.device("cpu")
+
+
+class OptimizerState:
+    """Saves and restores one optimizer.
+
+    Parameters
+    ----------
+    optimizer
+        As it is before the first step.
+    names
+        Of the model's parameters, by their ids.
+
+    Raises
+    ------
+    TaskError
+        It holds a parameter that is not one of the model, or is one that torch has wrong.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer, self._names = optimizer, names
+        refuse_broken(optimizer)
+        for group in optimizer.param_groups:
+            if not all(id(parameter) in names for parameter in group["params"]):
+                raise TaskError("optimizer() holds a parameter that is not one of model(): make it a part of the model")
+        kind = type(optimizer)
+        self._own_methods = (
+            kind.state_dict is not Optimizer.state_dict
+            or kind.load_state_dict is not Optimizer.load_state_dict
+            or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
+        )
+        self._first: list[dict[str, tuple[Any, Any]]] = [
+            {key: (value, _packed_or_none(value)) for key, value in group.items() if key not in _NOT_STATE}
+            for group in optimizer.param_groups
+        ]
+
+    def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors by name, sharing the memory of the live ones, and what is for JSON.
+
+        Raises
+        ------
+        TaskError
+            A part of the state cannot be saved, or a group was added in training.
+        """
+        tensors: dict[str, Tensor] = {}
+        layouts: dict[str, dict[str, Any]] = {}
+        rest: dict[str, Any] = {}
+        for group, parameter in self._parameters():
+            state = self._optimizer.state.get(parameter)
+            if not state:
+                continue
+            fqn = self._names[id(parameter)]
+            if type(state) is not dict:
+                rest[fqn] = state
+                continue
+            steps_with = _device_of_steps(group, parameter)
+            others = {}
+            for key, value in state.items():
+                if type(value) is not Tensor or type(key) is not str or "." in key:
+                    others[key] = value
+                    continue
+                tensors[f"{_PREFIX}{fqn}.{key}"] = value
+                usual = steps_with if key == "step" else parameter.device
+                if value.device != usual or value.stride() != _usual_strides(value, parameter):
+                    layouts[f"{_PREFIX}{fqn}.{key}"] = {
+                        "strides": list(value.stride()) if value.layout is torch.strided else [],
+                        "device": value.device.type != "cpu",
+                    }
+            if others:
+                rest[fqn] = others
+        packer = Packer(tensors)
+        return tensors, {
+            "optimizer_layouts": layouts,
+            "optimizer_state": {fqn: packer.pack(state, f"{_PREFIX}{fqn}") for fqn, state in rest.items()},
+            "optimizer_groups": self._changed_settings(packer),
+            "optimizer_shared": packer.pack(self._shared(), f"{_PREFIX}shared"),
+            "optimizer_own": packer.pack(self._own(), f"{_PREFIX}own"),
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """Put back what `collect` gave, with the tensors on the CPU and contiguous.
+
+        Raises
+        ------
+        TaskError
+            The optimizer is divided into other groups.
+        """
+        left = dict(tensors)
+        device = next((parameter.device for _, parameter in self._parameters()), _CPU)
+
+        def unpacked(key: str, default: Any) -> Any:
+            return unpack(scalars.get(key, default), left.pop, device)
+
+        rest, settings = unpacked("optimizer_state", {}), unpacked("optimizer_groups", [])
+        shared, own = unpacked("optimizer_shared", {}), unpacked("optimizer_own", {})
+        by_name: dict[str, Any] = {}
+        for full_name, tensor in left.items():
+            fqn, _, key = full_name.removeprefix(_PREFIX).rpartition(".")
+            by_name.setdefault(fqn, {})[key] = tensor
+        for fqn, state in rest.items():
+            by_name[fqn] = {**by_name.get(fqn, {}), **state} if type(state) is dict else state
+        if any(settings) and len(settings) != len(self._optimizer.param_groups):
+            raise TaskError(
+                f"the checkpoint is of an optimizer with {len(settings)} parameter groups, optimizer() now makes "
+                f"{len(self._optimizer.param_groups)}: divide the parameters as before, or start a new run"
+            )
+        if own or self._own_methods:
+            self._load_by_itself(by_name, settings, shared, own)
+        for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
+            for key, value in changed.items():
+                _put(group, key, value)
+        self._put_states(by_name, scalars.get("optimizer_layouts", {}))
+        for key, value in shared.items():
+            self._optimizer.state[key] = value
+
+    def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
+        """Numbers among the attributes of this optimizer that differ in the other, a restored one."""
+        for name, value in vars(self._optimizer).items():
+            fresh = getattr(other._optimizer, name, None)
+            if type(value) in (int, float) and type(fresh) in (int, float) and value != fresh and name not in _TORCHS:
+                yield name, f"{value} now, {fresh} after a resume"
+
+    def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:
+        done: dict[tuple[Any, ...], Tensor] = {}  # tensors that were one are one again
+        for group, parameter in self._parameters():
+            fqn = self._names[id(parameter)]
+            state = by_name.get(fqn)
+            if state is None:
+                continue
+            before = self._optimizer.state.get(parameter)
+            if type(state) is not dict:
+                self._optimizer.state[parameter] = state
+                continue
+            placed: dict[Any, Any] = dict(before) if type(before) is dict else {}
+            for key in placed.keys() - state.keys():
+                del placed[key]
+            for key, value in state.items():
+                if type(value) is Tensor and type(key) is str and "." not in key:
+                    strides, device = _usual_strides(value, parameter), parameter.device
+                    if key == "step":
+                        device = _device_of_steps(group, parameter)
+                    if layout := layouts.get(f"{_PREFIX}{fqn}.{key}"):
+                        strides = tuple(layout["strides"])
+                        device = parameter.device if layout["device"] else _CPU
+                    same = (id(value), strides, device)
+                    if same not in done:
+                        done[same] = laid_out(value, strides, device)
+                    value = done[same]
+                _put(placed, key, value)
+            self._optimizer.state[parameter] = placed
+
+    def _load_by_itself(
+        self, by_name: Mapping[str, Any], settings: list[dict[str, Any]], shared: dict[Any, Any], own: dict[str, Any]
+    ) -> None:
+        """Call the optimizer's own `load_state_dict`; what it casts is put right afterwards."""
+        whole = self._optimizer.state_dict()
+        if "state" in whole:
+            order = [self._names[id(parameter)] for _, parameter in self._parameters()]
+            states = {number: by_name[fqn] for number, fqn in enumerate(order) if fqn in by_name}
+            whole["state"] = {**states, **shared}
+        for group, changed in zip(whole.get("param_groups", []), settings, strict=False):
+            group.update(changed)
+        self._optimizer.load_state_dict({**whole, **own})
+
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def _shared(self) -> dict[Any, Any]:
+        """State under keys that are no parameters."""
+        for key in self._optimizer.state:
+            if isinstance(key, Tensor) and id(key) not in self._names:
+                raise TaskError(
+                    f"the optimizer keeps state for a tensor of shape {tuple(key.shape)} that is no parameter of "
+                    "model(), which a checkpoint cannot name: key it by a parameter or by a string"
+                )
+        return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
+
+    def _own(self) -> dict[str, Any]:
+        """What the optimizer's own `state_dict` gives besides."""
+        if not self._own_methods:
+            return {}
+        whole = self._optimizer.state_dict()
+        return {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+
+    def _changed_settings(self, packer: Packer) -> list[dict[str, Any]]:
+        """The settings of each group that the optimizer has changed by itself; the rest is the job file's to say."""
+        check_groups(self._optimizer, len(self._first))
+        changed = []
+        for number, (group, first) in enumerate(zip(self._optimizer.param_groups, self._first, strict=True)):
+            found = {}
+            for key, value in group.items():
+                before, packed_before = first.get(key, (None, None))
+                if key in _NOT_STATE or (value is before and (packed_before is None or not _can_change(value))):
+                    continue
+                known = len(packer.tensors)
+                packed = packer.pack(value, f"{_PREFIX}groups.{number}.{key}")
+                if key not in first or len(packer.tensors) > known or packed != packed_before:
+                    found[key] = packed
+            changed.append(found)
+        return changed
+
+
+def _packed_or_none(value: Any) -> Any:
+    try:
+        return Packer({}).pack(value, "")
+    except TaskError:
+        return None  # a function, say: it can stay, but not change
+
+
+def _can_change(value: Any) -> bool:
+    return not (value is None or isinstance(value, (bool, int, float, str)))
+
+
+def _device_of_steps(group: Mapping[str, Any], parameter: Tensor) -> torch.device:
+    """Where torch's optimizers keep a parameter's count of steps."""
+    return parameter.device if group.get("fused") or group.get("capturable") else _CPU
+
+
+def _usual_strides(value: Tensor, parameter: Tensor) -> tuple[int, ...]:
+    return parameter.stride() if value.shape == parameter.shape else contiguous_strides(value.shape)
+
+
+def _put(place: dict[Any, Any], key: Any, value: Any) -> None:
+    """Fill the tensor that is there when it is alike: something else may hold it too."""
+    there = place.get(key)
+    if isinstance(value, Tensor) and isinstance(there, Tensor) and _alike(value, there):
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        place[key] = value
+
+
+def _alike(value: Tensor, there: Tensor) -> bool:
+    return (
+        value.dtype == there.dtype
+        and value.shape == there.shape
+        and value.stride() == there.stride()
+        and value.device == there.device
+    )

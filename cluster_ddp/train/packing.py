@@ -1,0 +1,152 @@
+"""Nested values as JSON and named tensors, and back: the same types, keys and bits.
+
+JSON has neither tuples nor numbers as keys, so what it would change is written as an object with the key ``!``, which
+says what it is. Only the kinds listed here are read back; nothing that is read is ever called.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cluster_ddp.train.errors import TaskError
+
+_MARK = "!"
+_PLAIN = (bool, int, float, str)
+_LISTS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_DICTS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "ordered": collections.OrderedDict,
+    "counter": lambda items: collections.Counter(dict(items)),
+}
+_KINDS: dict[type, str] = {
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "size",
+    dict: "dict",
+    collections.OrderedDict: "ordered",
+    collections.Counter: "counter",
+}
+
+
+class Packer:
+    """Takes values apart.
+
+    Attributes
+    ----------
+    tensors
+        The tensors found so far, the live ones themselves, each under a name of its own.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def pack(self, value: Any, name: str) -> Any:
+        """Give the JSON of a value; its tensors are added to `tensors`, under names that begin with `name`.
+
+        Raises
+        ------
+        TaskError
+            It holds something that cannot be read back as it is.
+        """
+        kind = type(value)
+        if value is None or kind in _PLAIN:
+            return value
+        if kind is list:
+            return [self.pack(item, f"{name}.{number}") for number, item in enumerate(value)]
+        if kind is dict and _MARK not in value and all(type(key) is str for key in value):
+            return {key: self.pack(item, f"{name}.{key}") for key, item in value.items()}
+        if kind in (Tensor, nn.Parameter):
+            return self._reference(value.detach(), name)
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+            what = "array" if kind is np.ndarray else "scalar"
+            return {**self._reference(torch.from_numpy(np.array(value)), name), "numpy": what}
+        if kind is collections.deque:
+            return {_MARK: "deque", "of": self.pack(list(value), name), "most": value.maxlen}
+        if kind is torch.dtype:
+            return {_MARK: "dtype", "of": str(value).removeprefix("torch.")}
+        if kind not in _KINDS:
+            raise TaskError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: keep tensors, "
+                "numbers, strings, or lists and dicts of these"
+            )
+        items = [list(item) for item in value.items()] if isinstance(value, dict) else list(value)
+        return {_MARK: _KINDS[kind], "of": self.pack(items, name)}
+
+    def _reference(self, tensor: Tensor, name: str) -> dict[str, Any]:
+        while name in self.tensors:
+            name += "'"
+        self.tensors[name] = tensor
+        found: dict[str, Any] = {_MARK: "tensor", "of": name}
+        if tensor.layout is torch.strided and tensor.stride() != contiguous_strides(tensor.shape):
+            found["strides"] = list(tensor.stride())
+        if tensor.device.type != "cpu":
+            found["device"] = True
+        return found
+
+
+def unpack(packed: Any, take: Callable[[str], Tensor], device: torch.device) -> Any:
+    """Put a value together again.
+
+    Parameters
+    ----------
+    packed
+        What `Packer.pack` gave.
+    take
+        Gives a tensor by its name, on the CPU; it becomes a part of the value.
+    device
+        Where tensors go that were not on the CPU.
+    """
+    if isinstance(packed, list):
+        return [unpack(item, take, device) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if _MARK not in packed:
+        return {key: unpack(item, take, device) for key, item in packed.items()}
+    kind, content = packed[_MARK], packed["of"]
+    if kind == "tensor":
+        return _unpack_tensor(take(content), packed, device)
+    if kind == "dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
+        return dtype
+    if kind == "deque":
+        return collections.deque(unpack(content, take, device), packed["most"])
+    if kind in _LISTS:
+        return _LISTS[kind](unpack(content, take, device))
+    if kind in _DICTS:
+        return _DICTS[kind]([(key, value) for key, value in unpack(content, take, device)])
+    raise TaskError(f"the checkpoint holds a value of the kind {kind!r}, which this cluster_ddp does not know")
+
+
+def _unpack_tensor(tensor: Tensor, packed: Mapping[str, Any], device: torch.device) -> Any:
+    if "numpy" in packed:
+        return tensor.numpy() if packed["numpy"] == "array" else tensor.numpy()[()]
+    where = device if packed.get("device") else tensor.device
+    return laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
+
+
+def laid_out(tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same values with these strides, on this device; the tensor itself when it is like that already."""
+    if tensor.stride() == strides and tensor.device == device:
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
+    return made.copy_(tensor)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor that was made in this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

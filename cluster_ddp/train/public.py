@@ -1,0 +1,27 @@
+"""The public names of `cluster_ddp.train`, whatever module they live in."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
+from cluster_ddp.train.data.order import MicroBatch, Permutation, SampleStream, rank_micro_batches
+from cluster_ddp.train.distributed import (
+    World,
+    all_gather,
+    all_gather_object,
+    barrier,
+    broadcast_object,
+    choose_backend,
+    cleanup_distributed,
+    is_main_process,
+    reduce_tensor,
+    setup_distributed,
+)
+from cluster_ddp.train.errors import DataError, DistributedError, NonFiniteError, TaskError, TrainError
+from cluster_ddp.train.metrics.file import MetricsFile
+from cluster_ddp.train.randomness import StepSeeds
+from cluster_ddp.train.script import ScriptRun, join_run
+from cluster_ddp.train.session import Outcome
+from cluster_ddp.train.spawn import launch_distributed_training
+from cluster_ddp.train.stop import StopConsensus, StopSignals
+from cluster_ddp.train.task import Task, load_task
+from cluster_ddp.train.trainer import Trainer

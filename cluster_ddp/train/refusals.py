@@ -1,0 +1,172 @@
+"""What the trainer refuses before or in its first step, because it would fail later or train something else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from cluster_ddp.job import BatchPlan, TrainSpec
+from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
+from cluster_ddp.train.errors import TaskError
+
+
+def refuse_closures(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that evaluates the model itself, several times per step.
+
+    Raises
+    ------
+    TaskError
+        Its ``step`` needs a closure.
+    """
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters):
+        raise TaskError(
+            f"optimizer() gave {type(optimizer).__name__}, whose step() needs a closure that computes the loss again: "
+            "the trainer computes each loss once; give an optimizer that needs the gradients only"
+        )
+
+
+class SingleSamples:
+    """Refuses, in the first forward pass, a BatchNorm that the end of an epoch would give a single value per channel.
+
+    With ``train.drop_last: false`` a rank may be left with one sample of the last batch, where BatchNorm raises.
+    Whether it gets more than one value of each sample, as in an image, shows in the first pass.
+
+    Parameters
+    ----------
+    model
+        The bare model.
+    order
+        The global batches; None when they are not known beforehand.
+    plan
+        How they are divided.
+    """
+
+    def __init__(self, model: nn.Module, order: SampleStream | None, plan: BatchPlan) -> None:
+        self._handles: list[RemovableHandle] = []
+        if order is None or order.drop_last:
+            return
+        last = order.steps_per_epoch - 1
+        if order.size(last) == order.global_batch:
+            return
+        of_ranks = [list(rank_micro_batches(order, plan, rank, last, last + 1)) for rank in range(plan.world_size)]
+        if not any(len(micro.indices) == 1 for rank in of_ranks for micro in rank):
+            return
+        self._left = order.size(last)
+        self._samples = len(of_ranks[0][0].indices) if last == 0 else plan.micro_batch
+        self._handles = [
+            module.register_forward_pre_hook(self._judge)
+            for module in model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+
+    def end(self) -> None:
+        """Call when the first step is done."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _judge(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if module.training and inputs[0].numel() <= self._samples * inputs[0].shape[1]:
+            raise TaskError(
+                f"train.drop_last: false leaves {self._left} sample{'s' * (self._left > 1)} for the last batch of an "
+                "epoch, so that a rank gets one of them, and BatchNorm needs two: set train.drop_last: true, or "
+                "another train.global_batch"
+            )
+
+
+class FrozenLayers:
+    """Refuses, on several ranks, layers frozen or unfrozen in training that DDP does not follow.
+
+    DDP sums the gradients of the parameters that had ``requires_grad`` when it was made, and waits for all of them
+    unless it looks for unused ones in each step. On a single rank nothing is refused.
+
+    Parameters
+    ----------
+    model
+        The bare model, as it is when it is wrapped.
+    train
+        The settings.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainSpec, world_size: int) -> None:
+        self._named = dict(model.named_parameters()) if world_size > 1 else {}
+        self._parameters = list(self._named.values())
+        self._first = [parameter.requires_grad for parameter in self._parameters]
+        self._follows = train.find_unused_parameters and not train.static_graph
+
+    def check(self) -> None:
+        """Call before each update.
+
+        Raises
+        ------
+        TaskError
+            A layer was frozen or unfrozen.
+        """
+        now = [parameter.requires_grad for parameter in self._parameters]
+        if now == self._first:
+            return
+        for name, was, is_trained in zip(self._named, self._first, now, strict=True):
+            if is_trained and not was:
+                raise TaskError(
+                    f"{name} was frozen when training began and is trained now: on several ranks its gradients are not "
+                    "summed; let model() give it with requires_grad=True, freeze it in the first call of loss() before "
+                    "model(...), and set train.find_unused_parameters: true"
+                )
+            if was and not is_trained and not self._follows:
+                raise TaskError(
+                    f"{name} was trained when training began and is frozen now: on several ranks that needs "
+                    "train.find_unused_parameters: true, without train.static_graph"
+                )
+
+
+def refuse_other_ways(error: AttributeError) -> None:
+    """Say what to do when `loss` takes the wrapped model for the bare one.
+
+    Raises
+    ------
+    TaskError
+        It does.
+    """
+    if "'DistributedDataParallel' object has no attribute" in str(error):
+        raise TaskError(f"{error}: {_CALL_IT}") from error
+
+
+def refuse_bypass(model: nn.Module, loss: Callable[[], Any]) -> Any:
+    """Compute a loss, and refuse one that was not computed by a call of the wrapped model.
+
+    Raises
+    ------
+    TaskError
+        The forward of the wrapped model was not called.
+    """
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    handle = model.register_forward_pre_hook(count)
+    try:
+        value = loss()
+    except AttributeError as error:
+        refuse_other_ways(error)
+        raise
+    finally:
+        handle.remove()
+    if not calls:
+        raise TaskError(f"loss() did not call the model that it was given: {_CALL_IT}")
+    return value
+
+
+_CALL_IT = (
+    "on several ranks only model(...) sums the gradients, so loss() has to call it, not a method of it, model.module "
+    "or a model kept in self; what a method such as encode() does belongs into forward(), which may take a word for "
+    'it: model(x, "encode")'
+)

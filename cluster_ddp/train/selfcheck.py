@@ -1,0 +1,114 @@
+"""Finds out in the first steps whether the state of a training comes back from a checkpoint, bit by bit.
+
+The whole checkpoint is made in memory and read back into a model and an optimizer that were made as a resume makes
+them. That costs about one save and the making of the model. What differs is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
+from cluster_ddp.checkpoint.memory import MemoryCheckpoint
+from cluster_ddp.checkpoint.plan import describe
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.state import State
+
+_MOST = 5  # differences that are named
+_REMEDIES = {
+    "model": "a buffer has to be registered in __init__ with its final shape, and changed in place (copy_, add_); "
+    "state_dict() of a module has to give its tensors themselves",
+    "ema": "what is averaged has to be in the model from the beginning",
+    "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
+    "state_dict() and load_state_dict()",
+    "task": "load_state_dict() of the task has to take back all that its state_dict() gives",
+    "counts": "report this as an error of cluster-ddp",
+}
+
+
+def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> None:
+    """Compare the state with what a resume after this step would make of it.
+
+    Parameters
+    ----------
+    fresh
+        Makes the state anew, as at the beginning of an attempt.
+
+    Raises
+    ------
+    TaskError
+        Something does not come back; the message names it.
+    """
+    tensors, scalars = state.collect()
+    try:
+        stored = MemoryCheckpoint(tensors, scalars)
+        other = fresh()
+        restored = stored.restore(other.live())
+        other.load(step, restored.scalars, restored.extra)
+        again, scalars_again = other.collect()
+    except CheckpointMismatch as error:
+        raise _refusal([str(error.differences).strip()], "model") from error
+    except CheckpointError as error:
+        raise _refusal([str(error)], "model") from error
+    except ClusterDDPError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            "after two steps the state was put back into a model and an optimizer made once more, as a resume does, "
+            f"and that failed with {type(error).__name__}: {error}\n"
+            "    model(), optimizer() and load_state_dict() have to work again when they are called again"
+        ) from error
+    differing = [
+        *_tensors_that_differ(tensors, again),
+        *_scalars_that_differ(scalars, scalars_again),
+        *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
+    ]
+    if not differing and describe(tensors)[1] != describe(again)[1]:
+        shared, shared_again = describe(tensors)[1], describe(again)[1]
+        differing = [f"{name}: shares its memory otherwise" for name in sorted(shared.keys() ^ shared_again.keys())]
+    if differing:
+        kinds = {name.partition(".")[0].partition("_")[0] for name in differing}
+        raise _refusal(differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
+
+
+def _refusal(differing: list[str], kind: str) -> TaskError:
+    more = f"\n  and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
+    listed = "\n  ".join(differing[:_MOST])
+    remedy = _REMEDIES.get(kind, _REMEDIES["model"])
+    return TaskError(f"a resume would not go on from the same state:\n  {listed}{more}\n    {remedy}")
+
+
+def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> Iterator[str]:
+    for name in sorted(live.keys() | again.keys()):
+        if name not in again or name not in live:
+            yield f"{name}: {'does not come back' if name in live else 'comes back though it was not there'}"
+            continue
+        was, now = live[name].detach(), again[name].detach()
+        if (was.dtype, was.shape) != (now.dtype, now.shape):
+            yield f"{name}: {was.dtype} {list(was.shape)} comes back as {now.dtype} {list(now.shape)}"
+        elif was.stride() != now.stride():
+            yield f"{name}: strides {list(was.stride())} come back as {list(now.stride())}"
+        elif not torch.equal(_bits(was), _bits(now)):
+            yield f"{name}: other values come back"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes, in which a NaN equals itself."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    for name in live:
+        was, now = (json.dumps(scalars[name], sort_keys=True) for scalars in (live, again))
+        if was != now:
+            yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
+
+
+def _shortened(text: str, most: int = 120) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,81 @@
+"""The memory for checkpoints on a GPU machine, with a driver that plays along or does not; the copies need a GPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_cases import checkpointer, save, state
+
+from cluster_ddp.checkpoint import staging
+from cluster_ddp.checkpoint.plan import describe, make_plan
+from cluster_ddp.checkpoint.staging import Staging
+
+
+class Driver:
+    """What of CUDA's runtime is used: it pins memory, or gives this status."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.pinned: list[int] = []
+        self.asked = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.asked += 1
+        if not self.status:
+            self.pinned.append(address)
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned.remove(address)
+        return 0
+
+
+def staging_for(seed: int, size: int = 20) -> tuple[Staging, dict[str, torch.Tensor]]:
+    tensors = state(seed, size)
+    staging = Staging()
+    staging.prepare(make_plan(*describe(tensors), (0,)).layouts[0], pinned=True)
+    return staging, tensors
+
+
+def test_a_save_is_carried_out_on_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with GPU 0, where each rank of a node would take half a gigabyte."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: taken.append((gpu, threading.current_thread().name)))
+    target = checkpointer(tmp_path)
+    save(target, 1, state(1))
+    assert target.finish()
+    assert taken == [(3, "checkpoint")]
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = Driver(status=2)
+    monkeypatch.setattr(staging, "_cudart", lambda: driver)
+    buffer, tensors = staging_for(1)
+    assert "cannot be pinned: cudaError 2" in capsys.readouterr().err
+    buffer.copy(tensors, frozenset(tensors))
+    assert tensors["model.layer.weight"].numpy().tobytes() in bytes(buffer.shard())
+    buffer.prepare(make_plan(*describe(tensors), (0,)).layouts[0], pinned=True)
+    assert driver.asked == 1  # not again at each save
+    buffer.release()
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_pinned_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, released: bool) -> None:
+    """Also when a training ends by an error and nobody closes it."""
+    driver = Driver()
+    monkeypatch.setattr(staging, "_cudart", lambda: driver)
+    buffer, _ = staging_for(1)
+    assert len(driver.pinned) == 1
+    if released:
+        buffer.release()
+    del buffer
+    gc.collect()
+    assert driver.pinned == []

@@ -1,0 +1,139 @@
+"""Record what a Slurm answers about jobs in each situation: what the tests of the parsers read (tests/slurm/answers).
+
+    TEST_SLURM=/opt/slurm-26.05 python tests/cluster/record_answers.py
+
+writes tests/slurm/answers/26.05.json. TEST_SLURM is as in `slurm_cluster`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm_cluster import CHECKOUT, SlurmCluster
+
+from cluster_ddp.slurm.commands import QUEUE_FORMAT
+
+FOLDER = CHECKOUT / "tests" / "slurm" / "answers"
+STUBBORN = ("trap '' TERM", "sleep 100 &", "wait", "sleep 100")
+# Of this machine, or of no interest.
+PRIVATE = re.compile(r"\b(WorkDir|Command|StdErr|StdIn|StdOut|UserId|GroupId|SLUID|MCS_label|AllocNode:Sid)=\S* ?")
+
+
+class Recorder:
+    """Brings a job into each situation, one after the other, and notes Slurm's answers."""
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self.cluster = cluster
+        self.answers: dict[str, dict[str, str]] = {}
+
+    def job(self, *options: str, lines: tuple[str, ...] = ("sleep 100",)) -> int:
+        """Submit a job of two nodes with a comment as ours have it."""
+        return self.cluster.sbatch(*lines, nodes=2, options=("--comment=cluster_ddp a-run", "--time=20", *options))
+
+    def note(self, situation: str, job: int | str) -> None:
+        """Note what Slurm says of the job now."""
+        run = self.cluster.run
+        queue = run("squeue", "--noheader", "--states=all", "--array", f"--jobs={job}", f"--format={QUEUE_FORMAT}")
+        shown = run("scontrol", "show", "job", "-o", str(job))
+        self.answers[situation] = {"squeue": queue, "scontrol": PRIVATE.sub("", shown)}
+
+    def when(self, job: int, situation: str, ready: Callable[[dict[str, str]], bool], *, end: bool = True) -> None:
+        """Note the situation once the job's fields say that it is there."""
+        self.cluster.wait_for(lambda: ready(self.cluster.job_info(job)), 100, situation, every=0.05)
+        self.note(situation, job)
+        if end:
+            self.cluster.reset()
+
+
+def record(cluster: SlurmCluster) -> dict[str, dict[str, str]]:
+    """All situations; the last are the nodes' and the configuration."""
+    recorder = Recorder(cluster)
+    run, job, when = cluster.run, recorder.job, recorder.when
+
+    def state(word: str) -> Callable[[dict[str, str]], bool]:
+        return lambda info: info["JobState"] == word
+
+    when(job(), "running", state("RUNNING"))
+    preempted = job(lines=STUBBORN)
+    cluster.wait_for_state(preempted, "RUNNING")
+    cluster.preempt(preempted)
+    when(preempted, "preempted with grace", lambda info: info["PreemptTime"] != "None")
+    preempted = job("--partition=cancel", lines=STUBBORN)
+    cluster.wait_for_state(preempted, "RUNNING")
+    time.sleep(1)
+    cluster.preempt(preempted)
+    when(preempted, "preempted without grace, not requeued", state("COMPLETING"))
+    run("scontrol", "update", "PartitionName=debug", "GraceTime=0")
+    preempted = job(lines=STUBBORN)
+    cluster.wait_for_state(preempted, "RUNNING")
+    time.sleep(1)
+    cluster.preempt(preempted)
+    when(preempted, "preempted without grace, requeued", state("COMPLETING"))
+    run("scontrol", "update", "PartitionName=debug", "GraceTime=10")
+    when(job("--time=1", lines=STUBBORN), "time limit", state("COMPLETING"))
+    requeued = job()
+    cluster.wait_for_state(requeued, "RUNNING")
+    run("scontrol", "requeue", str(requeued))
+    when(requeued, "requeued", state("PENDING"))
+    for situation, command in {
+        "held by an administrator": "hold",
+        "held by its user": "uhold",
+    }.items():
+        held = job("--begin=now+1hour")
+        run("scontrol", command, str(held))
+        when(held, situation, lambda info: info["Priority"] == "0")
+    for situation, options in {"requeued and held": (), "special exit": ("State=SpecialExit",)}.items():
+        held = job()
+        cluster.wait_for_state(held, "RUNNING")
+        run("scontrol", "requeuehold", *options, str(held))
+        when(held, situation, lambda info: info["JobState"] not in ("RUNNING", "COMPLETING"))
+    failed = job()
+    node = cluster.wait_for_state(failed, "RUNNING")["BatchHost"]
+    cluster.crash_node(node)
+    when(failed, "node failed, requeued", lambda info: info["Restarts"] == "1", end=False)
+    recorder.answers["a node is down"] = {
+        "sinfo": run("sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", "--nodes=node1,node2,node3"),
+        "usable": run(
+            "sinfo", "--noheader", "--Node", "--partition=debug", "--format=%N",
+            "--states=idle,mixed,allocated,completing",
+        ),
+        "scontrol": run("scontrol", "show", "node", "-o", node),
+        "down": node,
+    }  # fmt: skip
+    cluster.reset()
+    failed = job("--no-requeue")
+    node = cluster.wait_for_state(failed, "RUNNING")["BatchHost"]
+    run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    when(failed, "node failed, not requeued", lambda info: info["JobState"] not in ("RUNNING", "COMPLETING"))
+    cancelled = job(lines=STUBBORN)
+    cluster.wait_for_state(cancelled, "RUNNING")
+    time.sleep(1)
+    cluster.cancel(cancelled)
+    when(cancelled, "cancelled, ending", state("COMPLETING"), end=False)
+    when(cancelled, "cancelled", state("CANCELLED"))
+    array = job("--array=3-4")
+    cluster.wait_for_state(array, "RUNNING")
+    recorder.note("array", f"{array}_3")
+    cluster.reset()
+    recorder.answers["configuration"] = {"scontrol": run("scontrol", "show", "config")}
+    kept = re.findall(r"^(?:KillWait|SLURM_VERSION) .*\n", recorder.answers["configuration"]["scontrol"], re.MULTILINE)
+    recorder.answers["configuration"] = {"scontrol": "".join(kept)}
+    return recorder.answers
+
+
+def main() -> None:
+    """Record the Slurm that TEST_SLURM names."""
+    with SlurmCluster() as cluster:
+        answers = record(cluster)
+        FOLDER.mkdir(exist_ok=True)
+        path: Path = FOLDER / "{}.{:02}.json".format(*cluster.version)
+        path.write_text(json.dumps(answers, indent=1) + "\n")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Preemptions: however often Slurm takes the nodes away, the job ends once, and stays ended.
+
+A preemption with grace leaves a mark on the job, by which Slurm 24.05 and 26.05 start it once more after it has ended:
+the nodes would be given for nothing, and whoever waits for its end would wait. Kept from that, they call it PREEMPTED.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from same_training import repeated_steps
+from slurm_cluster import SlurmCluster
+from training_job import STEPS, TrainingJob, submit
+
+pytestmark = pytest.mark.timeout(900)
+
+PATIENCE = 180
+both_ways = pytest.mark.parametrize("via", ["sbatch", "submitit"])
+sbatch_first = pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", marks=pytest.mark.chaos)])
+
+
+def preempt(training: TrainingJob, number: int) -> None:
+    """Take the nodes away while training is under way, and wait until it is under way again."""
+    training.wait_for_step(3 * number, attempt=number - 1, timeout=PATIENCE)
+    training.cluster.preempt(training.job)
+    training.wait_for_restart(number, timeout=PATIENCE)
+    training.wait_for_step(3 * number + 1, attempt=number, timeout=PATIENCE)
+
+
+def stays_ended(training: TrainingJob, state: str, *, restarts: int) -> None:
+    """The job ends in the state after so many restarts, and is not queued again."""
+    cluster = training.cluster
+    states = (state, "PREEMPTED") if cluster.version > (23, 0) and restarts else (state,)
+
+    def ended() -> bool:
+        info = cluster.job_info(training.job)
+        assert int(info["Restarts"]) == restarts, f"it was started again\n{training.story()}"
+        return info["JobState"] not in ("RUNNING", "COMPLETING")
+
+    cluster.wait_for(ended, PATIENCE, f"job {training.job} is over\n{training.story()}")
+    time.sleep(3)
+    assert ended() and cluster.state(training.job) in states, training.story()
+    assert training.job not in cluster.queue()
+
+
+@both_ways
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.chaos)])
+def test_completed_once_however_often_it_was_preempted(
+    cluster: SlurmCluster, tmp_path: Path, via: str, times: int
+) -> None:
+    training = submit(cluster, tmp_path, "--via", via)
+    for number in range(1, times + 1):
+        preempt(training, number)
+    training.full_speed()
+    stays_ended(training, "COMPLETED", restarts=times)
+    status = training.status()
+    assert (status["state"], status["attempts"], status["step"]) == ("COMPLETED", times + 1, STEPS)
+    assert repeated_steps(training.run) == [], "work was lost although there was time to save"
+
+
+@sbatch_first
+def test_stopped_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via)
+    preempt(training, 1)
+    cluster.cli("stop", str(training.run), timeout=PATIENCE)
+    stays_ended(training, "COMPLETED", restarts=1)
+    assert training.status()["state"] == "STOPPED"
+
+
+@sbatch_first
+def test_failed_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, requeue={"max_requeues": 1})
+    preempt(training, 1)
+    host = cluster.job_info(training.job)["BatchHost"]
+    cluster.kill(next(iter(cluster.ranks(host).values())))
+    stays_ended(training, "FAILED", restarts=1)
+    assert training.status()["state"] == "STALLED"
+
+
+@sbatch_first
+def test_cancelled_within_the_grace(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    slow = {"brake": str(tmp_path / "brake"), "width": 8, "seconds": 5}  # no step ends while it is cancelled
+    training = submit(cluster, tmp_path, "--via", via, params=slow)
+    training.wait_for_step(1, timeout=PATIENCE)
+    cluster.preempt(training.job)
+
+    def in_grace() -> bool:
+        return cluster.job_info(training.job).get("PreemptTime", "None") != "None"
+
+    cluster.wait_for(in_grace, PATIENCE, "it is preempted", every=0.05)
+    time.sleep(2.5)  # Slurm's clock has whole seconds
+    cluster.cancel(training.job)
+    stays_ended(training, "CANCELLED", restarts=0)
+    assert training.status()["state"] == "CANCELLED", training.story()

@@ -1,0 +1,50 @@
+"""A rank that knows the heartbeat, without torch: heartbeat_rank.py STEPS [MODE]. It tells on standard output."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase
+
+steps = int(sys.argv[1])
+mode = sys.argv[2] if len(sys.argv) > 2 else ""
+rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+received: list[str] = []
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda given, _: received.append(signal.Signals(given).name))
+
+heartbeat = HeartbeatFile.open(os.environ["CLUSTER_DDP_HEARTBEAT"])
+slot = heartbeat.slots[local_rank]
+slot.claim(rank=rank)
+attempt = Path(os.environ["CLUSTER_DDP_RUN"]) / "attempts" / f"{int(os.environ['CLUSTER_DDP_ATTEMPT']):03d}"
+faulthandler.register(STACKS_SIGNALS[0], file=(attempt / f"stacks-rank{rank}.txt").open("a"), all_threads=True)
+if mode == "helper":  # such as a DataLoader worker that left the rank's session
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+
+print(f"rank {rank} begins, restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+slot.set_phase(Phase.TRAINING)
+step = 0
+while step < steps and (heartbeat.stop_level == 0 or mode == "deaf"):
+    if received and mode.startswith("crash"):
+        sys.exit(1)  # as when a collective fails because a peer is gone
+    time.sleep(0.05)
+    if first_life and mode == f"crash{rank}" and step == 10:
+        raise ValueError("the failure of the test")
+    if mode == f"hang{rank}" and step == 10:
+        time.sleep(600)
+    step += 1
+    slot.beat(step)
+print(
+    f"rank {rank} ends: level {heartbeat.stop_level}, reason {heartbeat.stop_reason}, received {received}", flush=True
+)
+slot.set_phase(Phase.DONE)
+if mode == "abort":
+    os.abort()

@@ -1,0 +1,53 @@
+"""Starts of a Slurm job, and what happens in them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_ddp.launch import attempt as attempt_module
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.requeue import Decision, record_decision
+from cluster_ddp.slurm.start import SlurmStart, this_start
+
+
+def start(job: str = "77", restart: int = 0, nodes: str = "n[1-3]") -> SlurmStart:
+    found = this_start(
+        {
+            "SLURM_JOB_ID": job,
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_RESTART_COUNT": str(restart),
+            "SLURM_JOB_NODELIST": nodes,
+        }
+    )
+    assert found is not None
+    return found
+
+
+def begin(run: RunDirectory, *, job: str = "77", restart: int = 0) -> int:
+    """Begin an attempt as this process; its number."""
+    return attempt_module.begin(run, start(job, restart), pid=os.getpid()).number
+
+
+def end(run: RunDirectory, number: int, *, restart: int = 0) -> Decision:
+    attempt = run.attempt(number)
+    decision = attempt_module.judge(attempt, start(restart=restart), writer="test")
+    record_decision(attempt, decision, writer="test")
+    return decision
+
+
+def happened(run: RunDirectory, event: str, attempt: int = 0, **fields: Any) -> None:
+    EventWriter(run, "rank-0").write(event, attempt=attempt, **fields)
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Put commands of Slurm's into PATH that answer what they are told to."""
+    for name, text in programs.items():
+        program = folder / name
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

@@ -1,0 +1,290 @@
+"""Hosts that end more than one attempt: who they are, and that a job gives them back, once."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import cast
+
+import pytest
+from starts import begin, happened, stand_in, start
+
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.bad_hosts import enough_others, hosts_to_avoid, record_failed_nodes, suspects
+from cluster_ddp.launch.running_step import RunningStep
+from cluster_ddp.launch.step_output import StepOutput
+from cluster_ddp.run.attempt import begin_attempt, request_resume
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunEnded
+from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue import decide
+from cluster_ddp.run.runs import create_run
+
+PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"
+SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits")
+
+
+# -- who they are ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> RunDirectory:
+    return create_run(SPEC, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
+
+
+def attempts(run: RunDirectory, count: int) -> None:
+    """Attempts that are over; their restart counts go on from those of before."""
+    for restart in range(count):
+        begin_attempt(run, slurm_job_id="5", restart_count=restart, host="n1", pid=0, nodes=2, procs=1)
+
+
+def found(run: RunDirectory, upto: int) -> list[str]:
+    return suspects(read_history(run), upto)
+
+
+def test_a_host_that_fails_again_is_suspect_and_one_that_fails_once_is_not(fresh: RunDirectory) -> None:
+    attempts(fresh, 3)
+    happened(fresh, "rank-failed", 0, host="n2", rank=1, error="ended by SIGKILL", signal="SIGKILL")
+    happened(fresh, "node-lost", 1, host="n3", node=1)
+    assert found(fresh, 1) == []
+    happened(
+        fresh,
+        "rank-failed",
+        2,
+        host="n2",
+        rank=5,
+        error="RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    )
+    assert found(fresh, 2) == ["n2"]
+    assert found(fresh, 1) == []
+
+
+def test_a_rank_may_know_its_host_by_the_full_name(fresh: RunDirectory) -> None:
+    attempts(fresh, 2)
+    happened(fresh, "rank-failed", 0, host="n2.cluster.org", rank=1, error="ended by SIGKILL", signal="SIGKILL")
+    happened(fresh, "node-lost", 1, host="n2", node=1)
+    assert found(fresh, 1) == ["n2"]
+
+
+def test_who_lost_the_connection_is_no_suspect_but_who_was_lost_is(fresh: RunDirectory) -> None:
+    attempts(fresh, 2)
+    for number in (0, 1):
+        happened(fresh, "rank-failed", number, host="n1", rank=0, error=PEER_LOST)
+        happened(fresh, "node-lost", number, host="n2", node=1)
+    assert found(fresh, 1) == ["n2"]
+
+
+@pytest.mark.parametrize("error", ["ValueError: bad shape", PEER_LOST])
+def test_an_error_of_the_program_or_the_network_is_nobodys(fresh: RunDirectory, error: str) -> None:
+    attempts(fresh, 2)
+    for number in (0, 1):
+        happened(fresh, "rank-failed", number, host="n1", rank=0, error=error)
+    assert found(fresh, 1) == []
+
+
+def test_a_persons_resume_forgives_suspects(fresh: RunDirectory) -> None:
+    attempts(fresh, 2)
+    for number in (0, 1):
+        happened(fresh, "node-lost", number, host="n2", node=1)
+    assert found(fresh, 1) == ["n2"]
+    request_resume(fresh, by="a person")
+    attempts(fresh, 1)
+    assert found(fresh, 2) == []
+
+
+def test_a_lost_node_is_named_in_the_verdict(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    happened(fresh, "node-lost", 0, host="n2", node=1, reason="node n2 failed: Slurm calls it down")
+    decision = decide(fresh, fresh.attempt(0))
+    assert (decision.action, decision.reason) == ("requeue", "node n2 failed: Slurm calls it down")
+
+
+@pytest.mark.parametrize(
+    ("bad", "excluded", "nodes", "enough"),
+    [
+        (["b", "elsewhere"], [], 2, True),
+        (["b", "elsewhere"], [], 3, False),
+        (["b"], ["c", "d"], 1, True),
+        (["b"], ["c", "d"], 2, False),
+    ],
+)
+def test_whether_there_are_enough_others(bad: list[str], excluded: list[str], nodes: int, enough: bool) -> None:
+    assert enough_others({"a", "b", "c"}, bad=bad, excluded=excluded, nodes=nodes) is enough
+
+
+# -- given back at the start -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(fresh: RunDirectory) -> RunDirectory:
+    """Two attempts of job 77, each of which was lost with node n2."""
+    for number in (0, 1):
+        begin(fresh, restart=number)
+        happened(fresh, "checkpoint", number, step=number + 1)
+        happened(fresh, "node-lost", number, host="n2", node=0)
+    return fresh
+
+
+def avoided(run: RunDirectory, *, restart: int = 2, nodes: str = "n[1-3]", job: str = "77") -> list[str]:
+    return hosts_to_avoid(run, start(job, restart, nodes))
+
+
+def suspected(run: RunDirectory) -> list[tuple[str, str]]:
+    return [(event["host"], event["slurm_job_id"]) for event in read_events(run) if event["event"] == "host-suspected"]
+
+
+def test_a_host_that_failed_twice_is_given_back_once(run: RunDirectory) -> None:
+    assert avoided(run) == ["n2"]
+    assert suspected(run) == [("n2", "77")]
+    assert avoided(run) == [], "the partition had too few others"
+    assert begin(run, restart=2) == 2
+    assert avoided(run, restart=3) == [], "Slurm did not keep the job from it: not for ever"
+    assert suspected(run) == [("n2", "77")]
+
+
+def test_a_host_elsewhere_troubles_nobody(run: RunDirectory) -> None:
+    assert avoided(run, nodes="n[1,3-4],n22") == []
+    assert suspected(run) == []
+
+
+def test_the_attempt_before_is_judged_by_which_of_its_nodes_are_down_now(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch host died, and with it the keeper that would have said so."""
+    for number in (0, 1):
+        (run.events / "rank-0.jsonl").unlink(missing_ok=True)
+        happened(run, "node-lost", 0, host="n2", node=0)
+        EventWriter(run, "node-0").write("node-started", attempt=number, node=0, host="n2")
+    stand_in(tmp_path, monkeypatch, sinfo="echo n2")
+    assert avoided(run) == ["n2"]
+    lost = [(event["attempt"], event["host"]) for event in read_events(run) if event["event"] == "node-lost"]
+    assert lost == [(0, "n2"), (1, "n2")]
+
+
+def test_all_suspects_are_named_when_one_of_them_is_given(run: RunDirectory) -> None:
+    """Those of before count when the keeper asks whether enough others are left."""
+    for number in (0, 1):
+        EventWriter(run, "w").write("node-lost", attempt=number, host="n9", node=1)
+    assert avoided(run) == ["n2", "n9"]
+    assert suspected(run) == [("n2", "77")]
+    assert avoided(run, nodes="n9") == ["n2", "n9"]
+    assert avoided(run, nodes="n[2,9]") == []
+
+
+def test_giving_back_counts_neither_as_a_requeue_nor_as_an_attempt_without_progress(tmp_path: Path) -> None:
+    limits = {"max_requeues": 3, "max_without_progress": 3}
+    spec = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", requeue=limits)
+    run = create_run(spec, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
+    for number in (0, 1):
+        begin(run, restart=number)
+        happened(run, "started", number, step=0, world_size=1, total_steps=9)
+        happened(run, "node-lost", number, host="n2", node=0)
+    assert avoided(run) == ["n2"]
+    assert avoided(run, restart=3, nodes="n1") == []
+    assert begin(run, restart=3) == 2
+
+
+def test_a_persons_resume_forgives(run: RunDirectory) -> None:
+    assert avoided(run) == ["n2"]
+    request_resume(run, by="a person")
+    for number in (2, 3):
+        assert avoided(run, restart=number) == []
+        assert begin(run, restart=number) == number
+        happened(run, "checkpoint", number, step=number + 1)
+        happened(run, "node-lost", number, host="n2", node=0)
+    assert avoided(run, restart=4) == ["n2"], "what was asked before the resume is forgotten, too"
+
+
+def test_the_same_start_and_another_job_begin_at_once(run: RunDirectory) -> None:
+    assert avoided(run, restart=1, nodes="n2") == []
+    end_attempt(run.attempt(1))
+    assert avoided(run, job="78", restart=1, nodes="n2") == []
+    assert suspected(run) == []
+
+
+def test_a_run_that_is_over_is_not_queued_again(run: RunDirectory) -> None:
+    happened(run, "completed", 1, step=9)
+    with pytest.raises(RunEnded, match="complete"):
+        avoided(run, nodes="n2")
+    assert suspected(run) == []
+
+
+@pytest.mark.parametrize("nodes", ["", "n[", "n2]x["])
+def test_a_node_list_that_cannot_be_read_does_not_keep_the_job_from_training(run: RunDirectory, nodes: str) -> None:
+    assert avoided(run, nodes=nodes) == []
+
+
+def test_what_cannot_be_recorded_is_not_asked(run: RunDirectory) -> None:
+    """It would be asked for ever."""
+    for file in run.events.glob("login-*"):
+        file.unlink()
+    (run.events / f"login-{socket.gethostname()}.jsonl").mkdir()
+    assert avoided(run) == []
+
+
+# -- who could not speak for themselves --------------------------------------------------------------------------------
+
+
+class Ended:
+    """A step that is over, as its keeper saw it."""
+
+    def __init__(self, *lines: str, lost: tuple[int, ...] = ()) -> None:
+        self.output = StepOutput(labelled=True)
+        self.lost = list(lost)
+        for line in lines:
+            self.output.note(line)
+
+
+def recorded(run: RunDirectory, step: Ended) -> list[tuple[str, str]]:
+    """What is recorded of the first attempt's nodes n1, n2 and n3."""
+    record_failed_nodes(run.attempt(0), EventWriter(run, "batch"), start(), cast(RunningStep, step))
+    events = [event for event in read_events(run) if event["event"] in ("node-failed", "node-lost")]
+    return [(event["host"], event.get("error") or event["reason"]) for event in events if event.get("suspect", True)]
+
+
+FAILED_TASK = ("1: bash: no python here", "srun: error: n2: task 1: Exited with exit code 127")
+
+
+def test_a_node_that_never_started_is_named_with_its_last_words(fresh: RunDirectory) -> None:
+    attempts(fresh, 2)
+    happened(fresh, "node-started", 0, host="n1.cluster.org", node=0)
+    happened(fresh, "stop-requested", 0, reason="terminated", node=0)
+    ((host, error),) = recorded(fresh, Ended(*FAILED_TASK, "srun: error: n3: task 2: Terminated"))
+    assert host == "n2"
+    assert error.endswith("Exited with exit code 127: bash: no python here")
+    happened(fresh, "node-failed", 1, host="n2", error="the same again", suspect=True)
+    assert found(fresh, 1) == ["n2"]
+
+
+def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    happened(fresh, "node-started", 0, host="n2", node=1)
+    assert recorded(fresh, Ended(*FAILED_TASK)) == []
+
+
+def test_a_node_that_others_waited_for_is_named(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    for node in ("n1", "n3"):
+        happened(fresh, "node-started", 0, host=node)
+    happened(fresh, "node-failed", 0, host="n1", error="not all nodes came", suspect=False)
+    happened(fresh, "stop-requested", 0, reason="terminated")
+    assert [host for host, _ in recorded(fresh, Ended())] == ["n2"]
+
+
+@pytest.mark.parametrize("reason", ["preemption", "terminated", "cancel"])
+def test_a_stop_before_all_had_come_up_is_nobodys_fault(fresh: RunDirectory, reason: str) -> None:
+    attempts(fresh, 1)
+    happened(fresh, "node-started", 0, host="n1")
+    happened(fresh, "stop-requested", 0, reason=reason)
+    assert recorded(fresh, Ended("srun: error: n2: task 1: Terminated")) == []
+
+
+def test_a_node_that_was_given_up_is_lost(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    for node in ("n1", "n2", "n3"):
+        happened(fresh, "node-started", 0, host=node)
+    ((host, reason),) = recorded(fresh, Ended(lost=(2,)))
+    assert host == "n3"
+    assert "no sign of life" in reason

@@ -1,0 +1,102 @@
+"""How long an agent is left to wait for the others when its own ranks have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import wait_until
+
+from cluster_ddp.launch.ending import Ending
+from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.ranks import LocalRanks
+from cluster_ddp.launch.stopping import Stopping
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import COMPLETED, EventWriter
+from cluster_ddp.run.stopfile import read_stop
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc (Linux)")
+
+
+class LonelyAgent:
+    """A node whose one rank has ended at second 0 of its clock, while its agent goes on."""
+
+    def __init__(self, folder: Path, *, done: bool) -> None:
+        self.now = 1000.0
+        run = RunDirectory(folder)
+        run.events.mkdir()
+        self.attempt = run.attempt(0)
+        self.attempt.path.mkdir(parents=True)
+        self.heartbeat = HeartbeatFile.create(folder / "heartbeat", slots=1)
+        ranks = LocalRanks(self.heartbeat, 1, clock=lambda: self.now)
+        self.events = EventWriter(run, "node-0")
+        self.stopping = Stopping(
+            self.attempt, self.heartbeat, self.events, node_rank=0, warning=signal.SIGUSR1, share=False
+        )
+        self.ending = Ending(ranks, self.stopping, self.attempt, trains_a_task=True, clock=lambda: self.now)
+        variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(self.heartbeat.path)}
+        with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
+            self.heartbeat.slots[0].claim(rank=0, pid=process.pid)
+            self.heartbeat.slots[0].set_phase(Phase.DONE if done else Phase.TRAINING)
+            wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)
+            process.kill()
+        assert [rank.pid for rank in ranks.poll()] == [process.pid]
+
+    def after_stop(self, seconds: float) -> str | None:
+        self.now = 1000.0 + seconds
+        return self.ending.after_stop()
+
+    def after_completion(self, seconds: float) -> bool:
+        self.now = 1000.0 + seconds
+        return self.ending.after_completion()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., LonelyAgent]]:
+    made: list[LonelyAgent] = []
+
+    def build(*, done: bool) -> LonelyAgent:
+        made.append(LonelyAgent(tmp_path, done=done))
+        return made[-1]
+
+    yield build
+    for agent in made:
+        agent.heartbeat.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "done", "patience"),
+    [
+        ("preemption", True, 10.0),
+        ("agent-lost", True, 1.0),
+        ("agent-lost", False, 10.0),
+        ("person", False, 10.0),  # ranks were killed, and the agent waits for the others to restart them
+    ],
+)
+def test_an_agent_waits_for_others_but_not_for_ever(
+    make: Callable[..., LonelyAgent], reason: str, done: bool, patience: float
+) -> None:
+    agent = make(done=done)
+    agent.stopping.ask(reason)
+    agent.attempt.stop_file.unlink()
+    assert agent.after_stop(patience - 0.1) is None
+    assert read_stop(agent.attempt) is None
+    assert agent.after_stop(patience + 0.1) == "stopped"
+    request = read_stop(agent.attempt)  # or the other nodes would wait for the ranks of this one
+    assert request is not None and request.reason == reason
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_run_that_is_complete_does_not_hold_its_machines(make: Callable[..., LonelyAgent], done: bool) -> None:
+    """A rank may be killed after all is saved: its agent then waits to restart it, the others for that one to end."""
+    agent = make(done=done)
+    if not done:
+        assert not agent.after_completion(1000.0)  # it may be restarted
+        agent.events.write(COMPLETED, attempt=0, step=5)
+    else:
+        assert not agent.after_completion(59.0)
+    assert agent.after_completion(1001.0)

@@ -1,0 +1,65 @@
+"""What the agent records of the ends of its ranks, with the torch that is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing import MultiprocessContext, PContext, SubprocessContext
+
+from cluster_ddp.launch.exits import RankExit, RankExits
+from cluster_ddp.launch.ports import free_port
+
+# Rank 2 is killed in its first life, rank 1 fails in its second; the others would go on.
+RANKS = """
+import os, signal, sys, time
+rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(f"pid-{rank}-{life}-{os.getpid()}", "w").close()
+while len([name for name in os.listdir() if name.startswith("pid-") and f"-{life}-" in name[5:]]) < 3:
+    time.sleep(0.02)
+if life == "0" and rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if life == "1" and rank == 1:
+    sys.exit(7)
+time.sleep(600)
+"""
+CHANGED = (
+    f"torch {torch.__version__} no longer ends its ranks through PContext.wait and PContext.close: the exit codes of "
+    "ranks are lost (launch/exits.py)"
+)
+
+
+@pytest.mark.parametrize("context", [SubprocessContext, MultiprocessContext])
+def test_torchs_agent_waits_for_its_ranks_and_ends_them_through_the_methods_that_are_listened_to(
+    context: type[PContext],
+) -> None:
+    assert context.wait is PContext.wait and context.close is PContext.close, CHANGED
+
+
+def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    exits = RankExits(tmp_path)
+    options = ["--nnodes=1", "--nproc-per-node=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    options += ["--rdzv-id=x", "--rdzv-conf=is_host=1", "--max-restarts=1", f"--log-dir={tmp_path}", "--redirects=3"]
+    command = [sys.executable, "-m", "cluster_ddp.launch.start_torchrun", *options, "ranks.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    exits.read()
+    pids = {path.name[4:7]: int(path.name[8:]) for path in tmp_path.glob("pid-*")}
+    cause = {pid: known for pid, known in exits.failed.items() if pid not in exits.ended_by_agent}
+    first, second = pids["2-0"], pids["1-1"]
+    assert cause == {first: RankExit(first, 2, 2, -9), second: RankExit(second, 1, 1, 7)}, f"{CHANGED}\n{done.stderr}"
+    assert exits.ended_by_agent == set(pids.values()) - {first, second}, CHANGED
+
+
+def test_what_a_full_disk_left_of_a_record_is_passed_over(tmp_path: Path) -> None:
+    exits = RankExits(tmp_path)
+    (tmp_path / "exits.jsonl").write_text('{"failed": [{"pid": 1}], "ended_by_agent": []}\n{"failed"\n[]\n')
+    exits.read()
+    assert (exits.failed, exits.ended_by_agent) == ({}, set())

@@ -1,0 +1,129 @@
+"""What a keeper learns from the output of a step about nodes that cannot speak for themselves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster_ddp.launch.agent_failure import agent_failure, explain
+from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SignOfLife, SilentNodes
+from cluster_ddp.launch.step_output import StepOutput
+from cluster_ddp.run.directory import RunDirectory
+
+
+def test_people_see_the_lines_without_labels_and_the_last_of_each_task_is_kept() -> None:
+    output = StepOutput(labelled=True)
+    assert [output.note(line) for line in ("0: fine", "1: bash: no python3", "1: ")] == ["fine", "bash: no python3", ""]
+    output.note("srun: error: n2: task 1: Exited with exit code 127")
+    output.note("srun: error: n1: task 0: Terminated")
+    (failure,) = output.failures()
+    assert failure.host == "n2"
+    assert failure.describe() == "Exited with exit code 127: bash: no python3"
+
+
+def test_a_line_that_only_looks_labelled_stays_where_nothing_labels() -> None:
+    assert StepOutput(labelled=False).note("1: first") == "1: first"
+    assert StepOutput(labelled=True).note("a: b") == "a: b"
+
+
+@pytest.mark.parametrize(
+    ("line", "hosts"),
+    [
+        ("srun: error: n[2-3]: tasks 1-2: Exited with exit code 1", ["n2", "n3"]),
+        ("srun: error: Task launch for StepId=5.0 failed on node n7: Slurmd could not execve job", ["n7"]),
+        ("srun: error: n2: task 1: Killed", []),
+        ("srun: error: n2: task 1: Out Of Memory", ["n2"]),
+    ],
+)
+def test_what_srun_says_of_its_tasks(line: str, hosts: list[str]) -> None:
+    output = StepOutput(labelled=True)
+    assert output.note(line) == line
+    assert [failure.host for failure in output.failures()] == hosts
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_node_that_dies_without_a_word_is_given_up_once_another_has_signed_off(tmp_path: Path) -> None:
+    attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
+    signs = []
+    for node in (0, 1, 2):
+        attempt.logs(node).mkdir(parents=True)
+        signs.append(SignOfLife(attempt.logs(node)))
+        signs[node].give()
+    silent = SilentNodes(attempt, 3, clock=clock)
+
+    def look_after(seconds: float) -> list[int]:
+        clock.now += seconds
+        return silent.look()
+
+    assert look_after(6) == []
+    assert look_after(10_000) == []  # nobody has signed off: nothing is said about time
+    signs[0].end()
+    assert look_after(6) == []
+    assert look_after(SILENT_SECONDS - 10) == []
+    later = (attempt.logs(2) / "alive").stat().st_mtime + 5
+    os.utime(attempt.logs(2) / "alive", (later, later))
+    assert look_after(6) == []
+    assert look_after(10) == [1]
+    signs[2].end()
+    assert look_after(6) == [1]
+
+
+def test_a_node_that_never_came_is_given_up_too(tmp_path: Path) -> None:
+    attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
+    attempt.logs(0).mkdir(parents=True)
+    sign = SignOfLife(attempt.logs(0))
+    sign.give()
+    silent = SilentNodes(attempt, 2, clock=clock)
+    assert silent.look() == []
+    sign.end()
+    for _ in range(3):
+        clock.now += SILENT_SECONDS
+        found = silent.look()
+    assert found == [1]
+
+
+@pytest.mark.parametrize(
+    ("log", "words", "suspect"),
+    [
+        (
+            "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+            "port: 20077, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use\n"
+            "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection has failed.\n",
+            "port 20077 is in use",
+            True,
+        ),
+        (
+            "[W1122 05:46:32.6 socket.cpp:764] [c10d] The IPv6 network addresses of (n1, 20077) cannot be retrieved "
+            "(gai error: -2 - Name or service not known).\ntorch.distributed.DistNetworkError: timed out\n",
+            "n1, does not resolve",
+            True,
+        ),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n", "launch.join_timeout", False),
+        ("ModuleNotFoundError: No module named 'torch'\n", "No module named 'torch'", True),
+        ("", "its log is empty", True),
+    ],
+)
+def test_why_an_agent_gave_up(tmp_path: Path, log: str, words: str, suspect: bool) -> None:
+    (tmp_path / "agent.log").write_text(log)
+    found = agent_failure(tmp_path / "agent.log", 1, "n1:20077")
+    assert words in found.error
+    assert found.suspect is suspect
+
+
+def test_what_a_node_says_that_cannot_use_the_runs_folder(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "a")
+    assert "the same and writable on every node" in explain(ValueError("no job"), run)
+    run.path.mkdir(parents=True)
+    run.record_file.touch()
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS), str(run.attempts))
+    assert "the same and writable on every node" in explain(read_only, run)
+    assert "TMPDIR" in explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/x"), run)

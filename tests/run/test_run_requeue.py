@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from run_builders import begin_dead, job
+
+from cluster_ddp.job import dump_resolved
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.attempt_record import read_attempt
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.requeue import Decision, decide, record_decision
+from cluster_ddp.run.stopfile import request_stop
+
+Say = Callable[..., None]
+OUT_OF_MEMORY = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory, tried 2 GiB"
+PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"
+
+
+def limited(run: RunDirectory, **limits: int) -> RunDirectory:
+    """Give the run's job file other limits for requeues."""
+    run.job_file.write_text(dump_resolved(job(requeue=limits)))
+    return run
+
+
+def conclude(attempt: AttemptDirectory) -> Decision:
+    """Judge an attempt and record the decision, as the keeper does."""
+    decision = decide(attempt.run, attempt)
+    record_decision(attempt, decision, writer="batch")
+    return decision
+
+
+@pytest.fixture
+def attempt(run: RunDirectory) -> AttemptDirectory:
+    return begin_dead(run, slurm_job_id="5")
+
+
+def test_a_completed_run_is_done_whatever_else_happened(run: RunDirectory, attempt: AttemptDirectory, say: Say) -> None:
+    say("started", 0, at=0, step=0)
+    say("completed", 0, at=9, step=300)
+    say("rank-failed", 0, at=10, rank=1, error="terminate called without an active exception", signal="SIGABRT")
+    request_stop(attempt, reason="terminated", by="SIGTERM")
+    assert decide(run, attempt).action == "done"
+
+
+@pytest.mark.parametrize("reason", ["time-limit", "preemption", "hang", "agent-lost"])
+def test_a_stop_that_is_nobodys_wish_is_requeued(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, reason: str
+) -> None:
+    say("started", 0, at=0, step=0)
+    say("checkpoint", 0, at=8, step=40)
+    say("stopped", 0, at=9, step=40, reason=reason)
+    decision = decide(run, attempt)
+    assert decision.action == "requeue" and reason in decision.reason
+
+
+@pytest.mark.parametrize("reason", ["person", "cancel", "terminated"])
+def test_a_stop_that_may_be_a_persons_wish_is_not(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, reason: str
+) -> None:
+    say("checkpoint", 0, at=8, step=40)
+    say("stopped", 0, at=9, step=40, reason=reason)
+    assert decide(run, attempt).action == "stop"
+
+
+@pytest.mark.parametrize(("reason", "runs", "action"), [
+    ("terminated", True, "requeue"), ("terminated", False, "stop"), ("cancel", True, "stop"), ("person", True, "stop"),
+])  # fmt: skip
+def test_a_sigterm_while_slurm_lets_the_job_run_on_is_no_scancel(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, reason: str, runs: bool, action: str
+) -> None:
+    say("checkpoint", 0, at=8, step=40)
+    say("stopped", 0, at=9, step=40, reason=reason)
+    assert decide(run, attempt, job_runs=lambda: runs).action == action
+
+
+@pytest.mark.parametrize(
+    ("explained", "action"),
+    [("preemption", "requeue"), ("time-limit", "requeue"), ("agent-lost", "requeue"), ("cancel", "stop")],
+)
+def test_the_stop_file_explains_a_sigterm_that_the_ranks_could_not(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, explained: str, action: str
+) -> None:
+    say("stopped", 0, at=9, step=40, reason="terminated")
+    request_stop(attempt, reason=explained, by="job.sbatch")
+    assert decide(run, attempt).action == action
+
+
+@pytest.mark.parametrize(("reason", "action"), [("preemption", "requeue"), ("person", "stop"), ("terminated", "stop")])
+def test_ranks_killed_before_they_could_save_do_not_change_why_they_were_stopped(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, reason: str, action: str
+) -> None:
+    say("started", 0, at=0, step=0)
+    request_stop(attempt, reason=reason, by="x")
+    say("rank-failed", 0, at=9, rank=1, step=3, error="ended by SIGKILL; it left no message", signal="SIGKILL")
+    say("failed", 0, at=10, rank=0, step=3, error=PEER_LOST)
+    assert decide(run, attempt).action == action
+
+
+def test_an_attempt_cancelled_from_outside_is_not_requeued(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("started", 0, at=0, step=0)
+    say("cancelled", 0, at=5, by="me@login")
+    assert decide(run, attempt).action == "stop"
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["ModuleNotFoundError: No module named 'connection'", OUT_OF_MEMORY, "ended with exit status 1; it left no message",
+     "pydantic.ValidationError: 1 validation error"],
+)  # fmt: skip
+def test_what_fails_before_the_first_step_is_not_tried_again(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, error: str
+) -> None:
+    say("started", 0, at=0, step=0)
+    say("failed", 0, at=1, step=0, rank=2, node=1, host="n2", error=error, phase="training")
+    say("failed", 0, at=2, step=0, rank=0, node=0, host="n1", error=PEER_LOST, phase="training")
+    decision = decide(run, attempt)
+    assert decision.action == "fail"
+    assert f"rank 2 on n2 at step 0 failed: {error.splitlines()[-1]}" in decision.reason
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/me/my_task.py", line 36, in __init__
+    raise RuntimeError("bad news")
+          ^^^^^^^^^^^^
+RuntimeError: bad news
+  indented
+more of it"""
+
+
+def test_the_telling_line_of_a_traceback_is_its_error(run: RunDirectory, attempt: AttemptDirectory, say: Say) -> None:
+    say("rank-failed", 0, rank=1, node=0, error=TRACEBACK, phase="setup")
+    assert decide(run, attempt).reason.endswith("failed: RuntimeError: bad news")
+
+
+def test_what_fails_before_training_even_starts_is_not_tried_again(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("failed", 0, step=None, rank=0, node=0, error="ImportError: cannot import name 'Digits'", phase="setup")
+    assert decide(run, attempt).action == "fail"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"event": "rank-failed", "rank": 1, "error": "ended by SIGKILL; it left no message", "signal": "SIGKILL"},
+        {"event": "rank-failed", "rank": 1, "error": "ended without a message; killed from outside, perhaps"},
+        {"event": "failed", "rank": 0, "error": PEER_LOST},
+        {"event": "failed", "rank": 0, "error": "torch.distributed.DistNetworkError: The client socket has timed out"},
+        {"event": "failed", "rank": 0, "error": "OSError: [Errno 28] No space left on device"},
+        {"event": "hang", "reason": "no step for 60 s"},
+    ],
+)
+def test_what_the_surroundings_did_is_tried_again_even_before_the_first_step(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, failure: dict[str, Any]
+) -> None:
+    say("started", 0, at=0, step=0)
+    say(failure.pop("event"), 0, at=1, step=0, **failure)
+    say("failed", 0, at=2, step=0, rank=3, error=PEER_LOST)
+    assert decide(run, attempt).action == "requeue"
+
+
+def test_an_attempt_that_left_no_word_is_tried_again(run: RunDirectory, attempt: AttemptDirectory) -> None:
+    assert decide(run, attempt).action == "requeue"
+
+
+@pytest.mark.parametrize("evidence", ["failed step", "checkpoint", "metrics"])
+def test_a_failure_after_a_finished_step_is_tried_again(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, evidence: str
+) -> None:
+    say("resumed", 0, at=0, step=100)
+    if evidence == "checkpoint":
+        say("checkpoint", 0, at=1, step=110, samples=1)
+    if evidence == "metrics":
+        run.metrics_file.write_text(json.dumps({"step": 110, "attempt": 0, "train/loss": 1.0}) + "\n")
+    say("failed", 0, at=2, step=101 if evidence == "failed step" else 100, error="ValueError: loss is nan", rank=0)
+    assert decide(run, attempt).action == "requeue"
+
+
+def test_a_failure_at_the_step_it_resumed_from_is_no_progress(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("resumed", 0, at=0, step=100)
+    say("failed", 0, at=2, step=100, error="ValueError: bad shape", rank=0)
+    assert decide(run, attempt).action == "fail"
+
+
+def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("started", 0, at=0, step=0)
+    say("failed", 0, at=1, step=0, error="ValueError: x", rank=0)
+    say("resumed", 0, at=2, step=0)
+    assert decide(run, attempt).reason.startswith("it ended without a word")
+
+
+def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirectory, say: Say) -> None:
+    actions = []
+    for number, step in enumerate([50, 50, 80, None, 80, 70]):
+        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+        if step is not None:
+            say("checkpoint", number, at=100 * number, step=step)
+        say("rank-failed", number, at=100 * number + 9, rank=3, host="n9", error="RuntimeError: CUDA error", step=step)
+        decision = conclude(attempt)
+        actions.append(decision.action)
+    assert actions == ["requeue", "requeue", "requeue", "requeue", "requeue", "stall"]
+    assert "3 attempts in a row ended without a new checkpoint" in decision.reason
+    assert "rank 3 on n9 at step 70 failed: RuntimeError: CUDA error" in decision.reason
+    ends = [event["event"] for event in read_events(run) if event["event"] in ("requeued", "stalled")]
+    assert ends == ["requeued"] * 5 + ["stalled"]
+    assert read_attempt(attempt).ended is not None
+
+
+def test_a_checkpoint_of_step_0_is_no_progress(run: RunDirectory, say: Say) -> None:
+    attempt = begin_dead(run, slurm_job_id="5")
+    say("checkpoint", 0, at=1, step=0)
+    say("rank-failed", 0, at=2, rank=3, host="n9", error="RuntimeError: CUDA error", step=4)
+    assert decide(limited(run, max_without_progress=1), attempt).action == "stall"
+
+
+def test_a_damaged_checkpoint_does_not_count_so_training_up_to_it_again_is_progress(
+    run: RunDirectory, say: Say
+) -> None:
+    limited(run, max_without_progress=1)
+    attempt = begin_dead(run, slurm_job_id="5")
+    say("checkpoint", 0, at=1, step=50)
+    say("checkpoint", 0, at=2, step=100)
+    conclude(attempt)
+    attempt = begin_dead(run, slurm_job_id="5", restart_count=1)
+    say("checkpoint-damaged", 1, at=3, step=100)
+    assert decide(run, attempt).action == "stall"
+    say("checkpoint", 1, at=4, step=90)
+    assert decide(run, attempt).action == "requeue"
+
+
+def test_a_persons_resume_resets_the_stall_guard_and_the_count_of_requeues(run: RunDirectory) -> None:
+    limited(run, max_requeues=1, max_without_progress=2)
+    first = begin_dead(run, slurm_job_id="5")
+    assert decide(run, first).action == "requeue"
+    second = begin_dead(run, slurm_job_id="5", restart_count=1)
+    assert decide(run, second).action == "stall"
+    request_resume(run, by="me")
+    third = begin_dead(run, slurm_job_id="6")
+    assert decide(run, third).action == "requeue"
+
+
+def test_requeues_are_counted_and_the_jobs_own_limits_hold(run: RunDirectory, say: Say) -> None:
+    limited(run, max_requeues=2)
+    decisions = []
+    for number in range(3):
+        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+        say("checkpoint", number, at=number, step=10 * number + 10)
+        decisions.append(decide(run, attempt))
+    assert [decision.action for decision in decisions] == ["requeue", "requeue", "stall"]
+    assert "requeued 2 times" in decisions[-1].reason
+
+
+def test_the_next_job_of_a_chain_goes_on_where_requeues_are_not_allowed(run: RunDirectory, say: Say) -> None:
+    limited(run, max_requeues=0)
+    for job_id in ("5", "6"):
+        add_slurm_job(run, job_id)
+    first = begin_dead(run, slurm_job_id="5")
+    request_stop(first, reason="time-limit", by="the keeper")
+    say("checkpoint", 0, at=1, step=10)
+    decision = conclude(first)
+    assert decision.action == "stop" and "job 6 of its chain goes on" in decision.reason
+    last = begin_dead(run, slurm_job_id="6")
+    request_stop(last, reason="time-limit", by="the keeper")
+    say("checkpoint", 1, at=2, step=20)
+    assert conclude(last).action == "stall"
+
+
+def test_what_an_older_attempt_says_of_the_runs_end_does_not_count(run: RunDirectory, say: Say) -> None:
+    """Its node was cut from the controller, and trained on."""
+    begin_dead(run, slurm_job_id="5")
+    newer = begin_dead(run, slurm_job_id="5", restart_count=1)
+    say("completed", 0, at=9, step=300)
+    say("stalled", 0, at=10, reason="x")
+    assert decide(run, newer).action == "requeue"
+    say("completed", 1, at=11, step=300)
+    assert decide(run, newer).action == "done"
+
+
+def test_a_script_that_reports_no_checkpoints_is_not_taken_for_stalled(run: RunDirectory, say: Say) -> None:
+    for number in range(5):
+        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+        say("node-started", number, at=number, node=0, host="n1", script=True)
+        request_stop(attempt, reason="time-limit", by="job.sbatch")
+        assert conclude(attempt).action == "requeue"
+
+
+def test_a_run_of_which_no_node_ever_says_that_it_started_stalls(run: RunDirectory) -> None:
+    for number, action in enumerate(("requeue", "requeue", "stall")):
+        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+        request_stop(attempt, reason="preemption", by="job.sbatch")
+        assert conclude(attempt).action == action
+
+
+def test_a_sigterm_that_follows_a_nodes_failure_is_no_stop(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("node-failed", 0, at=1, host="n2", error="it cannot start: no room", suspect=True)
+    say("stopped", 0, at=2, step=0, reason="terminated")
+    decision = decide(run, attempt, job_runs=lambda: False)
+    assert (decision.action, decision.reason) == ("requeue", "node n2 failed: it cannot start: no room")
+    request_stop(attempt, reason="cancel", by="a person")
+    assert decide(run, attempt).action == "stop"
+
+
+def test_a_lost_node_explains_what_the_ranks_of_the_others_say(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("rank-failed", 0, at=1, node=0, host="n1", rank=0, error="RuntimeError: Connection closed by peer")
+    say("node-lost", 0, at=2, host="n2", node=1, reason="node n2 was lost: no sign of life")
+    assert decide(run, attempt).reason == "node n2 was lost: no sign of life"
+    say("rank-failed", 0, at=3, node=0, host="n1", rank=0, error="ValueError: of the program's own")
+    assert "of the program's own" in decide(run, attempt).reason
+
+
+def test_a_full_disk_does_not_change_the_verdict(
+    run: RunDirectory, attempt: AttemptDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt.record_file.unlink()
+    attempt.path.rmdir()
+    attempt.path.write_text("")
+    assert conclude(attempt).action == "requeue"
+    printed = capsys.readouterr()
+    assert printed.out == "" and "cannot record the end of attempt 0" in printed.err

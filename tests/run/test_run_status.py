@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from run_builders import begin, begin_dead, job
+
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.events import login_writer
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.status import RunStatus, describe, living_jobs, slurm_job_ids
+from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.slurm.states import SlurmJob
+
+Say = Callable[..., None]
+
+
+def Job(state: str, reason: str = "None", run_id: str | None = None) -> SlurmJob:
+    return SlurmJob("7", state, reason, "", f"cluster_ddp {run_id}" if run_id else "(null)")
+
+
+def state_of(run: RunDirectory, slurm: dict[str, SlurmJob] | None = None) -> str:
+    return describe(run, slurm).state.value
+
+
+def hide(run: RunDirectory, number: int) -> None:
+    """Let an attempt look as if another machine had begun it."""
+    path = run.attempt(number).record_file
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "host": "n7", "boot_id": "another machine", "started": "1"}))
+
+
+def test_the_contract_of_status_json(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="12")
+    say("started", 0, at=0, step=0, world_size=4, total_steps=300, training="4 ranks")
+    say("checkpoint", 0, at=5, step=40, samples=1280)
+    (run.checkpoints / "step-00000040").mkdir()
+    row = {"step": 50, "samples": 1600, "epoch": 1, "attempt": 0, "time": time.time(), "train/loss": 0.5}
+    run.metrics_file.write_text(json.dumps(row) + "\n")
+    found = describe(run, {"12": Job("RUNNING")}).to_json()
+    goodput = found.pop("goodput")
+    assert found == {
+        "run_id": run.id, "name": "digits", "state": "RUNNING", "attempts": 1, "step": 50, "total_steps": 300,
+        "samples": 1600, "training": "4 ranks", "last_checkpoint": 40, "metrics": {"train/loss": 0.5},
+        "slurm_job_id": "12", "reason": None, "warnings": (), "directory": str(run.path),
+    }  # fmt: skip
+    assert set(goodput) == {"productive_seconds", "lost_seconds", "waiting_seconds", "ratio"}
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [("PENDING", "PENDING"), ("CONFIGURING", "PENDING"), ("RUNNING", "RUNNING"), ("COMPLETING", "RUNNING"),
+     ("CANCELLED", "CANCELLED"), ("NODE_FAIL", "LOST"), (None, "LOST")],
+)  # fmt: skip
+def test_slurms_word_on_a_job_that_has_not_begun_an_attempt(run: RunDirectory, word: str | None, state: str) -> None:
+    add_slurm_job(run, "7")
+    found = describe(run, {"7": Job(word, "Priority")} if word else {})
+    assert found.state.value == state
+    if state == "PENDING":
+        assert found.reason == "Priority"
+    assert found.slurm_job_id == "7"
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("PENDING", "JobHeldUser"),
+        ("PENDING", "JobHoldMaxRequeue"),
+        ("PENDING", "launch failed requeued held"),
+        ("PENDING", "launch_failed_requeued_held"),
+        ("PENDING", "user env retrieval failed requeued held"),
+        ("PENDING", "launch failure limit exceeded requeued held"),
+        ("PENDING", "job requeued in held state"),
+        ("REQUEUE_HOLD", "None"),
+        ("SPECIAL_EXIT", "job requeued in special exit state"),
+    ],
+)
+def test_a_held_job_is_not_waiting(run: RunDirectory, say: Say, word: str, reason: str) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    found = describe(run, {"7": Job(word, reason)})
+    assert found.state.value == "HELD"
+    assert found.reason is not None and found.reason.endswith("release it with: scontrol release 7")
+    assert (word if reason == "None" else reason) in found.reason
+    assert not found.state.open, "status --watch would wait for ever"
+    own, _ = living_jobs(run, {"7": Job(word, reason, run_id=run.id)})
+    assert [job.job_id for job in own] == ["7"]
+
+
+def test_what_an_administrator_holds(run: RunDirectory) -> None:
+    add_slurm_job(run, "7")
+    found = describe(run, {"7": Job("PENDING", "JobHeldAdmin")})
+    assert found.state.value == "HELD" and found.reason is not None
+    assert "ask them for: scontrol release 7" in found.reason
+
+
+def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    assert state_of(run, {"7": Job("PENDING", "BeginTime")}) == "REQUEUED"
+    assert state_of(run, None) == "REQUEUED"  # Slurm cannot be asked: the run's own word
+    assert state_of(run, {"7": Job("RUNNING")}) == "RUNNING"
+    assert state_of(run, {}) == "STOPPED"  # it was to come again and is gone
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "reason"),
+    [
+        ([("completed", {"step": 300})], "COMPLETED", None),
+        ([("stopped", {"step": 5, "reason": "time-limit"})], "STOPPED", "time-limit"),
+        ([("stopped", {"step": 5, "reason": "person"})], "STOPPED", "person"),
+        ([("stopped", {"step": 5, "reason": "cancel"})], "CANCELLED", "cancelled"),
+        ([("cancelled", {"by": "me@login"})], "CANCELLED", "me@login"),
+        ([("failed", {"error": "ValueError: x", "rank": 1, "node": 3})], "FAILED", "rank 1 on node 3 failed: ValueErr"),
+        ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
+        ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
+        ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),
+        ([], "LOST", "without a word"),
+    ],
+)  # fmt: skip
+def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
+    run: RunDirectory, say: Say, events: list[tuple[str, dict[str, Any]]], state: str, reason: str | None
+) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("started", 0, at=0, step=0, total_steps=300)
+    for name, fields in events:
+        say(name, 0, **fields)
+    found = describe(run, {})
+    assert found.state.value == state
+    assert found.reason is None if reason is None else reason in str(found.reason)
+
+
+def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stopped", 0, step=5, reason="time-limit")
+    assert state_of(run, {"7": Job("RUNNING", run_id="another-run")}) == "STOPPED"
+    assert state_of(run, {"7": Job("RUNNING", run_id=run.id)}) == "RUNNING"
+    stranger = Job("RUNNING", run_id="another-run")
+    assert living_jobs(run, {"7": stranger}) == ([], [stranger._replace(job_id="7")])
+    renamed = RunDirectory(run.path.rename(run.path.with_name("my-best")))
+    assert state_of(renamed, {"7": Job("RUNNING", run_id=run.id)}) == "RUNNING"
+
+
+def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) -> None:
+    assert state_of(run) == "PENDING"
+    attempt = begin(run)
+    assert state_of(run) == "RUNNING"
+    request_stop(attempt, reason="person", by="me")
+    assert describe(run, {}).reason == "stopping: person"
+    say("stopped", 0, step=5, reason="person")
+    assert state_of(run) == "RUNNING"  # it is still tearing down: a resume now would be refused
+    end_attempt(attempt)
+    assert state_of(run) == "STOPPED"
+
+
+def test_a_local_run_whose_process_is_gone_without_a_word_is_lost(run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    say("started", 0, at=0, step=0)
+    assert state_of(run, {}) == "LOST"
+
+
+def test_a_local_run_that_could_not_begin_does_not_wait_for_ever(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    assert state_of(run) == "PENDING"  # made a moment ago
+    monkeypatch.setattr("cluster_ddp.run.status.time.time", lambda: now + 100)
+    assert state_of(run) == "LOST"
+    end_attempt(begin_dead(run))
+    say("stopped", 0, step=5, reason="person")
+    request_resume(run, by="me")
+    monkeypatch.setattr("cluster_ddp.run.status.time.time", lambda: now + 10)
+    assert state_of(run) == "PENDING"
+    monkeypatch.setattr("cluster_ddp.run.status.time.time", lambda: now + 200)
+    assert state_of(run) == "STOPPED"  # as before: whoever resumed it was refused a folder, or killed
+
+
+def test_a_local_run_on_another_machine_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
+    begin(run)
+    hide(run, 0)
+    found = describe(run, {})
+    assert found.state is RunState.RUNNING and "n7, which cannot be seen from here" in str(found.reason)
+    say("stopped", 0, step=5, reason="person")
+    assert state_of(run) == "STOPPED"
+
+
+def test_without_slurm_a_running_job_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
+    add_slurm_job(run, "7")
+    assert state_of(run, None) == "PENDING"
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    found = describe(run, None)
+    assert found.state is RunState.RUNNING and "Slurm cannot be asked about job 7" in str(found.reason)
+    say("failed", 0, error="ValueError: x")
+    assert state_of(run, None) == "FAILED"
+
+
+def test_what_a_person_resumed_is_pending_again(run: RunDirectory, say: Say) -> None:
+    for ending in ("completed", "stalled", "cancelled"):
+        attempt = begin_dead(run, slurm_job_id="7")
+        say(ending, attempt.number, step=5)
+        assert state_of(run, {}) == ending.upper()
+        request_resume(run, by="me")
+        assert state_of(run, {"7": Job("PENDING")}) == "PENDING"
+
+
+def test_a_scancel_of_the_requeued_job_is_a_cancel(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    found = describe(run, {"7": Job("CANCELLED")})
+    assert found.state is RunState.CANCELLED
+    assert found.reason is not None and "7" in found.reason
+
+
+def test_of_a_chain_of_jobs_the_running_one_counts_then_the_next(run: RunDirectory) -> None:
+    for job_id in ("7", "8", "9"):
+        add_slurm_job(run, job_id)
+    begin_dead(run, slurm_job_id="7")
+    assert slurm_job_ids(run) == ["7", "8", "9"]
+    running = describe(run, {"8": Job("RUNNING"), "9": Job("PENDING", "Dependency")})
+    assert (running.state, running.slurm_job_id) == (RunState.RUNNING, "8")
+    waiting = describe(run, {"7": Job("TIMEOUT"), "8": Job("PENDING", "Dependency"), "9": Job("PENDING")})
+    assert (waiting.state, waiting.slurm_job_id) == (RunState.REQUEUED, "8")
+    seen = {"7": Job("TIMEOUT", run_id=run.id), "8": Job("PENDING", run_id=run.id), "9": Job("PENDING", run_id=run.id)}
+    own, others = living_jobs(run, seen)
+    assert ([job.job_id for job in own], others) == (["8", "9"], [])
+
+
+def test_a_run_that_was_never_submitted_says_so(runs_dir: Any) -> None:
+    run = create_run(job(), runs_dir=runs_dir, via="sbatch", script=None)
+    assert describe(run, {}).reason == "not submitted yet"
+
+
+def test_steps_that_were_done_again_count_as_the_later_attempt_says(run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    begin_dead(run)
+    say("started", 0, at=0, step=0, total_steps=300)
+    say("checkpoint", 0, at=1, step=40, samples=400)
+    rows = [
+        {"step": 60, "attempt": 0, "samples": 600, "train/loss": 0.6, "val/accuracy": 0.9},
+        {"step": 50, "attempt": 1, "samples": 500, "train/loss": 0.7},
+    ]
+    run.metrics_file.write_text(json.dumps(rows[0]) + "\n")
+    say("resumed", 1, at=2, step=40, total_steps=300)
+    assert (describe(run, {}).step, describe(run, {}).samples) == (40, 400)
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 51, "att')
+    found = describe(run, {})
+    assert (found.step, found.samples) == (50, 500)
+    assert found.metrics == {"train/loss": 0.7, "val/accuracy": 0.9}
+
+
+def test_a_long_metrics_file_is_read_from_its_end(run: RunDirectory) -> None:
+    begin_dead(run)
+    with run.metrics_file.open("w") as file:
+        for step in range(60_000):
+            file.write(json.dumps({"step": step, "attempt": 0, "train/loss": 0.5, "filling": "x" * 60}) + "\n")
+    began = time.perf_counter()
+    assert describe(run, {}).step == 59_999
+    assert time.perf_counter() - began < 2.0
+
+
+def test_only_finished_and_sound_checkpoints_count(run: RunDirectory) -> None:
+    assert describe(run, {}).last_checkpoint is None
+    for name in ("step-00000010", "step-00000020", "damaged-step-00000030", "tmp-step-00000040", "step-5", "step-x"):
+        (run.checkpoints / name).mkdir()
+    assert describe(run, {}).last_checkpoint == 20
+
+
+def seconds(status: RunStatus) -> tuple[float, float, float]:
+    found = status.goodput
+    return round(found.productive_seconds), round(found.lost_seconds), round(found.waiting_seconds)
+
+
+def test_goodput_counts_start_up_and_work_done_twice_as_lost_and_the_queue_as_waiting(
+    run: RunDirectory, say: Say
+) -> None:
+    origin = time.time() - 10_000
+    spans = (100.0, 400.0, 1000.0)  # each attempt begun so long after the run was made
+    record = json.loads(run.record_file.read_text())
+    run.record_file.write_text(json.dumps({**record, "created": origin}))
+    paths = [begin_dead(run).record_file for _ in spans]
+    for path, begun in zip(paths, spans, strict=True):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "begun": origin + begun, "ended": None}))
+    (run.events / f"{login_writer()}.jsonl").unlink()  # what beginning them just now said about those before
+    # Preempted: 20 s of start-up, 80 s of training, saved to the last step.
+    say("started", 0, at=120, step=0)
+    say("stopped", 0, at=200, step=80, reason="preemption")
+    # Killed: 30 s of start-up, 100 s until the last checkpoint, 70 s of work lost.
+    say("resumed", 1, at=430, step=80)
+    say("checkpoint", 1, at=530, step=180)
+    run.metrics_file.write_text(json.dumps({"step": 250, "attempt": 1, "time": origin + 600}) + "\n")
+    # A rank was restarted inside the allocation: 10 s start-up, 40 s kept, 15 s lost, 50 s kept, 5 s to tear down.
+    say("resumed", 2, at=1010, step=180)
+    say("checkpoint", 2, at=1050, step=220)
+    say("resumed", 2, at=1065, step=220)
+    say("completed", 2, at=1115, step=300)
+    say("node-finished", 2, at=1120, node=0)
+    found = describe(run, {})
+    assert seconds(found) == (80 + 100 + 90, 20 + 100 + 30, 100 + 200 + 400)
+    assert found.goodput.ratio == pytest.approx(270 / 420, abs=1e-3)
+
+
+def test_training_that_is_still_going_on_is_not_lost_yet(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    attempt = begin(run)
+    path = attempt.record_file
+    path.write_text(json.dumps({**json.loads(path.read_text()), "begun": now - 100}))
+    say("started", 0, step=0)
+    line = json.loads((run.events / "w.jsonl").read_text())
+    (run.events / "w.jsonl").write_text(json.dumps({**line, "time": now - 90}) + "\n")
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert seconds(describe(run, {}))[:2] == (90, 10)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_shows_how_far_it_came(run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    say("started", 0, at=0, step=0, world_size=2, total_steps=100)
+    say("node-finished", 0, at=9, node=0, outcome="killed", step=27)
+    found = describe(run, None)
+    assert (found.step, found.total_steps, found.last_checkpoint) == (27, 100, None)

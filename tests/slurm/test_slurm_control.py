@@ -1,0 +1,71 @@
+"""What a job asks Slurm about itself, and has it do, with stand-ins that answer as Slurm 22.05 does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from slurm_stand_ins import calls, stand_in
+
+from cluster_ddp.slurm.commands import SlurmError
+from cluster_ddp.slurm.control import (
+    down_nodes,
+    exclude_hosts,
+    excluded_hosts,
+    kill_wait,
+    requeue_job,
+    show_job,
+    usable_nodes,
+)
+
+pytestmark = pytest.mark.usefixtures("slurm")
+
+
+def test_kill_wait(slurm: Path) -> None:
+    assert kill_wait(seconds=5) is None, "where Slurm cannot be asked"
+    stand_in(slurm, "scontrol", "printf 'KillOnBadExit           = 0\\nKillWait                = 5 sec\\n'")
+    assert kill_wait(seconds=5) == 5.0
+
+
+def test_a_job_of_which_slurm_says_nothing(slurm: Path) -> None:
+    assert show_job("7", seconds=5) is None
+    stand_in(slurm, "scontrol", "exit 1")
+    assert show_job("7", seconds=5) is None
+
+
+@pytest.mark.parametrize(("known", "excluded"), [("(null)", "b,d"), ("old[1-2]", "old[1-2],b,d")])
+def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, excluded: str) -> None:
+    stand_in(slurm, "scontrol", f"[[ $1 == show ]] && echo 'JobId=7 ExcNodeList={known} NodeList=a'; true")
+    exclude_hosts("7", ["b", "d"])
+    assert calls(slurm)[-1] == f"scontrol update JobId=7 ExcNodeList={excluded}"
+
+
+@pytest.mark.parametrize(("known", "hosts"), [("(null)", []), ("[c-d]", ["c", "d"])])
+def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]) -> None:
+    stand_in(
+        slurm,
+        "scontrol",
+        f"[[ $2 == job ]] && echo 'JobId=7 ExcNodeList={known} X=y'\n"
+        "[[ $2-$3 == hostnames-'[c-d]' ]] && printf 'c\nd\n'\ntrue",
+    )
+    assert excluded_hosts("7") == hosts
+
+
+def test_a_node_in_two_states_is_one(slurm: Path) -> None:
+    stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
+    assert usable_nodes("p") == {"a", "b", "c"}
+    assert "--partition=p" in calls(slurm)[0]
+
+
+def test_nodes_that_are_down_are_of_those_asked_about(slurm: Path) -> None:
+    stand_in(slurm, "sinfo", "printf 'n2\nn7\n'")
+    assert down_nodes(["n1", "n2"]) == ["n2"]
+    stand_in(slurm, "sinfo", "exit 1")
+    assert down_nodes(["n1", "n2"]) == []
+
+
+def test_a_requeue_is_asked_for_once_and_a_refusal_has_slurms_words(slurm: Path) -> None:
+    stand_in(slurm, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        requeue_job("70_4")
+    assert calls(slurm) == ["scontrol requeue 70_4"]

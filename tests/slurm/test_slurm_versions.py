@@ -1,0 +1,88 @@
+"""Slurm's answers are read alike in all releases: recorded ones, of each situation that a job may be in.
+
+tests/cluster/record_answers.py has recorded them. A situation that a release does not have is not in its file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_stand_ins import stand_in
+
+from cluster_ddp.slurm.commands import parse_queue
+from cluster_ddp.slurm.control import down_nodes, kill_wait, usable_nodes
+from cluster_ddp.slurm.shown import is_ending, parse_job, why_it_ends
+from cluster_ddp.slurm.states import ACTIVE, WAITING
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).with_name("answers").glob("*.json"))
+}
+every_release = pytest.mark.parametrize("release", ANSWERS)
+
+# What the job's first start is told about its end, whether it had better ask, and where squeue has the job.
+JOBS = {
+    "running": ("terminated", False, "active"),
+    "preempted with grace": ("preemption", True, "active"),
+    "preempted without grace, not requeued": ("preemption", True, "active"),
+    "preempted without grace, requeued": ("requeued", True, "active"),
+    "time limit": ("time-limit", True, "active"),
+    "requeued": ("requeued", False, "waiting"),
+    "held by an administrator": ("cancel", False, "held"),
+    "held by its user": ("cancel", False, "held"),
+    "requeued and held": ("requeued", False, "held"),
+    "special exit": ("requeued", False, "held"),
+    "node failed, requeued": ("requeued", True, "active"),
+    "node failed, not requeued": ("cancel", False, "over"),
+    "cancelled, ending": ("cancel", True, "active"),
+    "cancelled": ("cancel", False, "over"),
+    "array": ("terminated", False, "active"),
+}
+
+
+def test_the_releases_that_sites_run_are_there() -> None:
+    assert {"22.05", "24.05", "26.05"} <= set(ANSWERS)
+    assert all(set(JOBS) <= set(answers) for answers in ANSWERS.values())
+
+
+@every_release
+@pytest.mark.parametrize("situation", JOBS)
+def test_a_job_in_each_situation(release: str, situation: str) -> None:
+    why, ending, place = JOBS[situation]
+    answer = ANSWERS[release][situation]
+    job = parse_job(answer["scontrol"])
+    assert job is not None and job.excluded == ""
+    if "held by" not in situation:  # a job that has not started asks nothing
+        assert why_it_ends(job, 0) == why
+    assert is_ending(job) is ending
+    (queued,) = {id(queued): queued for queued in parse_queue(answer["squeue"]).values()}.values()
+    assert queued.comment == "cluster_ddp a-run"
+    where = "held" if queued.held else "waiting" if queued.state in WAITING else "active"
+    assert (where if queued.state in ACTIVE | WAITING else "over") == place
+
+
+@every_release
+def test_a_task_of_an_array_is_found_by_both_ids(release: str) -> None:
+    answer = ANSWERS[release]["array"]["squeue"]
+    shown, plain = answer.split("|")[:2]
+    assert shown.endswith("_3") and plain.isdigit()
+    jobs = parse_queue(answer)
+    assert jobs[shown] is jobs[plain]
+
+
+@every_release
+def test_nodes_and_configuration(release: str, slurm: Path) -> None:
+    answers = ANSWERS[release]
+    node = answers["a node is down"]
+    (slurm / "usable").write_text(node["usable"])
+    (slurm / "down").write_text(node["sinfo"])
+    (slurm / "config").write_text(answers["configuration"]["scontrol"])
+    stand_in(
+        slurm, "sinfo", 'here=$(dirname "$0"); if [[ $* == *down* ]]; then cat $here/down; else cat $here/usable; fi'
+    )
+    stand_in(slurm, "scontrol", 'cat "$(dirname "$0")/config"')
+    assert down_nodes(["node1", "node2", "node3"]) == [node["down"]]
+    assert usable_nodes("debug") == {"node1", "node2", "node3"} - {node["down"]}
+    assert kill_wait(seconds=5) == 5.0

@@ -1,0 +1,498 @@
+"""The batch script and its keeper, performed with stand-ins for Slurm: signals, waiting, the decision, the requeue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from stage import DONE, FOR_EVER, UNTIL_STOPPED, Stage, event
+
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.stopfile import read_stop
+
+UNTIL_CANCELLED = 'for ((i = 0; i < 400; i++)); do grep -qs cancel "$run/attempts/000/stop" && exit 0; sleep 0.05; done'
+TIME_LIMIT = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 PreemptTime=None X=y"
+PREEMPTED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
+CANCELLED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
+TAKEN_BACK = "JobId=77 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
+CRASH = f"{event('started', step=0, world_size=8, total_steps=9)}\n{event('checkpoint', step=5)}\nexit 1"
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def reason(stage: Stage) -> str | None:
+    """Why training was asked to stop, as the node programs read it."""
+    request = read_stop(AttemptDirectory(stage.stop_file.parent))
+    return request.reason if request else None
+
+
+def interrupt(stage: Stage, number: signal.Signals, *, job: str | None = None, **variables: str) -> int:
+    """Send the script a signal while it trains; its status."""
+    process = stage.start(stage.write(), **variables)
+    stage.wait_for_training()
+    if job is not None:
+        stage.does(job=job)
+    process.send_signal(number)
+    return stage.finish(process)
+
+
+def test_a_complete_run_ends_the_job(stage: Stage) -> None:
+    assert stage.perform(stage.write(slurm={"nodes": 2}, launch={"procs_per_node": 4})) == 0, stage.output
+    (step,) = stage.calls("srun")
+    assert step == [
+        "--export=ALL", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=0", "--label",
+        "python", "-m", "cluster_ddp.launch.node", "--run", str(stage.run), "--attempt", "0", "--", "torchrun",
+        "--nnodes=2", "--nproc-per-node=4", "--rdzv-id=77.0", "--rdzv-backend=c10d", "--rdzv-endpoint=node-b:20077",
+        "--rdzv-conf=is_host={is_host},join_timeout=600,last_call_timeout=30", "--local-addr={local_addr}",
+        "--max-restarts=0", "--log-dir={log_dir}", "--redirects=3", "-m", "cluster_ddp.train", str(stage.run),
+    ]  # fmt: skip
+    assert not stage.requeues()
+    assert not stage.stop_file.exists()
+
+
+def test_the_process_that_slurm_signals_is_the_keeper(stage: Stage) -> None:
+    stage.does(**{"training.sh": f"{UNTIL_STOPPED}"})
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    assert b"cluster_ddp.launch.keeper" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    process.send_signal(signal.SIGUSR1)
+    stage.finish(process)
+
+
+def test_ranks_inherit_the_meeting_point_and_the_cpus(stage: Stage) -> None:
+    script = stage.write(network={"profile": "ethernet", "env": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}})
+    assert stage.perform(script, SLURM_CPUS_PER_TASK="6") == 0
+    environment = stage.environment_of_ranks()
+    assert environment["MASTER_ADDR"] == "node-b"
+    assert environment["MASTER_PORT"] == "20077"
+    assert environment["SRUN_CPUS_PER_TASK"] == "6"
+    assert environment["NCCL_IB_DISABLE"] == "1"
+    assert environment["NCCL_IB_HCA"] == "mlx5_0,mlx5_1"
+
+
+@pytest.mark.parametrize(("job_id", "port"), [("1", 20001), ("12767", 32767), ("12768", 20000), ("4294901760", 21920)])
+def test_the_port_stays_below_the_ephemeral_ones(stage: Stage, job_id: str, port: int) -> None:
+    assert stage.perform(stage.write(), SLURM_JOB_ID=job_id) == 0
+    assert stage.environment_of_ranks()["MASTER_PORT"] == str(port)
+
+
+@pytest.mark.parametrize("name", ["USR1", "USR2", "HUP"])
+def test_the_warning_saves_and_requeues(stage: Stage, name: str) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    process = stage.start(stage.write(requeue={"signal": name}))
+    stage.wait_for_training()
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    assert stage.finish(process) == 0, stage.output
+    assert reason(stage) == "time-limit"
+    assert stage.requeues() == ["77"]
+
+
+def test_the_time_limit_saves_and_requeues(stage: Stage) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    assert interrupt(stage, signal.SIGTERM, job=TIME_LIMIT) == 0, stage.output
+    request = read_stop(AttemptDirectory(stage.stop_file.parent))
+    assert request is not None
+    assert (request.reason, request.grace, request.level) == ("time-limit", pytest.approx(30, abs=4), 1)
+    assert abs(request.time - time.time()) < 60
+    assert stage.requeues() == ["77"]
+
+
+def test_the_requeue_does_not_wait_for_a_save_that_takes_too_long(stage: Stage) -> None:
+    """Nor for a judgement that does: a node that has not signed off is asked about, and Slurm gives no answer."""
+    stage.does(kill_wait="5", **{"training.sh": f"{event('node-started', node=0, host='node-b')}\n{FOR_EVER}"})
+    stage.program("sinfo", "sleep 60")
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    stage.does(job=TIME_LIMIT)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process) == 0, stage.output
+    # Slurm kills after 5 s: 2 s for training, at most 2 for a decision.
+    assert 1.9 < time.monotonic() - began < 5.0
+    assert stage.requeues() == ["77"]
+
+
+def test_slurm_may_send_term_more_than_once_and_to_everything(stage: Stage) -> None:
+    training = f"trap '' TERM; {FOR_EVER}"
+    stage.does(kill_wait="5", **{"training.sh": training})
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    stage.does(job=TIME_LIMIT)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert stage.finish(process) == 0, stage.output
+    assert time.monotonic() - began < 4.0
+    assert stage.output.count("Slurm ends the job") == 1
+    assert stage.requeues() == ["77"]
+
+
+def preempted(end: float | str, *, state: str = "RUNNING") -> str:
+    """What Slurm 22.05 shows of a preempted job that ends in so many seconds, or whose EndTime is so."""
+    if not isinstance(end, str):
+        end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + end))
+    return (
+        f"JobId=77 JobName=x JobState={state} Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 "
+        f"RunTime=00:01:04 TimeLimit=10:00:00 TimeMin=N/A StartTime=2026-11-20T18:09:05 EndTime={end} Deadline=N/A "
+        "PreemptEligibleTime=2026-11-20T18:09:05 PreemptTime=2026-11-20T18:09:09 SuspendTime=None X=y"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_preemption_has_the_grace_that_slurm_gives_whoever_set_it(stage: Stage, number: signal.Signals) -> None:
+    """Where Slurm has preempt_send_user_signal, the warning signal tells of a preemption."""
+    stage.does(**{"training.sh": UNTIL_CANCELLED.replace("cancel", "preemption")})
+    assert interrupt(stage, number, job=preempted(90)) == 0, stage.output
+    request = read_stop(AttemptDirectory(stage.stop_file.parent))
+    assert request is not None and request.grace is not None
+    assert request.reason == "preemption"
+    assert 75 <= request.grace <= 90
+    assert stage.requeues() == ["77"]
+
+
+@pytest.mark.parametrize("end", [10, "Unknown"])  # KILL comes KillWait after it; the job has no time limit
+def test_without_a_grace_that_is_longer_there_is_killwait(stage: Stage, end: float | str) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    assert interrupt(stage, signal.SIGTERM, job=preempted(end)) == 0, stage.output
+    request = read_stop(AttemptDirectory(stage.stop_file.parent))
+    assert request is not None
+    assert (request.reason, request.grace) == ("preemption", pytest.approx(30, abs=4))
+
+
+def test_a_preemption_of_which_only_the_steps_were_told(stage: Stage) -> None:
+    """It shows when the step has ended."""
+    stage.does(**{"training.sh": f"sleep 0.5; echo '{PREEMPTED.replace('COMPLETING', 'RUNNING')}' >{stage.folder}/job"})
+    assert stage.perform(stage.write()) == 0
+    assert reason(stage) == "preemption"
+    assert stage.requeues() == ["77"]
+
+
+def test_a_cancelled_job_is_never_requeued(stage: Stage) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    assert interrupt(stage, signal.SIGTERM, job=CANCELLED) == 0, stage.output
+    assert reason(stage) == "cancel"
+    assert not stage.requeues()
+
+
+def test_a_scancel_after_the_warning_is_final(stage: Stage) -> None:
+    stage.does(**{"training.sh": UNTIL_CANCELLED})
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 20
+    while reason(stage) != "time-limit":
+        assert time.monotonic() < deadline, stage.output
+        time.sleep(0.02)
+    stage.does(job=CANCELLED)
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process) == 0
+    assert reason(stage) == "cancel"
+    assert not stage.requeues()
+
+
+def test_a_job_that_slurm_has_queued_again_itself(stage: Stage) -> None:
+    """A node failure, a requeue by hand, the end of a preemption's grace: no scancel, and no second requeue."""
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    assert interrupt(stage, signal.SIGTERM, job=TAKEN_BACK) == 0, stage.output
+    assert reason(stage) == "preemption"
+    assert not stage.requeues()
+
+
+def test_restarts_are_counted_from_this_start(stage: Stage) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    job = CANCELLED.replace("Restarts=0", "Restarts=4")
+    assert interrupt(stage, signal.SIGTERM, job=job, SLURM_RESTART_COUNT="4") == 0
+    assert reason(stage) == "cancel"
+    assert not stage.requeues()
+
+
+def test_a_sigterm_that_is_none_of_slurms(stage: Stage) -> None:
+    """``scancel --signal=TERM``, or ``kill``: Slurm lets the job run, so it may be queued again."""
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    assert interrupt(stage, signal.SIGTERM) == 0
+    assert reason(stage) == "terminated"
+    assert stage.requeues() == ["77"]
+
+
+@pytest.mark.parametrize(("job", "requeues"), [(CANCELLED, []), (TIME_LIMIT, ["77"])], ids=["cancel", "time-limit"])
+def test_slurm_may_take_its_time_to_explain_a_sigterm(stage: Stage, job: str, requeues: list[str]) -> None:
+    """Until then training saves, and nothing is decided: a cancelled job must not come back."""
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    stage.does(job="")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(3)
+    assert reason(stage) == "terminated"
+    assert process.poll() is None
+    assert not stage.requeues()
+    stage.does(job=job)
+    assert stage.finish(process) == 0, stage.output
+    assert stage.requeues() == requeues
+
+
+def test_the_time_limit_is_known_without_slurm(stage: Stage) -> None:
+    stage.does(kill_wait="8", **{"training.sh": UNTIL_STOPPED})
+    stage.program("scontrol", stage_scontrol_without_answers(stage))
+    process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time())))
+    stage.wait_for_training()
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process) == 0, stage.output
+    assert time.monotonic() - began < 8
+    assert reason(stage) == "time-limit"
+    assert stage.requeues() == ["77"]
+
+
+def stage_scontrol_without_answers(stage: Stage) -> str:
+    """An scontrol that answers no question about jobs within a minute, and does as it is told."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    return f"[[ $1-$2 != show-job ]] || exec sleep 60\n{usual}"
+
+
+def test_what_a_person_decided_stays_decided(stage: Stage) -> None:
+    stage.does(**{"training.sh": "sleep 1"})
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    stage.stop_file.write_text('{"reason": "person", "level": 1}')
+    process.send_signal(signal.SIGUSR1)
+    assert stage.finish(process) == 0
+    assert reason(stage) == "person"
+    assert not stage.requeues()
+
+
+@pytest.mark.parametrize("moment", ["setup", "python"])
+def test_a_signal_before_the_keeper_runs_is_made_up_for(stage: Stage, moment: str) -> None:
+    """The setup lines run, or Python starts, when it comes: Slurm says what was missed."""
+    wait = f"touch {stage.folder}/training; sleep 1"
+    setup = [wait] if moment == "setup" else []
+    stage.does(**{"python.sh": wait if moment == "python" else "", "training.sh": UNTIL_STOPPED})
+    process = stage.start(stage.write(launch={"setup": setup}))
+    stage.wait_for_training()
+    stage.does(job=TIME_LIMIT)
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process) == 0, stage.output
+    assert reason(stage) == "time-limit"
+    assert stage.requeues() == ["77"]
+
+
+def test_a_preemption_of_an_earlier_start_is_none_of_this_one(stage: Stage) -> None:
+    stage.does(job=preempted(7200).replace("StartTime=2026-11-20T18:09:05", "StartTime=2026-11-20T19:00:00"))
+    stage.does(**{"training.sh": f"sleep 1; {DONE}"})
+    assert stage.perform(stage.write()) == 0
+    assert "Slurm ends the job" not in stage.output
+
+
+def test_of_an_array_only_this_task_is_requeued(stage: Stage) -> None:
+    stage.does(**{"training.sh": CRASH})
+    assert stage.perform(stage.write(), SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID="4") == 0
+    assert stage.requeues() == ["70_4"]
+
+
+def test_a_requeue_that_slurm_refuses(stage: Stage) -> None:
+    stage.does(requeue_status="1", **{"training.sh": CRASH})
+    assert stage.perform(stage.write()) == 1
+    assert stage.requeues() == ["77"] * 3
+    status = stage.status()
+    assert status["state"] == "FAILED"
+    assert "requeue failed: Slurm has not queued the job again: scontrol failed (status 1)" in status["reason"]
+    assert "cluster-ddp resume" in status["reason"]
+    assert "requeued" not in stage.events()
+
+
+def test_a_requeue_waits_for_the_controller(stage: Stage) -> None:
+    """It is tried until the allocation is nearly over, and meanwhile `status` says what the job waits for."""
+    stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
+    process = stage.start(stage.write())
+    deadline = time.monotonic() + 25
+    while len(stage.requeues()) < 4:
+        assert time.monotonic() < deadline, stage.output
+        time.sleep(0.05)
+    assert "requeued" not in stage.events()
+    status = stage.status()
+    assert status["state"] == "RUNNING"
+    assert "waiting to be queued again" in status["reason"] and "Unable to contact" in status["reason"]
+    stage.does(requeue_status="0")
+    assert stage.finish(process) == 0
+    assert stage.events()[-1] == "requeued"
+
+
+def test_a_requeue_is_given_up_when_the_allocation_is_nearly_over(stage: Stage) -> None:
+    stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
+    assert stage.perform(stage.write(), SLURM_JOB_END_TIME=str(int(time.time()) + 14)) == 1
+    assert "Unable to contact" in stage.status()["reason"]
+
+
+def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:
+    stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
+    process = stage.start(stage.write())
+    deadline = time.monotonic() + 20
+    while not stage.requeues():
+        assert time.monotonic() < deadline, stage.output
+        time.sleep(0.05)
+    stage.does(requeue_status="0", job=CANCELLED)
+    assert stage.finish(process) == 0
+    assert stage.status()["state"] == "CANCELLED"
+    assert "requeued" not in stage.events()
+
+
+@pytest.mark.parametrize("training", [DONE, f"{event('failed', rank=0, error='ImportError: no module x')}\nexit 1"])
+@pytest.mark.parametrize(
+    ("shown", "updates"),
+    [
+        ("Requeue=1 Restarts=3", [["update", "JobId=77", "Requeue=0"]]),
+        ("Requeue=0 Restarts=3", []),
+        ("Requeue=1 Restarts=4", []),  # a later start of the job has replaced this one
+    ],
+)
+def test_a_job_that_is_over_stays_over(stage: Stage, training: str, shown: str, updates: list[list[str]]) -> None:
+    """Slurm 24.05 and later would start a job once more that was once preempted with grace."""
+    stage.does(job=f"JobId=77 JobState=RUNNING Reason=None {shown} PreemptTime=None X=y")
+    stage.does(**{"training.sh": training})
+    stage.perform(stage.write(), SLURM_RESTART_COUNT="3")
+    assert [call for call in stage.calls("scontrol") if call[0] == "update"] == updates, stage.output
+    assert not stage.requeues()
+
+
+def test_a_start_of_a_run_that_has_ended_ends_the_job_for_good(stage: Stage) -> None:
+    stage.does(job="JobId=77 JobState=RUNNING Reason=None Requeue=1 Restarts=1 PreemptTime=None X=y")
+    assert stage.perform(stage.write()) == 0
+    assert stage.perform(stage.write(), SLURM_RESTART_COUNT="1") == 0, stage.output
+    assert len(stage.calls("srun")) == 1
+    assert [call for call in stage.calls("scontrol") if call[0] == "update"] == [["update", "JobId=77", "Requeue=0"]]
+
+
+def test_a_failure_at_the_start_is_judged_and_not_blindly_requeued(stage: Stage) -> None:
+    stage.does(**{"training.sh": f"{event('failed', rank=0, error='ImportError: no module named x')}\nexit 1"})
+    assert stage.perform(stage.write()) == 4
+    assert not stage.requeues()
+
+
+def test_a_run_that_has_used_up_its_requeues_stalls(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, limits={"max_requeues": 0})
+    stage.does(**{"training.sh": CRASH})
+    assert stage.perform(stage.write()) == 4
+    assert not stage.requeues()
+    assert "as often as requeue.max_requeues allows" in stage.output
+
+
+def test_an_attempt_that_cannot_be_judged_is_not_blindly_requeued(stage: Stage) -> None:
+    stage.does(**{"training.sh": 'rm "$run/job.yaml"; exit 1'})
+    assert stage.perform(stage.write()) == 4
+    assert not stage.requeues()
+    assert "cannot be judged" in stage.output
+
+
+def test_a_crash_after_progress_is_requeued(stage: Stage) -> None:
+    stage.does(job="JobId=77 JobState=RUNNING Reason=None Requeue=1 Restarts=0 PreemptTime=None X=y")
+    stage.does(**{"training.sh": CRASH})
+    assert stage.perform(stage.write()) == 0
+    assert stage.requeues() == ["77"]
+    assert not [call for call in stage.calls("scontrol") if call[0] == "update"], "Slurm could not start it again"
+
+
+def test_without_scontrol_clustershell_reads_the_node_list(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, scontrol=False)
+    assert stage.perform(stage.write(), SLURM_JOB_NODELIST="rack[2-3]n[07,01]") == 0, stage.output
+    assert stage.environment_of_ranks()["MASTER_ADDR"] == "rack2n07"
+
+
+def test_without_scontrol_and_clustershell_the_job_fails_clearly(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, scontrol=False)
+    stage.does(**{"python.sh": "[[ $* != *nodelist* ]] || exit 1"})
+    assert stage.perform(stage.write()) == 1
+    assert "cannot tell the first node of node-[b,a]" in stage.output
+    assert not stage.calls("srun")
+
+
+@pytest.mark.parametrize(("restarts", "requeues"), [("0", ["77"]), ("3", ["77"]), ("4", [])])
+def test_where_python_does_not_start_another_host_is_tried_a_few_times(
+    stage: Stage, restarts: str, requeues: list[str]
+) -> None:
+    stage.does(**{"python.sh": "exit 127"})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(), SLURM_RESTART_COUNT=restarts, SLURMD_NODENAME="node-b") == 1
+    assert "no Python with cluster_ddp starts on node-b" in stage.output
+    assert stage.requeues() == requeues
+    assert not stage.calls("srun")
+
+
+@pytest.mark.parametrize(
+    ("setup", "status", "words"),
+    [
+        (["true", "no_such_module load cuda"], 127, "no_such_module load cuda"),
+        (["set -e", "false"], 1, "false"),
+        (["set -u", 'echo "$NOT_SET" \\', "    again"], 1, "a line that ends the script"),
+        (["exit 3"], 3, "a line that ends the script"),
+    ],
+)
+def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
+    stage: Stage, setup: list[str], status: int, words: str
+) -> None:
+    assert stage.perform(stage.write(launch={"setup": setup})) == 1
+    assert f"launch.setup: status {status} from: {words}" in stage.output
+    assert not stage.calls("python")
+    assert not stage.requeues(), "it would fail again"
+    add_slurm_job(RunDirectory(stage.run), "77")
+    found = stage.status()
+    assert (found["state"], found["attempts"]) == ("FAILED", 0)
+    assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
+
+
+def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(stage: Stage) -> None:
+    stage.program("sleep", "exit 0")
+    stage.does(**{"training.sh": CRASH})
+    line = 'echo "a \\"quoted\\" word"; ((SLURM_RESTART_COUNT == 0)) # of \\ them'
+    script = stage.write(launch={"setup": [line]})
+    assert stage.perform(script, SLURM_RESTART_COUNT="0") == 0, stage.output
+    stage.does(job="JobId=77 JobState=PENDING Reason=None Restarts=1 PreemptTime=None X=y")
+    for restart in ("1", "2", "3"):
+        assert stage.perform(script, SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
+        assert stage.status()["state"] == "REQUEUED"
+    assert stage.perform(script, SLURM_RESTART_COUNT="4", SLURMD_NODENAME="node-b") == 1
+    assert stage.requeues() == ["77"] * 4
+    found = stage.status()
+    assert (found["state"], found["attempts"]) == ("FAILED", 1)
+    assert "restart failed on node-b: launch.setup: status 1 from: ((SLURM_RESTART_COUNT == 0))" in found["reason"]
+
+
+def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
+    """Heredocs, lines that go on, other folders and arguments, and names that the script might use."""
+    setup = [
+        f"cat >{stage.folder}/written <<END", "  one", "", "", "", "checked two", "END", "export LONG=a\\", "b",
+        "if true; then", "    run=7 python=8 task=9 begun=10", "fi", "set -- x y", "cd /", "false || true",
+    ]  # fmt: skip
+    assert stage.perform(stage.write(launch={"setup": setup})) == 0, stage.output
+    assert (stage.folder / "written").read_text() == "  one\n\n\n\nchecked two\n"
+    assert stage.environment_of_ranks()["LONG"] == "ab"
+    assert str(stage.run) in stage.calls("srun")[0]
+
+
+def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
+    setup = ["set -euo pipefail", "export GREETING='it works'"]
+    stage.does(**{"training.sh": CRASH})
+    assert stage.perform(stage.write(launch={"setup": setup})) == 0, stage.output
+    assert stage.environment_of_ranks()["GREETING"] == "it works"
+    assert stage.requeues() == ["77"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["/nowhere"]])
+def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str]) -> None:
+    done = subprocess.run(
+        ["bash", str(stage.write()), *arguments],
+        env={"PATH": str(stage.bin), "SLURM_JOB_ID": "77"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 1
+    assert "run directory" in done.stderr

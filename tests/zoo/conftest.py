@@ -1,0 +1,15 @@
+"""Settings for the zoo, which shares its means to start ranks with the tests of the train room."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+_HERE = Path(__file__).parent
+_HELPERS = [str(_HERE), str(_HERE.parent / "train")]
+# For the processes that the tests start, which import the helpers too.
+os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+sys.path[:0] = _HELPERS

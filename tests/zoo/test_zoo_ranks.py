@@ -1,0 +1,22 @@
+"""Exactness for what people train, on two and three ranks. All cases run in one group of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from train_ranks import run_ranks
+from zoo_table import OF_RANKS
+from zoo_training import Case, judge
+
+
+def judge_all(cases: list[Case], folder: Path) -> list[str]:
+    """The verdict on each case, by this rank."""
+    return [str(judge(case, folder / str(number))) for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_cases_are_exact_on_several_ranks(world_size: int, tmp_path: Path) -> None:
+    cases = [Case(**{**vars(case), "train": {"global_batch": 12, **case.train}}) for case in OF_RANKS]
+    for verdicts in run_ranks(judge_all, world_size, cases, tmp_path):
+        assert dict(zip(map(str, cases), verdicts, strict=True)) == {str(case): "exact" for case in cases}

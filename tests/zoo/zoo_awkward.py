@@ -1,0 +1,119 @@
+"""Models whose state is of some awkward kind: exact, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zoo_models import CLASSES, FEATURES, _mlp
+
+
+class WithState(nn.Module):
+    """An mlp whose scores depend on state of some awkward kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind = _mlp(), kind
+        if kind == "None buffer filled later":
+            self.register_buffer("mean", None)
+        elif kind == "stride-0 buffer":
+            self.register_buffer("mean", torch.ones(1).expand(FEATURES))
+        elif kind == "buffer that is not persistent":
+            self.register_buffer("mean", torch.zeros(FEATURES), persistent=False)
+        elif kind == "buffer that grows":
+            self.register_buffer("mean", torch.zeros(0, FEATURES))
+        elif kind == "state_dict of copies":
+            self.register_buffer("mean", torch.zeros(FEATURES))
+            self._register_state_dict_hook(_copies)
+        elif kind == "extra state that is no tensor":
+            self.calls = 0
+        elif kind == "complex128 buffer":
+            self.register_buffer("mean", torch.zeros(FEATURES, dtype=torch.complex128))
+        elif kind == "buffer replaced":
+            self.register_buffer("mean", torch.zeros(FEATURES))
+        elif kind == "lambda in state_dict":
+            self._register_state_dict_hook(_with_lambda)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return self.layers(inputs)
+        with torch.no_grad():
+            inputs = inputs + self._state(inputs.detach().mean(0))
+        return self.layers(inputs)
+
+    def _state(self, mean: Tensor) -> Tensor:
+        if self.kind == "None buffer filled later":
+            self.mean = mean if self.mean is None else self.mean.lerp(mean, 0.1)
+        elif self.kind == "stride-0 buffer":
+            self.mean = (self.mean[:1] * 1.1).expand(FEATURES)
+        elif self.kind == "buffer that grows":
+            self.mean = torch.cat([self.mean, mean[None]])
+            return self.mean.mean(0)
+        elif self.kind == "buffer replaced":
+            self.mean = self.mean * 0.9 + mean
+        elif self.kind == "extra state that is no tensor":
+            self.calls += 1
+            return mean * self.calls
+        elif self.kind == "lambda in state_dict":
+            return mean
+        else:
+            self.mean.mul_(0.9).add_(mean)  # in place
+        return self.mean.real.float()
+
+
+WithoutExtra = type("WithoutExtra", (WithState,), {})
+for _name in ("get_extra_state", "set_extra_state"):
+    setattr(WithoutExtra, _name, getattr(nn.Module, _name))
+
+
+def _copies(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+    return type(state)({name: value.detach().clone() for name, value in state.items()})
+
+
+def _with_lambda(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}function"] = lambda: 0
+
+
+def _pruned() -> nn.Module:
+    from torch.nn.utils import prune
+
+    model = _mlp()
+    prune.random_unstructured(model[0], "weight", 0.5)
+    return model
+
+
+def _old_weight_norm() -> nn.Module:
+    return nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(FEATURES, 16)), nn.Linear(16, CLASSES))
+
+
+class Lazy(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(CLASSES))
+
+
+# By name; those of the first table are exact.
+AWKWARD: dict[str, Callable[[], nn.Module]] = {
+    kind: partial(WithoutExtra, kind) for kind in ("buffer that is not persistent", "buffer replaced")
+}
+REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{
+        kind: partial(WithoutExtra, kind)
+        for kind in (
+            "None buffer filled later", "stride-0 buffer", "buffer that grows", "state_dict of copies",
+            "complex128 buffer", "lambda in state_dict",
+        )
+    },
+    "extra state that is no tensor": partial(WithState, "extra state that is no tensor"),
+    "pruned": _pruned,
+    "old weight norm": _old_weight_norm,
+    "lazy": Lazy,
+}  # fmt: skip

@@ -1,0 +1,286 @@
+"""The zoo's data sets. An item is an input of shape (32,) and a label below 3."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from zoo_models import CLASSES, FEATURES
+
+SAMPLES = 44  # five batches of 8, and a half
+
+Item = tuple[Tensor, Tensor]
+MakeData = Callable[[], Dataset[Any]]
+
+
+def samples(number: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    """Inputs of shape (number, 32) and labels of shape (number,)."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(number, FEATURES, generator=generator)
+    return inputs, inputs[:, 0].gt(0).long() + inputs[:, 1].gt(0.5).long().clamp(max=CLASSES - 1)
+
+
+def noise() -> Tensor:
+    """Random augmentation that draws from all three generators."""
+    return torch.randn(FEATURES) * 0.1 + random.random() * 0.1 + float(np.random.rand()) * 0.1
+
+
+class Augmented(Dataset[Item]):
+    """Map-style, with random augmentation."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = samples()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.inputs[index] + noise(), self.labels[index]
+
+
+class Named(Augmented):
+    """Its items are dicts."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = super().__getitem__(index)
+        return {"inputs": inputs, "labels": label}
+
+
+class ByBatch(Augmented):
+    """Fetched by `__getitems__`, without augmentation."""
+
+    def __getitems__(self, indices: list[int]) -> list[Item]:
+        return [(self.inputs[index], self.labels[index]) for index in indices]
+
+
+class WholeBatch(Augmented):
+    """Its `__getitems__` gives a batch, no list of items."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.inputs[indices], self.labels[indices]
+
+
+class Stream(IterableDataset[Item]):
+    """Iterable, with random augmentation; every epoch begins elsewhere."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = samples()
+        self.epoch = self.first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Item]:
+        for position in range(self.first, SAMPLES):
+            index = (position + 7 * self.epoch) % SAMPLES
+            yield self.inputs[index] + noise(), self.labels[index]
+
+
+class SkippingStream(Stream):
+    """Skips by itself."""
+
+    def skip(self, items: int) -> None:
+        self.first = items
+
+
+class LongStream(Stream):
+    """Never ends."""
+
+    def __iter__(self) -> Iterator[Item]:
+        while True:
+            yield from super().__iter__()
+
+
+class RandomBatches(Augmented):
+    """Random augmentation behind `__getitems__`."""
+
+    def __getitems__(self, indices: list[int]) -> list[Item]:
+        return [self[index] for index in indices]
+
+
+class OwnSubset(Subset[Item]):
+    """A subclass of Subset, with augmentation of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        inputs, label = super().__getitem__(index)
+        return inputs + noise(), label
+
+    def __getitems__(self, indices: list[int]) -> list[Item]:
+        return [self[index] for index in indices]
+
+
+class Jitter:
+    """A transform with a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if isinstance(self.generator, torch.Generator):
+            return inputs + torch.randn(FEATURES, generator=self.generator)
+        if isinstance(self.generator, random.Random):
+            return inputs + self.generator.gauss(0, 1)
+        return inputs + torch.from_numpy(self.generator.standard_normal(FEATURES)).float()
+
+
+class OwnGenerators(Augmented):
+    """Draws from generators that only its transforms know."""
+
+    def __init__(self, *generators: Any) -> None:
+        super().__init__()
+        self.transforms = [Jitter(generator) for generator in generators]
+
+    def __getitem__(self, index: int) -> Item:
+        inputs = self.inputs[index]
+        for transform in self.transforms:
+            inputs = transform(inputs)
+        return inputs, self.labels[index]
+
+
+_HIDDEN = np.random.default_rng(1)
+
+
+class HiddenGenerator(Augmented):
+    """Draws from a generator that is nobody's attribute."""
+
+    def __getitem__(self, index: int) -> Item:
+        return self.inputs[index] + float(_HIDDEN.standard_normal()), self.labels[index]
+
+
+class HiddenBatches(HiddenGenerator):
+    """The same, by batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[Item]:
+        return [self[index] for index in indices]
+
+
+class Returning(Stream):
+    """As those of Hugging Face: `skip()` leaves this set alone and returns another."""
+
+    def skip(self, items: int) -> Returning:
+        other = Returning()
+        other.first = items
+        return other
+
+
+class SkipsByReading(Stream):
+    """Its `skip()` reads, so that the first item after it would come with the random numbers of those before."""
+
+    def skip(self, items: int) -> SkipsByReading:
+        other = SkipsByReading()
+        other.first = items
+        return other
+
+    def __iter__(self) -> Iterator[Item]:
+        first, self.first = self.first, 0
+        for position, item in enumerate(super().__iter__()):
+            if position >= first:
+                yield item
+
+
+class Shuffling(Stream):
+    """Shuffles with the global generators when its iteration begins."""
+
+    def __iter__(self) -> Iterator[Item]:
+        for index in np.random.permutation(SAMPLES).tolist():
+            yield self.inputs[index] + noise(), self.labels[index]
+
+
+class CountsPasses(Stream):
+    """Its order is another in each pass, whatever the epoch."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        self.passes += 1
+        for index in np.random.RandomState(self.passes).permutation(SAMPLES).tolist():
+            yield self.inputs[index], self.labels[index]
+
+
+class InThreads(Stream):
+    """Reads ahead in a thread, which also augments; as the streams of Hugging Face do where they shuffle."""
+
+    def __iter__(self) -> Iterator[Item]:
+        ahead: queue.Queue[Any] = queue.Queue(4)
+        thread = threading.Thread(target=lambda: [ahead.put(item) for item in super(InThreads, self).__iter__()])
+        thread.daemon = True
+        thread.start()
+        for _ in range(SAMPLES):
+            yield ahead.get()
+
+
+def rows() -> dict[str, Any]:
+    """The samples as columns of numbers."""
+    inputs, labels = samples()
+    return {"inputs": inputs.tolist(), "labels": labels.tolist()}
+
+
+def hf_streaming(transform: Any = None) -> Dataset[Any]:
+    """A stream of Hugging Face's datasets: four shards, shuffled by a buffer."""
+    import datasets
+
+    stream = datasets.Dataset.from_dict(rows()).to_iterable_dataset(num_shards=4)
+    stream = stream.map(transform) if transform else stream
+    return stream.shuffle(seed=1, buffer_size=8).with_format("torch")
+
+
+def augmented_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with random augmentation."""
+    return {**row, "inputs": (torch.tensor(row["inputs"]) + noise()).tolist()}
+
+
+def augmented_rows(rows: dict[str, Any]) -> dict[str, Any]:
+    """Rows with random augmentation."""
+    return {"inputs": [torch.tensor(row) + noise() for row in rows["inputs"]], "labels": rows["labels"]}
+
+
+def hf_map(*, augmented: bool) -> Dataset[Any]:
+    """A map-style set of Hugging Face's datasets, which is fetched by batch."""
+    import datasets
+
+    made = datasets.Dataset.from_dict(rows())
+    return made.with_transform(augmented_rows) if augmented else made.with_format("torch")
+
+
+DATA: dict[str, MakeData] = {
+    "tensors": lambda: TensorDataset(*samples()),
+    "map": Augmented,
+    "dicts": Named,
+    "subset": lambda: Subset(Augmented(), list(range(40))[::-1]),
+    "subset of a subset": lambda: Subset(Subset(Augmented(), list(range(40))), list(range(0, 40, 2)) * 2),
+    "concatenated": lambda: ConcatDataset([Augmented(), Augmented()]),
+    "__getitems__": ByBatch,
+    "__getitems__ of a whole batch": WholeBatch,
+    "iterable": Stream,
+    "iterable with skip()": SkippingStream,
+    "endless": LongStream,
+    "__getitems__ with augmentation": RandomBatches,
+    "subclass of Subset": lambda: OwnSubset(Augmented(), list(range(SAMPLES))),
+    "generators of its own": lambda: OwnGenerators(
+        np.random.default_rng(1), torch.Generator().manual_seed(1), random.Random(1), np.random.RandomState(1)
+    ),
+    "skip() that returns": Returning,
+    "skip() that reads": SkipsByReading,
+    "shuffles as it begins": Shuffling,
+}
+
+# Of Hugging Face's datasets, where that is installed.
+HF_DATA: dict[str, MakeData] = {
+    "datasets, streaming": hf_streaming,
+    "datasets, map-style": lambda: hf_map(augmented=False),
+    "datasets, map-style with random augmentation": lambda: hf_map(augmented=True),
+}
+
+REFUSED_DATA: dict[str, MakeData] = {
+    "a generator that is nobody's attribute": HiddenGenerator,
+    "a generator that is nobody's attribute, __getitems__": HiddenBatches,
+    "counts its passes": CountsPasses,
+    "random numbers in a thread": InThreads,
+}

@@ -1,0 +1,115 @@
+"""The table of the zoo: what is exact, and what is refused with which words. docs/exactness.md is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zoo_awkward import AWKWARD
+from zoo_data import DATA
+from zoo_models import MODELS
+from zoo_optimizers import OPTIMIZERS
+from zoo_training import LOSSES, Case
+
+# Those whose state is of the parameter's dtype, whatever that is.
+_IN_BF16 = (
+    "the default", "SGD", "SGD momentum", "SGD momentum dampening", "SGD momentum foreach", "SGD momentum maximize",
+    "SGD nesterov", "SGD fused", "Adam", "Adam foreach", "Adam fused", "Adam amsgrad", "Adam amsgrad fused",
+    "Adam maximize", "Adam in two groups", "AdamW", "AdamW foreach", "AdamW fused", "Adadelta", "Adafactor", "Adamax",
+    "Muon", "RAdam", "RAdam foreach", "RMSprop", "RMSprop centered momentum", "Rprop", "numbers instead of tensors",
+    "ASGD", "NAdam", "NAdam foreach, decoupled", "state: fp32 master",
+)  # fmt: skip
+_ONLY_SPARSE = ("SparseAdam",)
+_REFUSED_OPTIMIZERS = ("a group added later", "a number in itself")
+_COMPLEX = ("SGD", "SGD momentum", "Adam", "AdamW", "RMSprop", "Adamax")
+
+OF_OPTIMIZERS = [
+    Case(optimizer=optimizer, model=model)
+    for optimizer in OPTIMIZERS
+    if optimizer not in _REFUSED_OPTIMIZERS
+    for model in ("mlp", "norms", "bf16 parameters", "sparse embeddings")
+    if (model == "sparse embeddings") == (optimizer in _ONLY_SPARSE)
+    if model != "bf16 parameters" or optimizer in _IN_BF16
+]
+
+OF_MODELS = [
+    Case(optimizer=optimizer, model=model)
+    for model in [*MODELS, *AWKWARD]
+    if model != "10,000 parameters"
+    for optimizer in (
+        ("SGD",) if model in ("sparse embeddings", "fp16 parameters") else ("AdamW",) if model == "complex parameters"
+        else ("the default", "SGD momentum")
+    )
+]  # fmt: skip
+
+OF_DATA = [Case(data=data, train={"workers": workers}) for data in DATA for workers in (0, 2)]
+
+OF_STEPS = [
+    Case(model="norms", loss=loss, train={"precision": precision, **settings})
+    for loss in LOSSES
+    for precision in ("fp32", "bf16", "fp16")
+    for settings in ({}, {"accumulation_steps": 2, "clip_norm": 0.5})
+] + [
+    Case(model="norms", train=settings)
+    for settings in (
+        {"drop_last": False},
+        {"grad_checkpointing": True},
+        {"ema_decay": None},
+        {"warmup_steps": 6, "schedule": "linear"},
+        {"schedule": "step", "decay_every": 2},
+        {"schedule": "constant"},
+        {"precision": "fp16", "scaler": {"growth_interval": 2}},
+        {"precision": "fp16", "scaler": {"initial": 2.0**40}},
+    )
+]
+
+# Each with a part of the message; all are refused before the third step is done.
+REFUSED = [
+    (Case("a group added later"), "give all parameters to optimizer() from the beginning"),
+    (Case("SGD momentum fused", "bf16 parameters"), "use fused=False"),
+    (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),
+    (Case("a number in itself"), "optimizer.extra: 2 now, 0 after a resume"),
+    (Case(model="None buffer filled later"), "model.mean"),
+    (Case(model="stride-0 buffer"), "register it with .expand(...).contiguous()"),
+    (Case(model="buffer that grows"), "model.mean [2, 32], now [0, 32]"),
+    (Case(model="state_dict of copies"), "state_dict() of a module has to give its tensors themselves"),
+    (Case(model="complex128 buffer"), "which safetensors cannot hold"),
+    (Case(model="lambda in state_dict"), "the model's state 'function' is a function"),
+    (Case(model="extra state that is no tensor"), "the model's state '_extra_state' is a dict"),
+    (Case(model="pruned"), "call prune.remove"),
+    (Case(model="old weight norm"), "use torch.nn.utils.parametrizations"),
+    (Case(model="lazy"), "run a batch through the model in model()"),
+]
+
+OF_RANKS = [
+    Case(model="norms"),
+    Case(model="norms", data="iterable with skip()", train={"accumulation_steps": 2}),
+    Case(model="conv", train={"sync_batchnorm": True}),
+    Case(model="attention", loss="(sum, weight)", train={"bucket_mb": 0.002}),
+    Case(model="attention", train={"comm_hook": "fp16", "clip_norm": 0.5}),
+    Case(model="two towers", train={"find_unused_parameters": True}),
+    Case(optimizer="SGD momentum", model="freezes", train={"find_unused_parameters": True}),
+    Case(model="tied embeddings", train={"static_graph": True}),
+    Case(optimizer="SGD", model="sparse embeddings"),
+    Case(model="bf16 parameters", train={"precision": "bf16"}),
+    Case(model="frozen backbone", data="__getitems__", train={"drop_last": False}),
+    Case(model="300 parameters", train={"gradient_as_bucket_view": False, "bucket_mb": 0.002}),
+]
+
+
+def fits(case: Case) -> bool:
+    """Whether a case is one that torch itself can train."""
+    train: dict[str, Any] = dict(case.train)
+    if case.optimizer in _REFUSED_OPTIMIZERS:
+        return False
+    sparse = case.model == "sparse embeddings"
+    if sparse != (case.optimizer in _ONLY_SPARSE) and not (sparse and case.optimizer == "SGD"):
+        return False
+    if sparse and (train.get("clip_norm") or train.get("precision") == "fp16"):
+        return False
+    if case.model == "complex parameters" and case.optimizer not in _COMPLEX:
+        return False
+    if case.model in ("bf16 parameters", "partly bf16") and case.optimizer not in _IN_BF16:
+        return False
+    if case.model == "fp16 parameters" and (case.optimizer != "SGD" or train.get("precision") == "fp16"):
+        return False
+    return not train.get("grad_checkpointing") or case.model in ("mlp", "norms", "matrices", "conv")
