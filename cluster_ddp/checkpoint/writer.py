@@ -188,9 +188,7 @@ class Writer:
             f"at step {save.step} rank{'s' * (len(different) > 1)} {ranks} of {len(alike)} did not hold what rank 0 "
             f"held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
         )
-        raise SaveFailed(
-            {"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": socket.gethostname()}
-        )
+        raise SaveFailed({"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": socket.gethostname()})
 
     def _manifest(self, save: Save, receipts: dict[int, dict[str, Any]]) -> Manifest:
         for rank, receipt in sorted(receipts.items()):

@@ -70,7 +70,6 @@ def node_environment(
     grace = max(_SHORTEST_SHUTDOWN_SECONDS, spec.requeue.warning)
     recorder = str(attempt.path / "flight-recorder-rank")
     defaults = [
-        Setting("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", "restarted ranks must not meet the keys of the dead"),
         Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "torchrun's 1 keeps the flight recorder from being written"),
         Setting("TORCH_FR_DUMP_TEMP_FILE", recorder, "the flight recorder belongs to the attempt"),
         Setting("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", recorder, "the same, before torch 2.8"),
@@ -80,6 +79,10 @@ def node_environment(
         Setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace), "the same, where torchrun has no such option"),
         Setting("OMP_NUM_THREADS", str(max(1, usable_cpus() // procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
     ]
+    if spec.launch.max_restarts:  # without, the agent's store is better: it holds its port before the ranks start
+        defaults.append(
+            Setting("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", "restarted ranks must not meet the keys of the dead")
+        )
     named = network.variables.keys()
     wanted = [*network.settings, *(setting for setting in defaults if setting.name not in named)]
     added = tuple(setting for setting in wanted if setting.beats(base) and setting.name not in decided)

@@ -176,8 +176,7 @@ def _python(spec: JobSpec) -> str:
     found = shutil.which(spec.launch.python)
     if found is None:
         raise SubmitError(
-            f"launch.python: {spec.launch.python} is not on this machine.\n"
-            "For this Python: --set launch.python=null"
+            f"launch.python: {spec.launch.python} is not on this machine.\nFor this Python: --set launch.python=null"
         )
     return found
 

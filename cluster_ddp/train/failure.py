@@ -74,7 +74,7 @@ def record_failure(
 def _earlier_failure(error: BaseException, world: World) -> str | None:
     """What another rank died of before, of which this error is only the echo; None: this one is the first.
 
-    The store that the ranks met through tells who was first. It is rank 0's: when it is gone, so is rank 0.
+    The store that the ranks met through tells who was first. Where it is not the agent's, it goes with rank 0.
     """
     if not dist.is_initialized():
         return None
