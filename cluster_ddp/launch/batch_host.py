@@ -1,0 +1,107 @@
+"""The batch host as a keeper sees it: clocks, the signals that come, what goes on beside the keeper, and the step."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from cluster_ddp.launch import relay
+from cluster_ddp.launch.running_step import RunningStep
+from cluster_ddp.run.directory import AttemptDirectory
+
+T = TypeVar("T")
+
+
+class Signal(NamedTuple):
+    """A signal that came, and when, on the monotonic clock."""
+
+    number: int
+    since: float
+
+
+class Answer(NamedTuple):
+    """What Slurm has said about a signal: why the job ends, and the seconds that are left, where that is known."""
+
+    signal: Signal
+    reason: str
+    seconds: float | None
+
+
+News = Signal | Answer
+
+
+class BatchHost:
+    """What a keeper waits for and whatever takes its time, in one place, so that its decisions depend on nothing else.
+
+    Signals and answers arrive as news, one at a time, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def unix_time(self) -> float:
+        """Seconds by the clock that Slurm goes by, too."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def listen(self, *numbers: int) -> None:
+        """Take these signals in as news from now on."""
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def ignore(self, *numbers: int) -> None:
+        """From here on these end no call of Slurm's commands; those that have come count."""
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGTERM:
+            self.ignore(signal.SIGTERM)  # Slurm sends it more than once, to scontrol too
+        self._news.put(Signal(number, self.now()))
+
+    def post(self, news: News) -> None:
+        """Add news that something beside the keeper has found out."""
+        self._news.put(news)
+
+    def next_news(self, seconds: float) -> News | None:
+        """The next news; None when there is none in so many seconds."""
+        try:
+            return self._news.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def beside(self, do: Callable[[], None]) -> None:
+        """Do something that may take long, without waiting for it."""
+        threading.Thread(target=do, daemon=True).start()
+
+    def within(self, seconds: float, do: Callable[[], T]) -> T | None:
+        """What `do` returns, or None when it takes longer: shared storage may keep a process waiting without end."""
+        done: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self.beside(lambda: done.put(do()))
+        try:
+            return done.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def start_step(
+        self, command: Sequence[str], environment: Mapping[str, str], attempt: AttemptDirectory, nodes: int, parent: int
+    ) -> RunningStep:
+        """Start the job step; see `RunningStep`."""
+        return RunningStep(command, environment, attempt, nodes, parent)
+
+
+def say(words: str) -> None:
+    """Print for people what the keeper does."""
+    relay.say(f"cluster-ddp: {words}", sys.stderr)

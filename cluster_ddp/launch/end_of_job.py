@@ -1,0 +1,185 @@
+"""The end of the job, as it is announced: what a keeper makes of signals, and of what Slurm says about them.
+
+A signal says that the job ends, seldom why. Slurm knows, but may take its time to say so, or not answer at all; so
+training is asked to save and end at once, and whether the job may be queued again is settled when the answer is there.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+from cluster_ddp.launch.allocation import Allocation
+from cluster_ddp.launch.batch_host import Answer, BatchHost, News, Signal, say
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.slurm.shown import CANCEL, PREEMPTION, REQUEUED, TERMINATED, TIME_LIMIT
+
+_MARGIN_SECONDS = 3.0  # before SIGKILL: by then the decision must be made, whether all is saved or not
+_POLL_SECONDS = 5.0  # should a SIGCHLD be lost
+_ASK_PAUSE_SECONDS = 2.0
+_SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended by Slurm
+_NEARLY_OVER_SECONDS = 10.0  # before the time limit: time to say that the requeue has failed
+_ENDLESS_SECONDS = 24 * 3600.0  # of trying to be queued again where there is no time limit
+_QUICK_SECONDS = 5.0  # for an answer that can be done without
+
+
+class EndOfJob:
+    """Why the job has to end before its training has, and how much time is left.
+
+    Parameters
+    ----------
+    warning
+        The signal by which the end of the job is announced.
+
+    Attributes
+    ----------
+    reason
+        One of the words of `cluster_ddp.slurm.shown`; None as long as nothing ends the job.
+    lets_it_run
+        Slurm has sent no SIGTERM, or whoever did is not ending the job.
+    """
+
+    def __init__(self, allocation: Allocation, host: BatchHost, *, warning: signal.Signals) -> None:
+        self._allocation = allocation
+        self._host = host
+        self._warning = warning
+        self._attempt: AttemptDirectory | None = None
+        self._unanswered: float | None = None  # since when, on the monotonic clock, a SIGTERM waits for its reason
+        self._decide_at: float | None = None  # on the monotonic clock, when SIGKILL is near
+        self.reason: str | None = None
+        self.lets_it_run = False
+
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Take signals in from now on, also that of a step that has ended."""
+        self._host.listen(self._warning, signal.SIGTERM, signal.SIGCHLD)
+
+    def stop_listening(self) -> None:
+        """From here on no signal may end a call of Slurm's commands; those that have come count."""
+        self._host.ignore(self._warning, signal.SIGTERM)
+        self.react_to_all()
+
+    def ask_ahead(self) -> None:
+        """A signal that came while the setup lines ran, or while Python started, is lost; but Slurm remembers."""
+
+        def ask() -> None:
+            if self._allocation.ask_ahead():
+                self._host.post(Signal(signal.SIGTERM, self._host.now()))
+
+        self._host.beside(ask)
+
+    def begin(self, attempt: AttemptDirectory) -> None:
+        """Ask this attempt to stop from now on, also for a signal that came before it had its folder."""
+        self._attempt = attempt
+        if self.reason is not None:
+            self._ask_to_stop(None)
+        self.react_to_all()
+
+    def react_to_next(self, wait: float = _POLL_SECONDS) -> None:
+        """React to the next news, if there is any before something else is due."""
+        if self._decide_at is not None:
+            wait = min(wait, self._decide_at - self._host.now())
+        news = self._host.next_news(wait)
+        if news is not None:
+            self._react(news)
+
+    def react_to_all(self) -> None:
+        """React to what has come already."""
+        while (news := self._host.next_news(0.0)) is not None:
+            self._react(news)
+
+    def _react(self, news: News) -> None:
+        if isinstance(news, Answer):
+            if news.signal.number == signal.SIGTERM:
+                self._end_is_explained(news)
+            elif news.reason == PREEMPTION and self.reason == TIME_LIMIT:
+                self.reason = PREEMPTION  # where Slurm has preempt_send_user_signal
+                self._ask_to_stop(news.seconds)
+        elif news.number == signal.SIGTERM and self._unanswered is None:
+            self._end_has_come(news)
+        elif news.number == self._warning and self.reason is None:
+            self._end_is_near(news)
+
+    def _end_is_near(self, warning: Signal) -> None:
+        """Stop at the warning."""
+        self.reason = TIME_LIMIT
+        self._ask_to_stop(None)
+        say("the end of the job is near: asking training to save and end")
+        self._ask_why(warning)
+
+    def _end_has_come(self, term: Signal) -> None:
+        """Stop at a SIGTERM. Slurm knows what it means, and may take its time to say so."""
+        self._unanswered = term.since
+        if self.reason is None:
+            ends_at = self._allocation.ends_at
+            over = ends_at is not None and self._host.unix_time() >= ends_at
+            self.reason = TIME_LIMIT if over else TERMINATED
+        self._ask_to_stop(None)
+        self._ask_why(term)
+
+    def _ask_why(self, signalled: Signal) -> None:
+        """Ask until Slurm answers, and never in the way of what has to be done meanwhile."""
+
+        def ask() -> None:
+            while (answer := self._allocation.end(signalled.since)) is None:
+                self._host.sleep(_ASK_PAUSE_SECONDS)
+            self._host.post(Answer(signalled, *answer))
+
+        self._host.beside(ask)
+
+    def _end_is_explained(self, answer: Answer) -> None:
+        self._unanswered = None
+        if answer.reason == TERMINATED:  # it lets the job run: somebody has sent a signal
+            self.lets_it_run = True
+            say("a SIGTERM came that is none of Slurm's: asking training to save and end")
+            return
+        self.reason = answer.reason
+        within = "" if answer.seconds is None else f", in {answer.seconds:.0f} s"
+        say(f"Slurm ends the job ({self.reason}){within}: asking training to save and end")
+        self._ask_to_stop(answer.seconds)
+        if answer.seconds is not None and self.reason != CANCEL:
+            self._decide_at = self._host.now() + max(1.0, answer.seconds - _MARGIN_SECONDS)
+
+    def _ask_to_stop(self, seconds: float | None) -> None:
+        """Ask the node programs, which look for the stop file, to save and end."""
+        if self._attempt is None or self.reason is None:
+            return
+        reason = PREEMPTION if self.reason == REQUEUED else self.reason
+        try:
+            request_stop(self._attempt, reason=reason, grace=seconds, by=f"the keeper on {socket.gethostname()}")
+        except OSError as error:
+            say(f"cannot ask training to stop: {error}")
+
+    # -- what is known of it -------------------------------------------------------------------------------------------
+
+    def out_of_time(self) -> bool:
+        """Whether SIGKILL is so near that nothing may be waited for."""
+        return self._decide_at is not None and self._host.now() >= self._decide_at
+
+    def give_up_at(self) -> float:
+        """When trying to be queued again ends, on the monotonic clock: shortly before the allocation does."""
+        if self._decide_at is not None:
+            return self._decide_at + _MARGIN_SECONDS - 1.0
+        ends_at = self._allocation.ends_at
+        left = _ENDLESS_SECONDS if ends_at is None else ends_at - self._host.unix_time() - _NEARLY_OVER_SECONDS
+        return self._host.now() + left
+
+    def find_out_why(self) -> None:
+        """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again."""
+        if self.reason is None and self._allocation.why_it_ends(_QUICK_SECONDS) == PREEMPTION:
+            # Only the steps were told. Slurm does not requeue a preempted job whose script has ended.
+            self.reason = PREEMPTION
+            self._ask_to_stop(None)
+        while self._unanswered is not None and self.reason == TERMINATED:
+            left = self._unanswered + self._allocation.kill_wait + _SURVIVED_SECONDS - self._host.now()
+            if left <= 0:
+                self._unanswered, self.lets_it_run = None, True
+                return
+            self.react_to_next(min(left, _POLL_SECONDS))
+
+    def cancelled(self) -> None:
+        """The owner has cancelled the job meanwhile, which beats whatever else ends it."""
+        self.reason = CANCEL
+        self._ask_to_stop(None)
