@@ -38,6 +38,7 @@ from cluster_ddp.run.metrics import LatestMetrics, read_latest
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
 _NEVER_BEGAN = "it was to start on this machine, and has not"
@@ -194,10 +195,18 @@ def _state(
     if job is not None and job.held:
         return RunState.HELD, _how_to_release(job)
     if job is not None and job.state in WAITING:
-        return (RunState.PENDING if outcome is None else RunState.REQUEUED), _said(job.reason)
+        return _waiting(outcome, job)
     if ids and (failed := _failed_start(history, ids[-1])):
         return RunState.FAILED, failed
     return _without_slurm(history, record, job, answered=answered, ids=ids)
+
+
+def _waiting(outcome: Outcome | None, job: SlurmJob) -> tuple[RunState, str | None]:
+    """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
+    said = _said(job.reason)
+    if outcome is None:
+        return RunState.PENDING, said
+    return RunState.REQUEUED, f"{outcome.reason} (Slurm: {said})" if said else outcome.reason
 
 
 def _failed_start(history: History, job_id: str) -> str | None:
@@ -361,7 +370,10 @@ def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | No
 def _warnings(history: History) -> tuple[str, ...]:
     events = [event for event in history.events if event["event"] == WARNING]
     current = [event for event in events if (as_whole(event.get("attempt")) or 0) >= history.first_number]
-    said = dict.fromkeys(str(event.get("message")) for event in reversed(current))
+    messages = [str(event.get("message")) for event in current]
+    if unfinished := unfinished_saves(history):
+        messages.append(unfinished[-1].describe(seconds_of_a_save(history)))
+    said = dict.fromkeys(reversed(messages))
     return tuple(reversed(list(said)[:_MAX_WARNINGS]))
 
 

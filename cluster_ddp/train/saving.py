@@ -18,6 +18,8 @@ from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.unfinished import seconds_between_saves
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.selfcheck import check_comes_back
@@ -49,6 +51,8 @@ class Saving:
     ) -> None:
         self._settings: CheckpointSpec = job.checkpoint
         self._since = time.monotonic()
+        minutes = job.checkpoint.every_minutes
+        self._seconds = None if minutes is None else 60.0 * minutes
         self._saved: int | None = None
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
@@ -57,6 +61,8 @@ class Saving:
         self.fresh: Callable[[], State] | None = None
         if run is None:
             return
+        if world.rank == 0 and attempt:
+            self._save_more_often(run)
 
         def report(event: str, fields: dict[str, Any]) -> bool:
             return events is None or events.write(event, attempt=attempt, **fields)
@@ -83,15 +89,24 @@ class Saving:
             self._saved = restored.step
         return restored
 
+    def _save_more_often(self, run: RunDirectory) -> None:
+        """Where the save at the end of an attempt was cut short, have something remain of the next that is."""
+        seconds = seconds_between_saves(read_history(run))
+        if seconds is not None and (self._seconds is None or seconds < self._seconds):
+            self._seconds = seconds
+            print(
+                "cluster-ddp: the last save of an attempt before this one was cut short: saving every "
+                f"{seconds:.0f} s until checkpoint: is set accordingly"
+            )
+
     def is_due(self, step: int) -> bool:
         """Whether ``checkpoint.every_steps`` asks for one after this many steps."""
         every = self._settings.every_steps
         return every is not None and step > 0 and step % every == 0
 
     def is_wanted(self) -> bool:
-        """Whether ``checkpoint.every_minutes`` asks for one now; rank 0 asks, the others follow."""
-        minutes = self._settings.every_minutes
-        return minutes is not None and time.monotonic() - self._since >= 60.0 * minutes
+        """Whether ``checkpoint.every_minutes``, or haste, asks for one now; rank 0 asks, the others follow."""
+        return self._seconds is not None and time.monotonic() - self._since >= self._seconds
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:
         """See that what ``checkpoint.keep_best`` goes by is among what an evaluation gave.

@@ -1,0 +1,96 @@
+"""Saves that a stop began and the end of the allocation cut short: what they were, and what helps against them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster_ddp.run.events import CHECKPOINT, CHECKPOINT_FAILED, RESUMED, STARTED, STOP_REQUESTED, STOPPED
+from cluster_ddp.run.history import Event, History
+from cluster_ddp.run.reading import as_number, as_whole
+from cluster_ddp.run.stopfile import TIME_LIMIT
+
+_SAVES_PER_ATTEMPT = 4  # where attempts are too short for the save at their end
+_SAVES_APART = 2.0  # times what a save takes, at the least: training goes on between them
+
+
+@dataclass(frozen=True)
+class UnfinishedSave:
+    """A save at the end of an attempt that was begun and is not there.
+
+    Attributes
+    ----------
+    reason
+        What asked the attempt to stop.
+    grace
+        Seconds that there were; None where nobody said.
+    trained
+        Seconds from the beginning of training in this attempt to the request.
+    """
+
+    step: int
+    reason: str
+    grace: float | None
+    trained: float
+
+    def describe(self, takes: float | None) -> str:
+        """What happened and what to set, for people.
+
+        Parameters
+        ----------
+        takes
+            Seconds that a save of this run takes; None when not known.
+        """
+        within = "before the job ended" if self.grace is None else f"within {self.grace:.0f} s of grace"
+        known = "" if takes is None else f"; a save takes about {takes:.1f} s here"
+        more_time = "requeue.warning for more time, or " if self.reason == TIME_LIMIT else ""
+        return (
+            f"save of step {self.step} not finished {within}{known}. Set {more_time}checkpoint.every_steps or "
+            "checkpoint.every_minutes so that less is trained again; until then the run saves more often by itself"
+        )
+
+
+def unfinished_saves(history: History) -> list[UnfinishedSave]:
+    """Those of the attempts since a person last asked to resume, in order; of one that may still save there is none."""
+    numbers = [record.number for record in history.attempts if record.number >= history.first_number]
+    return [save for number in numbers if (save := _unfinished(history, number)) is not None]
+
+
+def seconds_of_a_save(history: History) -> float | None:
+    """How long the longest of the last few saves took; None before the first."""
+    took = [as_number(event.get("seconds")) for event in history.events if event["event"] == CHECKPOINT]
+    return max((seconds for seconds in took[-_SAVES_PER_ATTEMPT:] if seconds is not None), default=None)
+
+
+def seconds_between_saves(history: History) -> float | None:
+    """How far apart saves may be so that something remains of an attempt that is cut short; None: no need is known."""
+    trained = [save.trained for save in unfinished_saves(history)]
+    if not trained:
+        return None
+    return max(min(trained) / _SAVES_PER_ATTEMPT, _SAVES_APART * (seconds_of_a_save(history) or 0.0))
+
+
+def _unfinished(history: History, number: int) -> UnfinishedSave | None:
+    events = history.of_attempt(number, STARTED, RESUMED, STOP_REQUESTED, STOPPED, CHECKPOINT, CHECKPOINT_FAILED)
+    asked = [event for event in events if event["event"] == STOP_REQUESTED]
+    begun = [event for event in asked if event.get("node") is None and as_whole(event.get("step")) is not None]
+    if not begun or _came_to_an_end(events, begun[-1]):
+        return None
+    graces = [grace for event in asked if (grace := as_number(event.get("grace"))) is not None]
+    began, grace = float(begun[-1]["time"]), graces[-1] if graces else None
+    if number == history.last_number and (grace is None or time.time() < began + grace):
+        return None
+    starts = [float(event["time"]) for event in events if event["event"] in (STARTED, RESUMED)]
+    trained = max(0.0, began - starts[-1]) if starts else 0.0
+    return UnfinishedSave(int(begun[-1]["step"]), str(begun[-1].get("reason")), grace, trained)
+
+
+def _came_to_an_end(events: Sequence[Event], begun: Event) -> bool:
+    """Whether the save was made, or given up for a reason that is told elsewhere."""
+    return any(
+        event["event"] in (STOPPED, CHECKPOINT_FAILED)
+        or (event["event"] == CHECKPOINT and (as_whole(event.get("step")) or 0) >= begun["step"])
+        for event in events
+        if event["time"] >= begun["time"] or event["event"] == CHECKPOINT
+    )
