@@ -6,6 +6,7 @@ what makes a line read otherwise than it is written, is shown as an escape inste
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from typing import TextIO
@@ -25,15 +26,18 @@ def one_line(text: str) -> str:
     return printable(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
-def put(text: str, stream: TextIO | None = None) -> None:
-    """Print `text` to a person, on standard error unless another stream is given.
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` for people, on standard error unless another stream is given, if it can be printed.
 
-    Raises
-    ------
-    OSError
-        The stream cannot be written.
+    A terminal that was closed, or a full disk behind the output, is no reason to end.
     """
-    print(printable(text), file=stream or sys.stderr, flush=True)
+    pass_on(printable(text), stream or sys.stderr)
+
+
+def pass_on(line: str, stream: TextIO) -> None:
+    """Print a line of another program's output as it is, if it can be printed."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 def _escaped(character: str) -> str:

@@ -2,7 +2,7 @@
 
 format, verify, folders, export      what lies on disk; torch-free, so that login nodes can list and export
 plan, staging, coordinator, writer   a save, from live tensors to a folder with its final name
-fingerprint                          whether all ranks hold the same
+replicas                             whether all ranks hold the same
 restore                              from the newest intact checkpoint back to live tensors
 checkpointer                         what a training holds: saving and restoring in one object
 """

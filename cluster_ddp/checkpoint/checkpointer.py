@@ -7,7 +7,6 @@ import collections
 import contextlib
 import json
 import math
-import sys
 import threading
 import time
 import weakref
@@ -21,11 +20,12 @@ from torch._C._distributed_c10d import Store
 
 from cluster_ddp.checkpoint.coordinator import SaveCoordinator
 from cluster_ddp.checkpoint.errors import CheckpointError, RanksDiverged
-from cluster_ddp.checkpoint.fingerprint import Likeness
 from cluster_ddp.checkpoint.plan import SavePlan, describe, make_plan, places_of
+from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.restore import Restore, Restored
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.checkpoint.writer import Report, Save, Writer
+from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.storage import Storage
 
@@ -58,8 +58,6 @@ class Checkpointer:
     report
         Takes an event's name and its fields. Called on rank 0, from the background thread too. When it returns False,
         the event was not recorded and is passed again with the next one.
-    storage
-        Carries out everything that is written.
 
     Attributes
     ----------
@@ -103,7 +101,7 @@ class Checkpointer:
             storage=self._storage,
         )
         self._staging = Staging()
-        self._likeness: Likeness | None = None
+        self._digest: ReplicaDigest | None = None
         self._plan: SavePlan | None = None
         self._described: object = None
         self._places: object = None
@@ -170,12 +168,12 @@ class Checkpointer:
             self._staging.prepare(save.plan.layouts[self._rank], _on_cuda(tensors))
             self._staging.copy(tensors, save.plan.replicated)
         alike = sorted(save.plan.replicated) if self._coordinator.world_size > 1 else ()
-        self._likeness = Likeness({name: tensors[name] for name in alike})
+        self._digest = ReplicaDigest({name: tensors[name] for name in alike})
         self._durable = False
         if self._settings.background:
-            self._start(self._run, save, writes, self._likeness)
+            self._start(self._run, save, writes, self._digest)
         else:
-            self._run(save, writes, self._likeness)
+            self._run(save, writes, self._digest)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the memory for saving these tensors, in the background; otherwise the first save waits for it.
@@ -190,28 +188,28 @@ class Checkpointer:
     def wait_for_staging(self) -> None:
         """Call right before parameters, optimizer or EMA change: they may still be copied or compared."""
         self._staging.wait_for_staging()
-        if self._likeness is not None:
-            self._likeness.wait()
-            self._likeness = None
+        if self._digest is not None:
+            self._digest.wait()
+            self._digest = None
 
-    def finish(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the save in flight; whether it is durable (True when there is none).
+    def finish(self) -> bool:
+        """Wait for the save in flight; whether it is durable (True when there is none).
 
         Raises
         ------
         RanksDiverged
             What must be alike on all ranks is not.
         """
-        self._join(timeout)
+        self._join()
         self._check_alike()
-        return self._durable and self._thread is None
+        return self._durable
 
     def close(self) -> None:
         """Finish the save in flight and free the memory. Call it on all ranks before the process group is destroyed."""
         self._join()
         self._staging.release()
 
-    def restore(self, tensors: Mapping[str, Tensor], *, step: int | None = None) -> Restored | None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> Restored | None:
         """Fill the live tensors from the newest intact checkpoint; all ranks take the same one.
 
         A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
@@ -223,8 +221,6 @@ class Checkpointer:
         tensors
             The live tensors, by the names under which they were saved. Stored names that begin with ``optimizer.``,
             ``buffer.`` or ``task.`` and are not among them come back in `Restored.extra`.
-        step
-            The only step whose checkpoint will do.
 
         Returns
         -------
@@ -245,7 +241,6 @@ class Checkpointer:
             coordinator=self._coordinator,
             storage=self._storage,
             report=self._report,
-            step=step,
         )
         restored = restore.into(tensors)
         if restored is not None:
@@ -269,15 +264,15 @@ class Checkpointer:
                 "has a gradient by model(...), and nothing that changes weights may depend on the rank"
             )
 
-    def _run(self, save: Save, writes: bool, likeness: Likeness) -> None:
+    def _run(self, save: Save, writes: bool, digest: ReplicaDigest) -> None:
         """Carry out a save, on the background thread: no exception may leave it."""
         try:
-            likeness.take()
+            digest.take()
             shard = self._staging.shard() if writes else None
-            if self._writer.carry_out(save, shard, likeness.by_kind()):
+            if self._writer.carry_out(save, shard, digest.by_kind()):
                 self.last_saved, self._durable = save.step, True
         except Exception as error:
-            _warn(f"the save of step {save.step} was given up: {error or type(error).__name__}")
+            say(f"cluster-ddp: the save of step {save.step} was given up: {error or type(error).__name__}")
 
     def _start(self, task: Callable[..., None], *arguments: object) -> None:
         # A new thread begins on GPU 0, and would allocate memory there for each rank of the node.
@@ -301,16 +296,17 @@ class Checkpointer:
         """Report an event, on rank 0; one that cannot be recorded (the storage is full) is kept for the next time."""
         if event == events.CHECKPOINT_FAILED:
             reason = f"{fields['file']}, rank {fields['rank']}: {fields['error']}"
-            _warn(f"the save of step {fields['step']} failed ({reason}); training goes on, earlier checkpoints stay")
+            what = f"the save of step {fields['step']} failed ({reason})"
+            say(f"cluster-ddp: {what}; training goes on, earlier checkpoints stay")
         elif event == events.CHECKPOINT_DAMAGED:
-            _warn(f"the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
+            say(f"cluster-ddp: the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
         self._unreported.append((event, fields))
         try:
             while self._unreported and self._record(*self._unreported[0]) is not False:
                 self._unreported.popleft()
         except Exception as error:
             self._unreported.popleft()
-            _warn(f"cannot report {event}: {error!r}")
+            say(f"cluster-ddp: cannot report {event}: {error!r}")
 
     def _end(self) -> None:
         """At the exit of the interpreter: finish a save that needs no other rank; soon give up one that does."""
@@ -336,10 +332,6 @@ def _cuda_is_in_use() -> bool:
 
 def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:
     return any(tensor.is_cuda for tensor in tensors.values())
-
-
-def _warn(message: str) -> None:
-    print(f"cluster-ddp: {message}", file=sys.stderr, flush=True)
 
 
 def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:

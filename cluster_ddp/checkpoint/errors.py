@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cluster_ddp.job.errors import ClusterDDPError
 
+_SHOWN = 12  # names of each kind of difference
+
 
 class CheckpointError(ClusterDDPError):
     """A checkpoint cannot be written or read as asked."""
@@ -20,13 +22,7 @@ class NoSuchCheckpoint(CheckpointError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint is not what was written.
-
-    Attributes
-    ----------
-    problems
-        What is wrong: one string per file, which begins with the file's name.
-    """
+    """A checkpoint is not what was written."""
 
     def __init__(self, folder: str, problems: list[str]) -> None:
         super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
@@ -51,25 +47,14 @@ class CheckpointUnreadable(CheckpointError):
 
 @dataclass(frozen=True)
 class Differences:
-    """How the tensors of a checkpoint differ from the live ones.
+    """How the tensors of a checkpoint differ from the live ones."""
 
-    Attributes
-    ----------
-    missing
-        Names of live tensors that the checkpoint does not hold.
-    unexpected
-        Names in the checkpoint that have no live tensor.
-    shape, dtype
-        ``name (stored, now)`` for tensors that differ in it.
-    tied
-        Names that share memory now but were stored with values of their own.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # names of live tensors that the checkpoint does not hold
+    unexpected: tuple[str, ...] = ()  # names in the checkpoint that have no live tensor
+    # shape, dtype: ``name (stored, now)`` for tensors that differ in it
     shape: tuple[str, ...] = ()
     dtype: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()  # names that share memory now but were stored with values of their own
 
     def __bool__(self) -> bool:
         return any((self.missing, self.unexpected, self.shape, self.dtype, self.tied))
@@ -96,6 +81,6 @@ class CheckpointMismatch(CheckpointError):
         )
 
 
-def _shortened(names: tuple[str, ...], most: int = 12) -> str:
-    more = f", and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _shortened(names: tuple[str, ...]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -50,11 +50,6 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool) -
     ema
         The averaged weights; what has no average (buffers) comes from the model.
 
-    Returns
-    -------
-    int
-        The number of tensors.
-
     Raises
     ------
     NoSuchCheckpoint

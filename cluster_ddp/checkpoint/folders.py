@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster_ddp.run.directory import step_name, step_of
-from cluster_ddp.run.liveness import ProcessIdentity, identify, is_alive
+from cluster_ddp.run.liveness import identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage
 
 _OWNED = re.compile(r"(?P<kind>tmp|tmp-removed|replaced)-step-(?P<step>\d{8,18})~(?P<owner>[^~]*(?:~[^~]*){4})")
@@ -26,17 +26,14 @@ _FOREIGN_AGE = 3600.0  # seconds
 
 def this_process() -> str:
     """This process as the owner in a folder's name."""
-    me = identify(os.getpid())
-    return "~".join((me.host, str(me.pid), me.namespace, me.started, me.boot_id))
+    return identity_name(identify(os.getpid()))
 
 
 def temporary_name(step: int, owner: str) -> str:
-    """The name of a checkpoint that is being written."""
     return f"tmp-{step_name(step)}~{owner}"
 
 
 def removed_name(step: int, owner: str) -> str:
-    """The name of a checkpoint that is being removed."""
     return f"tmp-removed-{step_name(step)}~{owner}"
 
 
@@ -164,7 +161,7 @@ def _owned_in(directory: Path) -> list[tuple[str, str, int, str]]:
 
 
 def _may_live(folder: Path, owner: str) -> bool:
-    process = _process(owner)
+    process = parse_identity(owner)
     alive = is_alive(process) if process is not None else None
     if alive is not None:
         return alive
@@ -174,10 +171,3 @@ def _may_live(folder: Path, owner: str) -> bool:
     except OSError:
         return True
     return time.time() - newest < _FOREIGN_AGE
-
-
-def _process(owner: str) -> ProcessIdentity | None:
-    host, pid, namespace, started, boot_id = owner.split("~")
-    if not pid.isdecimal():
-        return None
-    return ProcessIdentity(host=host, pid=int(pid), boot_id=boot_id, namespace=namespace, started=started)

@@ -19,7 +19,7 @@ from cluster_ddp.run.reading import as_time, as_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MOST_MANIFEST = 256 << 20  # bytes; a model of ten thousand tensors takes ten million
+MAX_MANIFEST = 256 << 20  # bytes; a model of ten thousand tensors takes ten million
 
 # Bytes per element of each dtype, under the names that safetensors gives them.
 ITEM_BYTES = {

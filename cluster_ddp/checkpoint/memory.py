@@ -19,18 +19,7 @@ _PLACE = "in memory"
 
 
 class MemoryCheckpoint:
-    """What one rank would write if it wrote everything: the bytes of the shard, and the manifest.
-
-    Parameters
-    ----------
-    tensors, scalars
-        As for `Checkpointer.save`.
-
-    Raises
-    ------
-    CheckpointError
-        A tensor or a scalar is of a kind that no checkpoint can hold.
-    """
+    """What one rank would write if it wrote everything (see `Checkpointer.save`): the shard's bytes and the manifest."""
 
     def __init__(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         plan = make_plan(*describe(tensors), [0])
@@ -53,15 +42,7 @@ class MemoryCheckpoint:
         )  # fmt: skip
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Restored:
-        """Fill live tensors, as `Checkpointer.restore` does.
-
-        Raises
-        ------
-        CheckpointMismatch
-            They are others than those stored.
-        CheckpointError
-            One of them cannot be filled.
-        """
+        """Fill live tensors as `Checkpointer.restore` does, with its errors."""
         source_of, differences = match(self._manifest, tensors)
         if differences:
             raise CheckpointMismatch(_PLACE, differences)

@@ -29,24 +29,13 @@ _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The shards of a save and who writes them.
+    """The shards of a save and who writes them."""
 
-    Attributes
-    ----------
-    layouts
-        By writing rank, the layout of its shard; ranks with nothing to write have none.
-    aliases
-        Names of the tensors that share their memory with another, and that other's name.
-    replicated
-        Names of the tensors that are the same on all ranks; they change only in the optimizer's step.
-    signature
-        Equal on two ranks exactly when they made the same plan.
-    """
-
-    layouts: dict[int, Layout]
-    aliases: dict[str, str]
+    layouts: dict[int, Layout]  # by writing rank, the layout of its shard; ranks with nothing to write have none
+    aliases: dict[str, str]  # names of the tensors that share their memory with another, and that other's name
+    # Names of the tensors that are the same on all ranks; they change only in the optimizer's step
     replicated: frozenset[str]
-    signature: str
+    signature: str  # equal on two ranks exactly when they made the same plan
 
 
 def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str, str], frozenset[str]]:

@@ -35,35 +35,23 @@ _EXTRA = ("optimizer.", "buffer.", "task.")
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint whose tensors were read into live ones.
-
-    Attributes
-    ----------
-    extra
-        Tensors that had no live tensor, on the CPU; those that share their memory were one when they were saved.
-    """
+    """A checkpoint whose tensors were read into live ones."""
 
     manifest: Manifest
+    # Tensors that had no live tensor, on the CPU; those that share their memory were one when they were saved
     extra: dict[str, Tensor]
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
         return self.manifest.step
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """The state that is not tensors."""
         return self.manifest.scalars
 
 
 def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor]) -> Restored:
     """Fill the live tensors from a checkpoint.
-
-    Parameters
-    ----------
-    tensors
-        The live tensors by their names in the checkpoint.
 
     Raises
     ------
@@ -160,25 +148,12 @@ class _Finding:
 
 
 class Restore:
-    """One restore, on one rank; all ranks go through it together.
-
-    Parameters
-    ----------
-    step
-        The only step whose checkpoint will do; None: the newest intact one.
-    """
+    """One restore, on one rank; all ranks go through it together."""
 
     def __init__(
-        self,
-        directory: Path,
-        run_id: str,
-        *,
-        coordinator: SaveCoordinator,
-        storage: Storage,
-        report: Report,
-        step: int | None,
+        self, directory: Path, run_id: str, *, coordinator: SaveCoordinator, storage: Storage, report: Report
     ) -> None:
-        self._directory, self._run_id, self._step = directory, run_id, step
+        self._directory, self._run_id = directory, run_id
         self._coordinator, self._storage, self._report = coordinator, storage, report
         self._refused: dict[int, str] = {}
 
@@ -206,12 +181,9 @@ class Restore:
             damaged = damaged_in(self._directory)
         except OSError as error:
             return None, f"cannot read {self._directory}: {error.strerror}"
-        wanted = [step for step in there if step not in self._refused and self._step in (None, step)]
+        wanted = [step for step in there if step not in self._refused]
         if wanted:
             return max(wanted), ""
-        if self._step is not None:
-            why = self._refused.get(self._step) or f"there are {', '.join(map(str, there)) or 'none'}"
-            return None, f"no intact checkpoint of step {self._step} in {self._directory}: {why}"
         if self._refused or damaged:
             found = [f"{step_name(step)}: {why}" for step, why in self._refused.items()] or damaged
             return None, (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from cluster_ddp.checkpoint.format import Layout
 from cluster_ddp.checkpoint.plan import TORCH_DTYPES
+from cluster_ddp.printing import say
 
 
 class Staging:
@@ -85,7 +85,6 @@ class Staging:
         return self._flat.numpy().data[:size]
 
     def release(self) -> None:
-        """Give the memory back."""
         if self._unpin is not None:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -131,11 +130,9 @@ def _pin(memory: Tensor) -> bool:
     except RuntimeError as error:
         problem = str(error)
     if problem is not None:
-        print(
+        say(
             f"cluster-ddp: the memory for checkpoints cannot be pinned: {problem}\n"
-            "    saving works without it, and blocks training for longer",
-            file=sys.stderr,
-            flush=True,
+            "    saving works without it, and blocks training for longer"
         )
     return problem is None
 

@@ -25,7 +25,7 @@ from cluster_ddp.checkpoint.errors import (
 from cluster_ddp.checkpoint.folders import damaged_in, strangers_in
 from cluster_ddp.checkpoint.format import (
     MANIFEST,
-    MOST_MANIFEST,
+    MAX_MANIFEST,
     Entry,
     Manifest,
     ManifestDamaged,
@@ -52,13 +52,6 @@ Place = memoryview | Sink
 def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
     """The manifest of a complete checkpoint, after checking that its files are there and have their sizes.
 
-    Parameters
-    ----------
-    folder
-        ``step-NNNNNNNN``.
-    run_id
-        The run that it must belong to; None takes any.
-
     Raises
     ------
     CheckpointDamaged
@@ -75,7 +68,7 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
     if odd:
         raise CheckpointDamaged(folder.name, [f"{name}: is not a regular file" for name in odd])
     try:
-        manifest = read_manifest(read_file(folder / MANIFEST, MOST_MANIFEST))
+        manifest = read_manifest(read_file(folder / MANIFEST, MAX_MANIFEST))
     except FileNotFoundError:
         raise CheckpointDamaged(folder.name, [f"{MANIFEST}: missing"]) from None
     except ManifestDamaged as error:
@@ -168,23 +161,16 @@ def read_shard(path: Path, shard: Shard, manifest: Manifest, places: Mapping[str
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint of a run.
-
-    Attributes
-    ----------
-    state
-        ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``,
-        ``unreadable`` (the storage refused), ``other-run`` (another run has saved it), ``set-aside`` (was found
-        damaged before, and renamed), or ``stray`` (takes room, and is no checkpoint).
-    problems
-        What is wrong: one string per file, which begins with the file's name.
-    """
+    """One checkpoint of a run."""
 
     path: Path
+    # ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``, ``unreadable``
+    # (the storage refused), ``other-run`` (another run has saved it), ``set-aside`` (was found damaged before, and
+    # renamed), or ``stray`` (takes room, and is no checkpoint)
     state: str
     step: int | None = None
     manifest: Manifest | None = None
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # what is wrong: one string per file, which begins with the file's name
 
 
 def run_id_of(run: RunDirectory) -> str:
@@ -204,8 +190,6 @@ def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[Ch
 
     Parameters
     ----------
-    run_id
-        The run that they must belong to.
     read_all
         Compare every byte with the checksums; otherwise only the manifests and the sizes of the files are checked.
     """

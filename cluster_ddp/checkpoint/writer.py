@@ -30,7 +30,7 @@ from cluster_ddp.checkpoint.folders import (
 )
 from cluster_ddp.checkpoint.format import (
     MANIFEST,
-    MOST_MANIFEST,
+    MAX_MANIFEST,
     Manifest,
     ManifestDamaged,
     Shard,
@@ -109,7 +109,7 @@ class Writer:
         shard
             The bytes of this rank's file, if it writes one.
         alike
-            What `Likeness.by_kind` gives for this rank.
+            What `ReplicaDigest.by_kind` gives for this rank.
 
         Raises
         ------
@@ -296,7 +296,7 @@ class Writer:
         if step in self._metrics:
             return None
         try:
-            manifest = read_manifest(read_file(self._directory / step_name(step) / MANIFEST, MOST_MANIFEST))
+            manifest = read_manifest(read_file(self._directory / step_name(step) / MANIFEST, MAX_MANIFEST))
         except (OSError, ManifestDamaged, UnknownFormat):
             return None  # not rated: whether it is damaged is for a restore to find
         if manifest.run_id != self._run_id:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from cluster_ddp.printing import printable, put
+from cluster_ddp.printing import printable, say
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
 
 
 def tell(*lines: str) -> None:
-    """Say something to a person, if it can be said. On standard error: standard output is for what programs read."""
-    with contextlib.suppress(OSError):  # what the command did, its exit status tells
-        for line in lines:
-            put(line)
+    """Say something to a person, on standard error: standard output is for what programs read."""
+    for line in lines:
+        say(line)
 
 
 def show(*lines: str) -> None:

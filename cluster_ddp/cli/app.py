@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from cluster_ddp import __version__
 from cluster_ddp.cli.answer import discard_output, tell
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.job.nearest import nearest
 from cluster_ddp.process import limit_umask
 
 COMMANDS: dict[str, str] = {
@@ -42,10 +43,8 @@ class UnknownCommand(ClusterDDPError):
     """The first argument is no command."""
 
     def __init__(self, name: str) -> None:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(name, COMMANDS)
+        meant = f" Did you mean {near}?" if near else ""
         super().__init__(f"no command is called {name!r}.{meant}\nThe commands: {', '.join(COMMANDS)}")
 
 

@@ -37,19 +37,12 @@ class LoadedJob:
 
 @dataclass(frozen=True)
 class RunJob:
-    """A run's job with settings laid over it.
+    """A run's job with settings laid over it."""
 
-    Attributes
-    ----------
-    before, spec
-        The job as the run has it, and with the settings.
-    remarks
-        One on each key that this version does not know and omits.
-    """
-
+    # before, spec: the job as the run has it, and with the settings
     before: JobSpec
     spec: JobSpec
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...]  # one on each key that this version does not know and omits
 
 
 def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool = True) -> LoadedJob:

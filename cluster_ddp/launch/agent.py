@@ -33,8 +33,6 @@ class Agent:
     ----------
     command
         Without placeholders.
-    log
-        The file for what it prints.
     survives
         Signals that it and the ranks ignore from the start.
     """
@@ -64,7 +62,6 @@ class Agent:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def poll(self) -> int | None:

@@ -20,18 +20,10 @@ _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)"
 
 @dataclass(frozen=True)
 class AgentFailure:
-    """Why torchrun's agent gave up.
+    """Why torchrun's agent gave up."""
 
-    Attributes
-    ----------
-    error
-        In words for people, with the remedy where one is known.
-    suspect
-        Whether the node itself may be at fault, so that another should be tried.
-    """
-
-    error: str
-    suspect: bool
+    error: str  # in words for people, with the remedy where one is known
+    suspect: bool  # whether the node itself may be at fault, so that another should be tried
 
 
 def agent_failure(log: Path, status: int | None, endpoint: str) -> AgentFailure:

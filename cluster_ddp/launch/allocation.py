@@ -107,25 +107,20 @@ class SlurmAllocation:
 
     @property
     def start(self) -> SlurmStart:
-        """See `Allocation`."""
         return self._start
 
     @property
     def ends_at(self) -> float | None:
-        """See `Allocation`."""
         return self._ends_at
 
     @property
     def kill_wait(self) -> float:
-        """See `Allocation`."""
         return DEFAULT_KILL_WAIT if self._kill_wait is None else self._kill_wait
 
     def environment(self) -> dict[str, str]:
-        """See `Allocation`."""
         return step_environment(os.environ)
 
     def ask_ahead(self) -> bool:
-        """See `Allocation`."""
         job = self._show()
         self._kill_wait = kill_wait(seconds=_SHORT_SECONDS)
         if job is None:
@@ -134,12 +129,10 @@ class SlurmAllocation:
         return is_ending(job)
 
     def why_it_ends(self, seconds: float) -> str | None:
-        """See `Allocation`."""
         job = self._show(seconds)
         return None if job is None else why_it_ends(job, self._start.restart_count, self._grace_end)
 
     def end(self, since: float) -> tuple[str, float | None] | None:
-        """See `Allocation`."""
         job = self._show()
         if job is None:
             return None
@@ -157,7 +150,6 @@ class SlurmAllocation:
         return job
 
     def queue_again(self) -> None:
-        """See `Allocation`."""
         requeue_job(self._start.task)
 
     def stay_ended(self) -> None:
@@ -173,7 +165,6 @@ class SlurmAllocation:
             forbid_requeue(self._start.task)
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
-        """See `Allocation`."""
         start = self._start
         try:
             usable, excluded = usable_nodes(start.partition), excluded_hosts(start.task)
@@ -182,7 +173,6 @@ class SlurmAllocation:
         return enough_others(usable, bad=bad, excluded=excluded, nodes=start.nodes)
 
     def keep_from(self, bad: Sequence[str]) -> bool:
-        """See `Allocation`."""
         try:
             exclude_hosts(self._start.task, bad)
         except SlurmError:

@@ -37,8 +37,6 @@ class Ending:
     ----------
     trains_a_task
         The ranks are this package's trainer, which stops by the heartbeat; else a script of the user's own.
-    clock
-        Monotonic seconds.
     """
 
     def __init__(

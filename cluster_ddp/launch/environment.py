@@ -36,24 +36,12 @@ _SHORTEST_SHUTDOWN_SECONDS = 30  # torchrun's own default
 
 @dataclass(frozen=True)
 class NodeEnvironment:
-    """The environment of a node's agent and ranks.
+    """The environment of a node's agent and ranks."""
 
-    Attributes
-    ----------
-    variables
-        All of it, as handed to the agent.
-    settings
-        What the node program added, each with its reason.
-    kept
-        What it would have set but found set already: name to the value that stays.
-    remarks
-        What a person should know about how the network settings were read.
-    """
-
-    variables: dict[str, str]
-    settings: tuple[Setting, ...]
-    kept: dict[str, str]
-    remarks: tuple[str, ...]
+    variables: dict[str, str]  # all of it, as handed to the agent
+    settings: tuple[Setting, ...]  # what the node program added, each with its reason
+    kept: dict[str, str]  # what it would have set but found set already: name to the value that stays
+    remarks: tuple[str, ...]  # what a person should know about how the network settings were read
 
 
 def node_environment(

@@ -26,18 +26,12 @@ _FILE_NAME = "exits.jsonl"
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank failed.
-
-    Attributes
-    ----------
-    exit_code
-        Negative for a signal.
-    """
+    """How one rank failed."""
 
     pid: int
     rank: int
     local_rank: int
-    exit_code: int
+    exit_code: int  # negative for a signal
 
 
 class RankExits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
-from cluster_ddp.printing import put
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 
@@ -31,13 +30,7 @@ class _Death:
 
 
 class Failures:
-    """Turns the deaths of ranks into events, one for each cause.
-
-    Parameters
-    ----------
-    clock
-        Unix seconds.
-    """
+    """Turns the deaths of ranks into events, one for each cause."""
 
     def __init__(
         self,
@@ -138,8 +131,7 @@ class Failures:
             others=sorted(other.rank.rank for other in self._deaths if other is not cause),
             log=str(rank.stderr) if rank.stderr else None,
         )
-        with contextlib.suppress(OSError):
-            put(f"cluster-ddp: rank {rank.rank} on {host} failed:\n{message}")
+        say(f"cluster-ddp: rank {rank.rank} on {host} failed:\n{message}")
 
 
 def _is_kill(code: int | None) -> bool:

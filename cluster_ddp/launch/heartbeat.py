@@ -91,7 +91,6 @@ class RankSlot:
 
     @property
     def phase(self) -> Phase:
-        """What the rank is doing."""
         return Phase(self._words[self._base + _PHASE])
 
     @property

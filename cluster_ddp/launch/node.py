@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.agent_failure import explain
 from cluster_ddp.launch.program import NodeProgram
-from cluster_ddp.launch.relay import say
+from cluster_ddp.printing import say
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NODE_FAILED, EventWriter
@@ -39,7 +39,6 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point of ``python -m cluster_ddp.launch.node``."""
     parsed = _arguments(arguments)
     limit_umask(parsed.run)
     run = RunDirectory(parsed.run)
@@ -65,7 +64,7 @@ def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: Clust
     EventWriter(run, f"node-{node_rank}").write(
         NODE_FAILED, attempt=attempt, node=node_rank, host=host, error=f"it cannot start: {words}", suspect=True
     )
-    say(f"cluster-ddp: node {host} cannot start: {words}", sys.stderr)  # the last line is what the keeper tells
+    say(f"cluster-ddp: node {host} cannot start: {words}")  # the last line is what the keeper tells
     return 1 if isinstance(error, OSError) else error.exit_status
 
 

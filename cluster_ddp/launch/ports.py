@@ -6,6 +6,7 @@ import random
 import socket
 
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.launch.address import LOOPBACK
 
 FIRST_PORT = 20000
 PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may hold, begin at 32768
@@ -53,8 +54,8 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this host that nobody listens on.
+def free_port() -> int:
+    """A port on loopback that nobody listens on.
 
     Raises
     ------
@@ -62,6 +63,6 @@ def free_port(host: str = "127.0.0.1") -> int:
         There is none among many that were tried.
     """
     for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), _TRIES):
-        if _is_free(host, port):
+        if _is_free(LOOPBACK, port):
             return port
-    raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {host}")
+    raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {LOOPBACK}")

@@ -22,23 +22,17 @@ from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _KILL_PAUSE_SECONDS = 0.05
+_KILL_SECONDS = 5.0  # a process stuck in the kernel cannot be ended by anyone
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that carries the mark of a heartbeat file.
-
-    Attributes
-    ----------
-    leads_session
-        torchrun starts each rank in a session of its own; what a rank starts is in the rank's session.
-    environment
-        The environment it was started with.
-    """
+    """A process that carries the mark of a heartbeat file."""
 
     pid: int
+    # torchrun starts each rank in a session of its own; what a rank starts is in the rank's session
     leads_session: bool
-    environment: dict[str, str]
+    environment: dict[str, str]  # the environment it was started with
 
 
 def marked_processes(heartbeat: Path) -> list[Process]:
@@ -95,15 +89,13 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def kill_all(heartbeat: Path, first: int | None = None, *, within: float = 5.0) -> list[int]:
+def kill_all(heartbeat: Path, first: int | None = None) -> list[int]:
     """End every process of a heartbeat file by SIGKILL and wait until they are gone.
 
     Parameters
     ----------
     first
         Killed before the others: the agent, which would start ranks again.
-    within
-        Seconds to wait; a process stuck in the kernel cannot be ended by anyone.
 
     Returns
     -------
@@ -112,7 +104,7 @@ def kill_all(heartbeat: Path, first: int | None = None, *, within: float = 5.0) 
     """
     if first is not None:
         send(first, KILL)
-    end = time.monotonic() + within
+    end = time.monotonic() + _KILL_SECONDS
     while left := [process.pid for process in marked_processes(heartbeat)]:
         for pid in left:
             send(pid, KILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
@@ -23,13 +22,14 @@ from cluster_ddp.launch.processes import kill_all
 from cluster_ddp.launch.rank_warnings import RankWarnings
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.reaper import Reaper
-from cluster_ddp.launch.relay import Relay, say
+from cluster_ddp.launch.relay import Relay
 from cluster_ddp.launch.report import EnvironmentReport
 from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.launch.torchrun import fill_in, option, trains_a_task
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.launch.watchdog import Hang, Watchdog
+from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.directory import RunDirectory
@@ -64,7 +64,7 @@ class NodeProgram:
         job = load_run_job(run.job_file)
         spec = job.spec
         for remark in job.remarks:
-            say(f"cluster-ddp: {remark}", sys.stderr)
+            say(f"cluster-ddp: {remark}")
         self._attempt = run.attempt(attempt)
         self._node_rank = node_rank
         self._host = socket.gethostname()
@@ -177,7 +177,7 @@ class NodeProgram:
         """
         stop_asked = self._stopping.reason is not None
         if self._superseded():
-            say("cluster-ddp: a newer attempt has begun: ending without a save", sys.stderr)
+            say("cluster-ddp: a newer attempt has begun: ending without a save")
             self._end(SUPERSEDED)
         elif self._stopping.reason == HANG:
             self._end_hung()
@@ -216,7 +216,7 @@ class NodeProgram:
 
     def _record_hang(self, hang: Hang) -> None:
         reason = hang.describe(self._host)
-        say(f"cluster-ddp: {reason}", sys.stderr)
+        say(f"cluster-ddp: {reason}")
         self._record(
             events.HANG,
             step=hang.step,
@@ -229,7 +229,7 @@ class NodeProgram:
 
     def _end_hung(self) -> None:
         collected = hang_dump.collect(self._ranks.living, self._heartbeat.path)
-        say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}", sys.stderr)
+        say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
         self._end(HUNG)
 
     def _stop_without_agent(self) -> None:
@@ -271,7 +271,7 @@ class NodeProgram:
     def _record_agent_failure(self, agent_status: int | None) -> None:
         """An agent that gave up before there were ranks: why stands in its log only."""
         failure = agent_failure(self._log_dir / _AGENT_LOG, agent_status, self._endpoint)
-        say(f"cluster-ddp: node {self._host} failed: {failure.error}", sys.stderr)
+        say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
 
     def _record(self, event: str, **fields: object) -> None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from cluster_ddp.launch.ranks import LocalRanks, Rank
-from cluster_ddp.launch.relay import say
 from cluster_ddp.launch.tail import Tail
+from cluster_ddp.printing import say
 from cluster_ddp.run.events import WARNING
 
 _POLL_SECONDS = 5.0  # the logs lie on shared storage

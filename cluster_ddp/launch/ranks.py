@@ -25,46 +25,25 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's process, as torchrun started it.
-
-    Attributes
-    ----------
-    rank
-        Global rank.
-    stdout, stderr
-        Its log files; None where the system does not tell.
-    error_file
-        Where a rank leaves its exception for torchrun, if it does.
-    since
-        `time.monotonic()` when it was first seen.
-    """
+    """A rank's process, as torchrun started it."""
 
     pid: int
-    rank: int
+    rank: int  # global rank
     local_rank: int
+    # stdout, stderr: its log files; None where the system does not tell
     stdout: Path | None
     stderr: Path | None
-    error_file: Path | None
-    since: float = field(default_factory=time.monotonic)
+    error_file: Path | None  # where a rank leaves its exception for torchrun, if it does
+    since: float = field(default_factory=time.monotonic)  # `time.monotonic()` when it was first seen
 
 
 @dataclass(frozen=True)
 class RankError:
-    """What a dead rank left of an error.
+    """What a dead rank left of an error."""
 
-    Attributes
-    ----------
-    message
-        A traceback, or the trainer's own message.
-    time
-        Unix seconds when it was written.
-    follows
-        It says itself that it ended because another rank did.
-    """
-
-    message: str
-    time: float
-    follows: bool = False
+    message: str  # a traceback, or the trainer's own message
+    time: float  # Unix seconds when it was written
+    follows: bool = False  # it says itself that it ended because another rank did
 
 
 class LocalRanks:
@@ -72,12 +51,8 @@ class LocalRanks:
 
     Parameters
     ----------
-    heartbeat
-        The node's heartbeat file.
     procs
         How many ranks the agent starts.
-    clock
-        Monotonic seconds.
 
     Attributes
     ----------

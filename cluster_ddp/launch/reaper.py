@@ -38,7 +38,6 @@ class Reaper:
 
     @property
     def pid(self) -> int:
-        """Process id of the reaper."""
         return self._process.pid
 
     def dismiss(self) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from typing import TextIO
 
 from cluster_ddp.launch.agent import Agent
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.tail import Tail
+from cluster_ddp.printing import pass_on
 
 
 class Relay:
@@ -20,15 +19,9 @@ class Relay:
         self._rank_0: Tail | None = None
 
     def pass_on(self, *, rest: bool = False) -> None:
-        """Pass on what is new.
-
-        Parameters
-        ----------
-        rest
-            Also a last line without an end: all have ended.
-        """
+        """Pass on what is new; with `rest`, now that all have ended, also a last line without an end."""
         for line in self._agent.new_lines():
-            say(line, sys.stderr)
+            pass_on(line, sys.stderr)
         logs = [rank.stdout for rank in self._ranks.seen.values() if rank.rank == 0 and rank.stdout is not None]
         if logs and (self._rank_0 is None or self._rank_0.path != logs[-1]):  # the first, or one restarted since
             self._show_rank_0(rest=True)
@@ -37,10 +30,4 @@ class Relay:
 
     def _show_rank_0(self, *, rest: bool) -> None:
         for line in self._rank_0.lines(rest=rest) if self._rank_0 else []:
-            say(line, sys.stdout)
-
-
-def say(line: str, stream: TextIO) -> None:
-    """Print a line. A terminal that was closed, or a full disk behind the output, must not end the training."""
-    with contextlib.suppress(OSError):
-        print(line, file=stream, flush=True)
+            pass_on(line, sys.stdout)

@@ -27,13 +27,7 @@ _GPU_SECONDS = 20.0
 
 
 class EnvironmentReport:
-    """Writes the report of this node once, beside the watching: asking for GPUs takes a while.
-
-    Parameters
-    ----------
-    command
-        torchrun's command line on this node.
-    """
+    """Writes the report of this node once, beside the watching: asking for GPUs takes a while."""
 
     def __init__(
         self, file: Path, environment: NodeEnvironment, ranks: LocalRanks, *, node_rank: int, command: Sequence[str]
@@ -70,7 +64,6 @@ class EnvironmentReport:
 def report(
     environment: NodeEnvironment, *, node_rank: int, ranks: list[dict[str, Any]], command: list[str]
 ) -> dict[str, Any]:
-    """The report's content."""
     shown = {name: value for name, value in sorted(environment.variables.items()) if name.startswith(_REPORTED)}
     return {
         "host": socket.gethostname(),

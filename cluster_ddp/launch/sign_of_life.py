@@ -22,13 +22,7 @@ _FILE_NAME = "alive"
 
 
 class SignOfLife:
-    """A node program's own file.
-
-    Parameters
-    ----------
-    folder
-        Of this node in the attempt.
-    """
+    """A node program's own file."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _FILE_NAME
@@ -48,15 +42,7 @@ class SignOfLife:
 
 
 class SilentNodes:
-    """Finds the nodes that give no sign of life any more though others have signed off.
-
-    Parameters
-    ----------
-    nodes
-        How many the attempt has.
-    clock
-        Monotonic seconds.
-    """
+    """Finds the nodes that give no sign of life any more though others have signed off."""
 
     def __init__(self, attempt: AttemptDirectory, nodes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._files = {node: attempt.logs(node) / _FILE_NAME for node in range(nodes)}

@@ -15,15 +15,7 @@ PORT = "{port}"
 
 
 def node_program(python: str, run_directory: str, torchrun: Sequence[str]) -> list[str]:
-    """The command that runs on every node.
-
-    Parameters
-    ----------
-    python
-        The interpreter.
-    torchrun
-        The torchrun line with its placeholders.
-    """
+    """The command that runs on every node; `torchrun` is the torchrun line with its placeholders."""
     return [python, "-m", "cluster_ddp.launch.node", "--run", run_directory, "--attempt", ATTEMPT, "--", *torchrun]
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import IO, TextIO
 
-from cluster_ddp.launch.relay import say
+from cluster_ddp.printing import pass_on
 
 LABEL = "--label"
 
@@ -26,19 +26,11 @@ _SIGNALLED = ("Terminated", "Killed")  # what srun does to the others once one h
 
 @dataclass(frozen=True)
 class TaskExit:
-    """How srun says that the task of one host ended.
-
-    Attributes
-    ----------
-    how
-        srun's words, such as ``Exited with exit code 2``.
-    last_line
-        What the task printed last; empty when it printed nothing.
-    """
+    """How srun says that the task of one host ended."""
 
     host: str
-    how: str
-    last_line: str
+    how: str  # srun's words, such as ``Exited with exit code 2``
+    last_line: str  # what the task printed last; empty when it printed nothing
 
     def describe(self) -> str:
         """In one line for people."""
@@ -94,7 +86,7 @@ class StepOutput:
 
     def _pass_on(self, pipe: IO[bytes], stream: TextIO) -> None:
         for line in pipe:
-            say(self.note(line.decode(errors="replace").rstrip("\n")), stream)
+            pass_on(self.note(line.decode(errors="replace").rstrip("\n")), stream)
 
     def _last_line(self, task: str) -> str:
         lines = self._last.get(task.lstrip("0") or "0") or self._last.get(task) or ()

@@ -14,13 +14,7 @@ class Tail:
         self._rest = b""
 
     def lines(self, *, rest: bool = False) -> list[str]:
-        """The lines that came since the last call; none while the file does not exist.
-
-        Parameters
-        ----------
-        rest
-            Also the last line if it has no end: nobody writes to the file any more.
-        """
+        """The lines that came since the last call, with `rest` also one without an end; none where there is no file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)

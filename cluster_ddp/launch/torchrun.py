@@ -32,8 +32,6 @@ def torchrun_command(
     ----------
     run_directory, rdzv_id, endpoint
         Strings that go into the line as they are; for a batch script they may hold shell variables.
-    nodes, procs
-        Nodes, and ranks per node; a batch script may name a shell variable.
 
     Returns
     -------

@@ -86,10 +86,6 @@ class Watchdog:
 
         Parameters
         ----------
-        slots
-            Of the ranks that are alive.
-        now_ns
-            `time.monotonic_ns()`.
         stopping_for
             Seconds since all were asked to stop; None when they were not. A rank that does not come to it is given up
             sooner then.

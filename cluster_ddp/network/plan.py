@@ -41,18 +41,12 @@ class NetworkError(ClusterDDPError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable to export, and why.
-
-    Attributes
-    ----------
-    explicit
-        The job file names it, so that it beats what was exported; a default yields to that.
-    """
+    """One variable to export, and why."""
 
     name: str
     value: str
     why: str
-    explicit: bool = False
+    explicit: bool = False  # the job file names it, so that it beats what was exported; a default yields to that
 
     def beats(self, exported: Mapping[str, str]) -> bool:
         """Whether it is to be set where these variables are set already. An empty one counts as not set."""
@@ -61,21 +55,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """What the job file's `network:` comes to.
+    """What the job file's `network:` comes to."""
 
-    Attributes
-    ----------
-    settings
-        The variables to export, in the order of the script.
-    timeout
-        Seconds that a collective may take: the process-group timeout.
-    remarks
-        What a person should know about how the settings were read.
-    """
-
-    settings: tuple[Setting, ...]
-    timeout: int
-    remarks: tuple[str, ...]
+    settings: tuple[Setting, ...]  # the variables to export, in the order of the script
+    timeout: int  # seconds that a collective may take: the process-group timeout
+    remarks: tuple[str, ...]  # what a person should know about how the settings were read
 
     @property
     def variables(self) -> dict[str, str]:

@@ -41,8 +41,6 @@ def begin_attempt(
 
     Parameters
     ----------
-    run
-        The run.
     slurm_job_id, restart_count
         The allocation, when Slurm gave it.
     host
@@ -50,8 +48,6 @@ def begin_attempt(
     pid
         The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of
         it), the supervisor of a local start. Its end is taken for the attempt's.
-    nodes, procs
-        Nodes and ranks per node.
     job_alive
         Asks Slurm whether another job is still alive; None for an answer that cannot be had. Called only when the
         attempt before was begun by another job on another machine and has left no sign of its end.
@@ -120,8 +116,6 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
 
     Parameters
     ----------
-    by
-        Who wants it.
     seen
         The run as it was before the caller made sure; by default as it is now. What has happened since is not
         cleared: an attempt that somebody else has begun meanwhile counts, and a cancelling holds.

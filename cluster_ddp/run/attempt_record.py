@@ -12,33 +12,24 @@ from cluster_ddp.run.reading import as_time, as_whole, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.slurm.states import is_job_id
 
-_MOST_DIGITS = 6  # of an attempt's number
+_MAX_DIGITS = 6  # of an attempt's number
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """What is known about an attempt besides its events.
+    """What is known about an attempt besides its events."""
 
-    Attributes
-    ----------
-    number
-        0 for the first attempt of the run.
-    begun, ended
-        Unix seconds. `ended` is None as long as the attempt has not been concluded, which one that is killed never is.
-    process
-        The process whose life is the attempt's: the batch script, the supervisor of a local start. None when its
-        record is damaged.
-    slurm_job_id, restart_count
-        The allocation; Slurm counts restarts of the same job from 0.
-    nodes, procs
-        Nodes and ranks per node; None when it was not known.
-    """
-
-    number: int
+    number: int  # 0 for the first attempt of the run
+    # begun, ended: Unix seconds. `ended` is None as long as the attempt has not been concluded, which one that is
+    # killed never is
     begun: float
+    # The process whose life is the attempt's: the batch script, the supervisor of a local start. None when its record
+    # is damaged
     process: ProcessIdentity | None
+    # slurm_job_id, restart_count: the allocation; Slurm counts restarts of the same job from 0
     slurm_job_id: str | None = None
     restart_count: int = 0
+    # nodes, procs: nodes and ranks per node; None when it was not known
     nodes: int | None = None
     procs: int | None = None
     ended: float | None = None
@@ -81,19 +72,13 @@ def is_superseded(attempt: AttemptDirectory) -> bool:
 
 
 def end_attempt(attempt: AttemptDirectory) -> None:
-    """Note that an attempt is over: none of its processes will write to the run any more.
-
-    Raises
-    ------
-    OSError
-        The attempt's folder cannot be written.
-    """
+    """Note that an attempt is over: none of its processes will write to the run any more."""
     record = replace(read_attempt(attempt), ended=time.time())
     write_json(Storage(), attempt.record_file, record.to_json())
 
 
 def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and 3 <= len(name) <= _MOST_DIGITS
+    return name.isascii() and name.isdigit() and 3 <= len(name) <= _MAX_DIGITS
 
 
 def _folder_time(attempt: AttemptDirectory) -> float:

@@ -96,20 +96,12 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, and why in words for people.
-
-    Attributes
-    ----------
-    stop_reason
-        What asked it to stop, one of `stopfile.REASONS`; None when nothing did.
-    settled
-        An event of the run has decided it, whatever of the attempt is still alive.
-    """
+    """How an attempt ended, and why in words for people."""
 
     ending: Ending
     reason: str
-    stop_reason: str | None = None
-    settled: bool = False
+    stop_reason: str | None = None  # what asked it to stop, one of `stopfile.REASONS`; None when nothing did
+    settled: bool = False  # an event of the run has decided it, whatever of the attempt is still alive
 
 
 def outcome_of(history: History, number: int) -> Outcome:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.printing import put
+from cluster_ddp.printing import say
 from cluster_ddp.run.reading import as_time, as_whole, read_json_lines
 from cluster_ddp.run.storage import Storage, open_lines
 
@@ -68,8 +68,6 @@ class EventWriter:
 
     Parameters
     ----------
-    run
-        The run the events belong to.
     writer
         Names the file. No two processes that are alive at once may share it: `login_writer()` on login nodes,
         `node-<rank>` for a node program, `rank-<rank>` for a rank.
@@ -88,7 +86,7 @@ class EventWriter:
         try:
             _append_line(self.path, line.encode() + b"\n")
         except OSError as error:
-            put(f"cluster-ddp: cannot record '{event}' in {self.path}: {error}")
+            say(f"cluster-ddp: cannot record '{event}' in {self.path}: {error}")
             return False
         return True
 

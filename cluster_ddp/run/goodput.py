@@ -13,24 +13,14 @@ from cluster_ddp.run.metrics import LatestMetrics
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds over all attempts.
+    """Seconds over all attempts."""
 
-    Attributes
-    ----------
-    productive_seconds
-        Training whose result a checkpoint holds; in an attempt that is alive, all training so far.
-    lost_seconds
-        Starting up, work after the last checkpoint (it had to be done again), and what came after training had ended.
-    waiting_seconds
-        In the queue: no attempt was alive.
-    ratio
-        productive / (productive + lost); None before there is any.
-    """
-
+    # Training whose result a checkpoint holds; in an attempt that is alive, all training so far
     productive_seconds: float
+    # Starting up, work after the last checkpoint (it had to be done again), and what came after training had ended
     lost_seconds: float
-    waiting_seconds: float
-    ratio: float | None
+    waiting_seconds: float  # in the queue: no attempt was alive
+    ratio: float | None  # productive / (productive + lost); None before there is any
 
 
 def goodput_of(history: History, metrics: LatestMetrics, *, created: float | None, alive: bool) -> Goodput:
@@ -38,8 +28,6 @@ def goodput_of(history: History, metrics: LatestMetrics, *, created: float | Non
 
     Parameters
     ----------
-    history, metrics
-        What happened and what was logged.
     created
         When the run was made (Unix seconds), when that is known; waiting counts from there.
     alive

@@ -16,17 +16,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class History:
-    """What happened to a run so far.
-
-    Attributes
-    ----------
-    run
-        The run.
-    events
-        All events, by time.
-    attempts
-        The records of all attempts, by number.
-    """
+    """What happened to a run so far."""
 
     run: RunDirectory
     events: tuple[Event, ...]
@@ -34,12 +24,10 @@ class History:
 
     @property
     def last(self) -> AttemptRecord | None:
-        """The latest attempt; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def last_number(self) -> int | None:
-        """Number of the latest attempt; None before the first."""
         return self.last.number if self.last else None
 
     # What people asked for is ordered by what they had seen, not by time: the clocks of two hosts may differ by more
@@ -47,7 +35,6 @@ class History:
 
     @cached_property
     def resume_requests(self) -> tuple[Event, ...]:
-        """The events of all requests to resume."""
         return tuple(event for event in self.events if event["event"] == RESUME_REQUESTED)
 
     @cached_property

@@ -19,28 +19,32 @@ _FIRST_FIELD_AFTER_NAME = 3
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process for all time: no other process has had, or will have, the same values.
-
-    Attributes
-    ----------
-    boot_id
-        Names this boot of this machine; empty where the system has no such thing.
-    namespace
-        Of process ids; empty where the system has none.
-    started
-        When the process started, in the system's own form; empty when there was no such process.
-    """
+    """A process for all time: no other process has had, or will have, the same values."""
 
     host: str
     pid: int
-    boot_id: str
-    namespace: str
-    started: str
+    boot_id: str  # names this boot of this machine; empty where the system has no such thing
+    namespace: str  # of process ids; empty where the system has none
+    started: str  # when the process started, in the system's own form; empty when there was no such process
 
 
 def identify(pid: int, host: str | None = None) -> ProcessIdentity:
     """The identity of a process on this machine; `host` is what people call the machine."""
     return ProcessIdentity(host or socket.gethostname(), pid, _boot_id(), _namespace(), _start_time(pid))
+
+
+def identity_name(process: ProcessIdentity) -> str:
+    """A process as a part of a file's name, which `parse_identity` reads back."""
+    return "~".join((process.host, str(process.pid), process.namespace, process.started, process.boot_id))
+
+
+def parse_identity(name: str) -> ProcessIdentity | None:
+    """The process that a part of a file's name stands for; None when it stands for none."""
+    parts = name.split("~")
+    if len(parts) != 5 or not parts[1].isdecimal():
+        return None
+    host, pid, namespace, started, boot_id = parts
+    return ProcessIdentity(host=host, pid=int(pid), boot_id=boot_id, namespace=namespace, started=started)
 
 
 def read_identity(value: dict[str, Any]) -> ProcessIdentity | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.liveness import ProcessIdentity, identify, is_alive
+from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage
 
 _PATIENCE = 30.0  # seconds that a change waits for its turn
@@ -90,8 +90,7 @@ def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
 
     The draft is open from the start: opened by its name, it might be made once more in a lock that is another's by now.
     """
-    me = identify(os.getpid())
-    name = "~".join((me.host, str(me.pid), me.namespace, me.started, me.boot_id, os.urandom(6).hex()))
+    name = f"{identity_name(identify(os.getpid()))}~{os.urandom(6).hex()}"
     own = lock.with_name(f"{lock.name}-{os.urandom(6).hex()}")
     storage.mkdir(own)
     fd = -1
@@ -132,11 +131,7 @@ def _holder(lock: Path) -> str:
 
 
 def _process(holder: str) -> ProcessIdentity | None:
-    parts = holder.split("~")
-    if len(parts) != 6 or not parts[1].isdecimal():
-        return None
-    host, pid, namespace, started, boot_id, _ = parts
-    return ProcessIdentity(host=host, pid=int(pid), boot_id=boot_id, namespace=namespace, started=started)
+    return parse_identity(holder.rpartition("~")[0])
 
 
 def _is_gone(holder: str) -> bool:

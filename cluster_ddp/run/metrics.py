@@ -15,22 +15,15 @@ _POSITION = frozenset({"step", "samples", "epoch", "attempt", "time"})
 
 @dataclass
 class LatestMetrics:
-    """Where training is and what it measured last.
+    """Where training is and what it measured last."""
 
-    Attributes
-    ----------
-    step, samples
-        Of the latest line; None before the first.
-    values
-        Latest value of each metric; NaN when it was not finite.
-    steps, times
-        Of each attempt that the end of the file tells of: the highest step and the latest time (Unix seconds).
-    """
-
+    # step, samples: of the latest line; None before the first
     step: int | None = None
     samples: int | None = None
     attempt: int = -1
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)  # latest value of each metric; NaN when it was not finite
+    # steps, times: of each attempt that the end of the file tells of: the highest step and the latest time (Unix
+    # seconds)
     steps: dict[int, int] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from cluster_ddp.run.storage import NO_LINK
 
-MOST_RECORD = 1 << 20  # bytes of run.json, attempt.json and the stop file
-MOST_LINES = 16 << 20  # bytes of a file of lines that are read, its end: the events of a hundred thousand checkpoints
-_MOST_LINE = 1 << 20  # bytes of a line
-_OBJECT_LINE = re.compile(rb"^[ \t]*\{[^\n]{4,%d}\}[ \t\r]*$" % _MOST_LINE, re.MULTILINE)  # `{"a":1}` at the least
+MAX_RECORD = 1 << 20  # bytes of run.json, attempt.json and the stop file
+MAX_LINES = 16 << 20  # bytes of a file of lines that are read, its end: the events of a hundred thousand checkpoints
+_MAX_LINE = 1 << 20  # bytes of a line
+_OBJECT_LINE = re.compile(rb"^[ \t]*\{[^\n]{4,%d}\}[ \t\r]*$" % _MAX_LINE, re.MULTILINE)  # `{"a":1}` at the least
 _LATEST = 253_370_764_800  # Unix seconds, the beginning of 9999: what the C library can turn into a date
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0)
 
@@ -52,7 +52,7 @@ def open_regular(path: Path) -> tuple[int, int]:
     return fd, status.st_size
 
 
-def read_file(path: Path, most: int) -> bytes:
+def read_file(path: Path, limit: int) -> bytes:
     """All bytes of a regular file.
 
     Raises
@@ -62,13 +62,13 @@ def read_file(path: Path, most: int) -> bytes:
     """
     fd, size = open_regular(path)
     with os.fdopen(fd, "rb", buffering=0) as file:
-        data = _read(file.fileno(), most + 1) if size <= most else b""
-    if size > most or len(data) > most:
-        raise OSError(errno.EFBIG, f"is larger than the {most} bytes that such a file can have", str(path))
+        data = _read(file.fileno(), limit + 1) if size <= limit else b""
+    if size > limit or len(data) > limit:
+        raise OSError(errno.EFBIG, f"is larger than the {limit} bytes that such a file can have", str(path))
     return data
 
 
-def read_tail(path: Path, most: int) -> bytes:
+def read_tail(path: Path, limit: int) -> bytes:
     """The whole lines in the last `most` bytes of a regular file.
 
     Raises
@@ -78,28 +78,28 @@ def read_tail(path: Path, most: int) -> bytes:
     """
     fd, size = open_regular(path)
     with os.fdopen(fd, "rb", buffering=0) as file:
-        if size <= most:
-            return _read(fd, most)
-        file.seek(size - most)
-        return _read(fd, most).partition(b"\n")[2]
+        if size <= limit:
+            return _read(fd, limit)
+        file.seek(size - limit)
+        return _read(fd, limit).partition(b"\n")[2]
 
 
-def _read(fd: int, most: int) -> bytes:
+def _read(fd: int, limit: int) -> bytes:
     pieces = []
-    while most > 0 and (piece := os.read(fd, min(most, 1 << 20))):
+    while limit > 0 and (piece := os.read(fd, min(limit, 1 << 20))):
         pieces.append(piece)
-        most -= len(piece)
+        limit -= len(piece)
     return b"".join(pieces)
 
 
-def read_json_lines(path: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
+def read_json_lines(path: Path, limit: int = MAX_LINES) -> list[dict[str, Any]]:
     """The objects in the last `most` bytes of a file of JSON lines; empty when there is none that may be read.
 
     Torn lines, damaged lines and lines that are not objects are passed over: the writer may have died, or be in the
     middle of a line.
     """
     try:
-        data = read_tail(path, most)
+        data = read_tail(path, limit)
     except OSError:
         return []
     lines = (found[0] for found in _OBJECT_LINE.finditer(data))
@@ -109,7 +109,7 @@ def read_json_lines(path: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file of the size of a record; None when it is missing, damaged or something else."""
     try:
-        return parse_object(read_file(path, MOST_RECORD))
+        return parse_object(read_file(path, MAX_RECORD))
     except OSError:
         return None
 

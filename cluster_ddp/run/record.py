@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.lock import change_file
-from cluster_ddp.run.reading import MOST_RECORD, as_time, as_whole, read_file
+from cluster_ddp.run.reading import MAX_RECORD, as_time, as_whole, read_file
 from cluster_ddp.run.storage import Storage, json_bytes, write_json
 from cluster_ddp.slurm.states import is_job_id
 
@@ -30,37 +30,24 @@ _COMMENT = "cluster_ddp "  # begins the comment of a job of ours; the run's id f
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What does not follow from the job file: who the run is and what it was made with.
-
-    Attributes
-    ----------
-    created
-        Unix seconds.
-    via
-        sbatch, submitit, local or manual.
-    slurm_job_ids
-        Every Slurm job that was submitted for the run, the latest last. A requeued job keeps its id.
-    git_revision
-        Commit of the user's code at submission, with `-dirty` when it had changes; None outside git.
-    versions
-        Of Python and the packages that matter, where the run was submitted.
-    nodes, procs
-        Nodes and ranks per node of the last attempt; of the job file before the first. None: decided on the node.
-    global_batch
-        Samples per step, resolved at the first attempt and kept for the life of the run.
-    """
+    """What does not follow from the job file: who the run is and what it was made with."""
 
     id: str
     name: str
-    created: float
-    via: str
+    created: float  # Unix seconds
+    via: str  # sbatch, submitit, local or manual
     wandb_id: str
+    # Every Slurm job that was submitted for the run, the latest last. A requeued job keeps its id
     slurm_job_ids: tuple[str, ...] = ()
+    # Commit of the user's code at submission, with `-dirty` when it had changes; None outside git
     git_revision: str | None = None
+    # Of Python and the packages that matter, where the run was submitted
     versions: dict[str, str] = field(default_factory=dict)
+    # nodes, procs: nodes and ranks per node of the last attempt; of the job file before the first. None: decided on the
+    # node
     nodes: int | None = None
     procs: int | None = None
-    global_batch: int | None = None
+    global_batch: int | None = None  # samples per step, resolved at the first attempt and kept for the life of the run
 
 
 def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
@@ -88,7 +75,7 @@ def read_record(run: RunDirectory) -> RunRecord:
         It cannot be read or is not what this package wrote.
     """
     try:
-        value = json.loads(read_file(run.record_file, MOST_RECORD))
+        value = json.loads(read_file(run.record_file, MAX_RECORD))
         known = {field.name for field in dataclasses.fields(RunRecord)}
         record = RunRecord(**{key: entry for key, entry in value.items() if key in known})
         _check_kinds(record)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cluster_ddp.printing import put
+from cluster_ddp.printing import say
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import Ending, Outcome, describe_failure, outcome_of, root_failure
@@ -40,15 +40,10 @@ _FINAL_ACTIONS: dict[Ending, Action] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why in words for people.
+    """What to do, and why in words for people."""
 
-    Attributes
-    ----------
-    action
-        done: training is complete. requeue: start again. stop: a person wanted it, or nobody knows who ended it.
-        fail: starting again would fail again. stall: too many starts, or too many without a new checkpoint.
-    """
-
+    # done: training is complete. requeue: start again. stop: a person wanted it, or nobody knows who ended it. fail:
+    # starting again would fail again. stall: too many starts, or too many without a new checkpoint
     action: Action
     reason: str
 
@@ -63,8 +58,6 @@ def decide(
 
     Parameters
     ----------
-    run, attempt
-        The run, and its attempt that has ended.
     job_runs
         Asks Slurm whether it lets the attempt's job run on. Called only when a SIGTERM ended the attempt and nobody
         knows why: `scancel --signal=TERM` is no scancel.
@@ -93,7 +86,7 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
     try:
         end_attempt(attempt)
     except OSError as error:
-        put(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
+        say(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
 
 
 def _within_limits(history: History, number: int, outcome: Outcome, limits: RequeueSpec) -> Decision:

@@ -30,14 +30,10 @@ def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -
 
     Parameters
     ----------
-    spec
-        The resolved job.
     runs_dir
         Where the folder is made; made too if need be.
     via
         How the run is started: sbatch, submitit, local or manual.
-    script
-        The text of the batch script, when there is one.
 
     Raises
     ------

@@ -50,44 +50,26 @@ _MAX_WARNINGS = 10
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The contract of `status --json`, and `goodput`.
-
-    Attributes
-    ----------
-    attempts
-        How many there were; each allocation and each local start is one.
-    step, total_steps, samples
-        Steps finished, steps in all, samples consumed; None when not known yet.
-    training
-        What a step is, in words for people: ranks, global batch, peak learning rate; None when not known.
-    last_checkpoint
-        Step of the newest checkpoint; None when there is none.
-    metrics
-        Latest value of each metric.
-    reason
-        Why the run is in its state, in words for people; None when there is nothing to say.
-    warnings
-        What training warned of since a person last asked to resume, each once, the latest last.
-    record
-        The run's identity, which `status --json` leaves out; None when run.json cannot be read.
-    """
+    """The contract of `status --json`, and `goodput`."""
 
     run_id: str
     name: str
     state: RunState
-    attempts: int
+    attempts: int  # how many there were; each allocation and each local start is one
+    # step, total_steps, samples: steps finished, steps in all, samples consumed; None when not known yet
     step: int | None
     total_steps: int | None
     samples: int | None
+    # What a step is, in words for people: ranks, global batch, peak learning rate; None when not known
     training: str | None
-    last_checkpoint: int | None
-    metrics: dict[str, float]
+    last_checkpoint: int | None  # step of the newest checkpoint; None when there is none
+    metrics: dict[str, float]  # latest value of each metric
     slurm_job_id: str | None
-    reason: str | None
-    warnings: tuple[str, ...]
+    reason: str | None  # why the run is in its state, in words for people; None when there is nothing to say
+    warnings: tuple[str, ...]  # what training warned of since a person last asked to resume, each once, the latest last
     directory: str
     goodput: Goodput
-    record: RunRecord | None
+    record: RunRecord | None  # the run's identity, which `status --json` leaves out; None when run.json cannot be read
 
     def to_json(self) -> dict[str, Any]:
         """The object that `status --json` prints."""
@@ -102,8 +84,6 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
 
     Parameters
     ----------
-    run
-        The run.
     slurm_jobs
         What squeue says, by job id; jobs that it no longer knows are missing. None when Slurm could not be asked.
     """

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.run.reading import MOST_RECORD, as_number, as_time, parse_object, read_file
+from cluster_ddp.run.reading import MAX_RECORD, as_number, as_time, parse_object, read_file
 from cluster_ddp.run.storage import Storage, write_json
 
 if TYPE_CHECKING:
@@ -35,27 +35,13 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why and how fast training is to end.
+    """Why and how fast training is to end."""
 
-    Attributes
-    ----------
-    reason
-        One of `REASONS`.
-    level
-        1: save and end. 2: at once, no evaluation and no waiting.
-    grace
-        Seconds from `time` until the processes are killed; None when not known.
-    by
-        Who asked, for people to read.
-    time
-        Unix seconds of the request.
-    """
-
-    reason: str
-    level: int = SAVE_AND_END
-    grace: float | None = None
-    by: str = ""
-    time: float = 0.0
+    reason: str  # one of `REASONS`
+    level: int = SAVE_AND_END  # 1: save and end. 2: at once, no evaluation and no waiting
+    grace: float | None = None  # seconds from `time` until the processes are killed; None when not known
+    by: str = ""  # who asked, for people to read
+    time: float = 0.0  # Unix seconds of the request
 
 
 def request_stop(
@@ -90,7 +76,7 @@ def read_stop(attempt: AttemptDirectory) -> StopRequest | None:
     is read at the next poll.
     """
     try:
-        data = read_file(attempt.stop_file, MOST_RECORD)
+        data = read_file(attempt.stop_file, MAX_RECORD)
     except OSError:
         return None
     value = parse_object(data)

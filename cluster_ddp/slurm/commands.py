@@ -42,7 +42,7 @@ _UNREACHABLE = (
 _PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""
 
-_MOST_WORDS = 4000
+_MAX_ANSWER = 4000
 """Characters of an answer that are shown; the end says most."""
 
 _COMMAND_TIMEOUT = 100.0
@@ -73,10 +73,6 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
 
     Parameters
     ----------
-    script
-        The batch script.
-    arguments
-        Its arguments.
     options
         Options of sbatch itself; they win over the script's ``#SBATCH`` lines.
 
@@ -99,7 +95,7 @@ def parse_job_id(answer: str) -> str:
     lines = answer.strip().splitlines()
     job_id = lines[-1].split(";")[0].strip() if lines else ""
     if not job_id.isdigit():
-        raise SubmissionUnclear(f"sbatch answered without a job id: {answer.strip()[-_MOST_WORDS:]!r}")
+        raise SubmissionUnclear(f"sbatch answered without a job id: {answer.strip()[-_MAX_ANSWER:]!r}")
     return job_id
 
 
@@ -111,8 +107,6 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
     job_ids
         Ids, ``123`` or ``123_4``; what is none is not asked about. Those that Slurm no longer knows are missing from
         the answer.
-    seconds
-        How long to wait for an answer.
 
     Raises
     ------
@@ -153,13 +147,7 @@ def parse_queue(answer: str) -> dict[str, SlurmJob]:
 
 
 def cancel_job(job_id: str) -> None:
-    """``scancel``; a job that is no longer there is as good as cancelled.
-
-    Raises
-    ------
-    SlurmError
-        scancel is missing, refuses, or cannot reach the controller.
-    """
+    """``scancel``; a job that is no longer there is as good as cancelled."""
     assert is_job_id(job_id), job_id
     require("scancel")
     try:
@@ -240,7 +228,7 @@ def call_once(
     except OSError as error:
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error
     if done.returncode != 0:
-        words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MOST_WORDS:]
+        words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MAX_ANSWER:]
         kind = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
         raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
     return done.stdout

@@ -54,13 +54,7 @@ def requeue_job(task: str) -> None:
 
 
 def forbid_requeue(task: str) -> None:
-    """Keep Slurm from queuing a job again of its own accord.
-
-    Raises
-    ------
-    SlurmError
-        Slurm refuses or does not answer. It is not tried again here.
-    """
+    """Keep Slurm from queuing a job again of its own accord."""
     call_once(["scontrol", "update", f"JobId={task}", "Requeue=0"], seconds=_SECONDS)
 
 
@@ -77,25 +71,13 @@ def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
 
 
 def excluded_hosts(task: str) -> list[str]:
-    """The hosts that a job is kept from.
-
-    Raises
-    ------
-    SlurmError
-        Slurm does not answer.
-    """
+    """The hosts that a job is kept from."""
     known = _excluded(task)
     return call(["scontrol", "show", "hostnames", known], seconds=_SECONDS).split() if known else []
 
 
 def usable_nodes(partition: str) -> set[str]:
-    """The nodes of a partition on which jobs run or may run.
-
-    Raises
-    ------
-    SlurmError
-        Slurm does not answer.
-    """
+    """The nodes of a partition on which jobs run or may run."""
     states = "--states=idle,mixed,allocated,completing"
     command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]
     return set(call(command, seconds=_SECONDS).split())

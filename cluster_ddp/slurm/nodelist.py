@@ -99,7 +99,6 @@ def _short(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the hosts of the node list given as the only argument."""
     if len(arguments) != 1:
         print("usage: python -m cluster_ddp.slurm.nodelist LIST", file=sys.stderr)
         return 2

@@ -18,32 +18,17 @@ TERMINATED = "terminated"
 
 @dataclass(frozen=True)
 class ShownJob:
-    """The fields of a job that its end is judged by, as Slurm writes them; empty where it shows none.
-
-    Attributes
-    ----------
-    requeued_by_slurm
-        Whether Slurm may queue it again of its own accord.
-    restarts
-        How often Slurm has queued the job again so far.
-    start_time
-        Of this start, in local time.
-    end_time
-        When Slurm will end it, in local time; ``Unknown`` without a time limit.
-    preempt_time
-        When it was preempted; ``None`` where it was not. A job that is queued again shows no such field.
-    excluded
-        The node list that the job is kept from.
-    """
+    """The fields of a job that its end is judged by, as Slurm writes them; empty where it shows none."""
 
     state: str
     reason: str
-    requeued_by_slurm: bool
-    restarts: str
-    start_time: str
-    end_time: str
+    requeued_by_slurm: bool  # whether Slurm may queue it again of its own accord
+    restarts: str  # how often Slurm has queued the job again so far
+    start_time: str  # of this start, in local time
+    end_time: str  # when Slurm will end it, in local time; ``Unknown`` without a time limit
+    # When it was preempted; ``None`` where it was not. A job that is queued again shows no such field
     preempt_time: str
-    excluded: str
+    excluded: str  # the node list that the job is kept from
 
 
 def parse_job(answer: str) -> ShownJob | None:

@@ -8,32 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SlurmStart:
-    """One start of a Slurm job. Slurm starts a job again under the same id and counts.
+    """One start of a Slurm job. Slurm starts a job again under the same id and counts."""
 
-    Attributes
-    ----------
-    job_id
-        Of a task of an array, the task's own.
-    task
-        How commands that change the job name it: of an array ``<array>_<task>``, since its plain id would take the
-        siblings along.
-    restart_count
-        0 at the first start.
-    nodes
-        How many nodes it has; 0 where Slurm does not say.
-    node_list
-        Their names as Slurm writes them.
-    batch_host
-        What Slurm calls the node that runs the batch script; empty where it does not say.
-    """
-
-    job_id: str
+    job_id: str  # of a task of an array, the task's own
+    # How commands that change the job name it: of an array ``<array>_<task>``, since its plain id would take the
+    # siblings along
     task: str
-    restart_count: int
-    nodes: int
-    node_list: str
+    restart_count: int  # 0 at the first start
+    nodes: int  # how many nodes it has; 0 where Slurm does not say
+    node_list: str  # their names as Slurm writes them
     partition: str
-    batch_host: str
+    batch_host: str  # what Slurm calls the node that runs the batch script; empty where it does not say
 
 
 def this_start(environment: Mapping[str, str]) -> SlurmStart | None:

@@ -30,27 +30,13 @@ SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 
 
 class SlurmJob(NamedTuple):
-    """One line of squeue.
+    """One line of squeue."""
 
-    Attributes
-    ----------
-    job_id : str
-        As squeue shows it: ``123``, or ``123_4`` for a task of an array.
-    state : str
-        Slurm's long state word, such as ``RUNNING``.
-    reason : str
-        Why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` where Slurm has nothing to say.
-    nodes : str
-        The node list as Slurm writes it, empty while waiting.
-    comment : str
-        What its owner gave it as ``--comment``.
-    """
-
-    job_id: str
-    state: str
-    reason: str
-    nodes: str
-    comment: str
+    job_id: str  # as squeue shows it: ``123``, or ``123_4`` for a task of an array
+    state: str  # Slurm's long state word, such as ``RUNNING``
+    reason: str  # why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` where Slurm has nothing to say
+    nodes: str  # the node list as Slurm writes it, empty while waiting
+    comment: str  # what its owner gave it as ``--comment``
 
     @property
     def held(self) -> bool:

@@ -26,7 +26,7 @@ from cluster_ddp.launch.signals import present
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE, SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
-from cluster_ddp.printing import put
+from cluster_ddp.printing import say
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -57,29 +57,17 @@ _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True)
 class LocalStart:
-    """A run's start on this machine: what a dry run prints and what `supervise` runs.
-
-    Attributes
-    ----------
-    nodes, procs
-        Simulated nodes, and ranks on each.
-    gpus
-        The devices of each node; empty tuples on a machine without, or where CPUs are wanted.
-    hide_gpus
-        CPUs are wanted though there may be GPUs.
-    port
-        Of the rendezvous, on loopback.
-    python
-        The interpreter of the node programs and their ranks.
-    """
+    """A run's start on this machine: what a dry run prints and what `supervise` runs."""
 
     spec: JobSpec
+    # nodes, procs: simulated nodes, and ranks on each
     nodes: int
     procs: int
+    # The devices of each node; empty tuples on a machine without, or where CPUs are wanted
     gpus: tuple[tuple[str, ...], ...]
-    hide_gpus: bool
-    port: int
-    python: str
+    hide_gpus: bool  # CPUs are wanted though there may be GPUs
+    port: int  # of the rendezvous, on loopback
+    python: str  # the interpreter of the node programs and their ranks
 
     @property
     def network(self) -> NetworkPlan:
@@ -182,13 +170,7 @@ def _python(spec: JobSpec) -> str:
 
 
 def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunStatus]:
-    """Make the run directory of a new run and run its first attempt to the end, in the foreground.
-
-    Parameters
-    ----------
-    show
-        Where training shows its progress.
-    """
+    """Make the run directory of a new run and run its first attempt to the end, in the foreground."""
     runs_dir = runs_dir_of(start.spec)
     check_writable(runs_dir)
     run = create_run(start.spec, runs_dir=runs_dir, via=VIA, script=None)
@@ -300,14 +282,6 @@ class Supervisor:
             self._failed_at = float("inf")
             with contextlib.suppress(OSError):
                 request_stop(self._attempt, reason=AGENT_LOST, level=AT_ONCE, grace=_OTHERS_GRACE, by="the supervisor")
-
-
-def say(text: str) -> None:
-    """Print for people; a terminal that was closed is no reason to end."""
-    try:
-        put(text)
-    except OSError:
-        return
 
 
 def _devices(gpus: str | None) -> list[str]:

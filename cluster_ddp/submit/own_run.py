@@ -62,7 +62,6 @@ def _made_by(job_id: str, runs_dir: Path) -> RunDirectory | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point of ``python -m cluster_ddp.submit.own_run``."""
     parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.own_run")
     parser.add_argument("script", type=Path)
     parser.add_argument("job")

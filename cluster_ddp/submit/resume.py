@@ -34,25 +34,15 @@ _FREE = frozenset({
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How a run goes on: all that is read and decided about it, once, before anything is changed.
+    """How a run goes on: all that is read and decided about it, once, before anything is changed."""
 
-    Attributes
-    ----------
-    seen
-        The run as it was before anybody made sure that nothing of it is alive.
-    spec, changed
-        The job, and whether it differs from the run's job file.
-    remarks
-        What a person should know about the settings.
-    start
-        What is to be started: here, or by a batch system. None when the run is complete, was given nothing more to do,
-        and its last checkpoint is intact.
-    """
-
-    seen: History
+    seen: History  # the run as it was before anybody made sure that nothing of it is alive
+    # spec, changed: the job, and whether it differs from the run's job file
     spec: JobSpec
     changed: bool
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...]  # what a person should know about the settings
+    # What is to be started: here, or by a batch system. None when the run is complete, was given nothing more to do,
+    # and its last checkpoint is intact
     start: local.LocalStart | Submission | None
 
 

@@ -19,8 +19,6 @@ class SbatchSubmission:
 
     Parameters
     ----------
-    spec
-        The resolved job.
     chain
         How many jobs to queue one behind the other for the same run; each goes on where the one before was ended. For
         clusters that allow no requeue. Once the run is complete the rest end at once.
@@ -40,11 +38,9 @@ class SbatchSubmission:
 
     @property
     def text(self) -> str:
-        """The batch script."""
         return self.script.text
 
     def check(self) -> None:
-        """See `Submission.check`."""
         require("sbatch")
         check_setup(self._spec)
 

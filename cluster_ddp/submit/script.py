@@ -40,15 +40,7 @@ _GIVEN_RUN = '${1:+$(realpath -m -- "$1")}'
 
 @dataclass(frozen=True)
 class BatchScript:
-    """A rendered batch script.
-
-    Attributes
-    ----------
-    text
-        The whole script.
-    remarks
-        What a person should know about how the job file was read.
-    """
+    """A rendered batch script."""
 
     text: str
     remarks: tuple[str, ...] = ()
@@ -71,8 +63,6 @@ def render_script(
 
     Parameters
     ----------
-    spec
-        The resolved job.
     python
         The interpreter with this package, on the nodes where ``launch.python`` names none, and on the batch host of a
         job in a container. Default: the one that runs now, which lies on shared storage on most clusters.
@@ -224,8 +214,6 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[st
 
     Parameters
     ----------
-    signal
-        The name of the warning signal.
     run
         The run directory, as bash.
     setup

@@ -36,13 +36,7 @@ _NO_LIMIT_MINUTES = 365 * 24 * 60
 
 
 class SubmititSubmission:
-    """A job for submitit: its Slurm executor where there is Slurm, else its local one.
-
-    Parameters
-    ----------
-    spec
-        The resolved job.
-    """
+    """A job for submitit: its Slurm executor where there is Slurm, else its local one."""
 
     via = "submitit"
 
@@ -60,7 +54,6 @@ class SubmititSubmission:
         return str(_make_sbatch_string(command=command, folder=folder, **self._slurm_parameters(None)))
 
     def check(self) -> None:
-        """See `Submission.check`."""
         spec = self._spec
         check_setup(spec)
         if spec.launch.container is not None:

@@ -146,11 +146,9 @@ class _ThisMachine:
         self._warning = warning
 
     def environment(self) -> dict[str, str]:
-        """See `Allocation`."""
         return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
 
     def ask_ahead(self) -> bool:
-        """See `Allocation`."""
         return False
 
     def why_it_ends(self, seconds: float) -> str:
@@ -161,21 +159,17 @@ class _ThisMachine:
         return TERMINATED
 
     def end(self, since: float) -> tuple[str, float | None]:
-        """See `Allocation`."""
         del since
         return self.why_it_ends(0.0), None
 
     def queue_again(self) -> NoReturn:
-        """See `Allocation`."""
         self._requeue(int(self._warning), None)
 
     def stay_ended(self) -> None:
         """See `Allocation`: submitit's controller starts nothing again of its own accord."""
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
-        """See `Allocation`."""
         return False
 
     def keep_from(self, bad: Sequence[str]) -> bool:
-        """See `Allocation`."""
         return False

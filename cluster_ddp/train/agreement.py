@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster_ddp.checkpoint.fingerprint import fingerprints
+from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.distributed import all_gather
 from cluster_ddp.train.errors import TaskError
 
@@ -32,8 +32,8 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     """
     if not dist.is_initialized() or not tensors:
         return
-    prints = all_gather(fingerprints(list(tensors.values())).cpu())
-    alike = torch.all(prints == prints[0], dim=0).tolist()
+    digests = all_gather(tensor_digests(list(tensors.values())).cpu())
+    alike = torch.all(digests == digests[0], dim=0).tolist()
     different = [name for name, same in zip(tensors, alike, strict=True) if not same]
     if different:
         more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""

@@ -9,13 +9,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Buffers:
-    """Keeps the buffers before each step, and puts them back when its update is left out.
-
-    Parameters
-    ----------
-    model
-        The bare model.
-    """
+    """Keeps the buffers before each step, and puts them back when its update is left out."""
 
     def __init__(self, model: nn.Module) -> None:
         # Where each buffer is registered: a module may put another tensor there at any time.
@@ -37,7 +31,7 @@ class Buffers:
             torch._foreach_copy_(self._copies, self._live)
 
     def put_back(self, left_out: bool | Tensor) -> None:
-        """Call after the update. A verdict that is still on the device stays there: the host does not wait for it.
+        """Call after the update. An answer that is still on the device stays there: the host does not wait for it.
 
         Parameters
         ----------
@@ -58,7 +52,7 @@ class Buffers:
         return [slot.get(name) for slot, name in self._slots]
 
     def _select(self, left_out: Tensor) -> None:
-        """Put the copies back by the verdict, exactly: on the bits as integers, which wrap, a difference is undone."""
+        """Put the copies back if it was left out, exactly: as integers, which wrap, a difference is undone."""
         by_kind: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for live, copy in zip(self._live, self._copies, strict=True):
             parts = [torch.view_as_real(part) if part.is_complex() else part for part in (live, copy)]

@@ -36,15 +36,6 @@ class Evaluation:
 
     The set is cut into batches, dealt out to the ranks in turn; no sample is repeated to fill a batch up, and each
     sample counts once.
-
-    Parameters
-    ----------
-    task
-        Gives the metrics.
-    data
-        The set, of known length.
-    batch_size
-        Samples per batch.
     """
 
     def __init__(

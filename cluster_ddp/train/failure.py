@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 import traceback
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.launch.variables import NODE_VARIABLE
+from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.train.distributed import World
@@ -39,14 +39,12 @@ def record_failure(
 
     Parameters
     ----------
-    writer
-        Takes the event; None: nowhere.
     process
         What the rank was set up as; None: it had not come to that.
     """
     cause = _earlier_failure(error, world)
     if cause is not None:
-        print(f"cluster_ddp: rank {world.rank} ends because {cause}", file=sys.stderr, flush=True)
+        say(f"cluster_ddp: rank {world.rank} ends because {cause}")
         return
     phase = process.beat.phase if process is not None else Phase.STARTING
     text = explain(error)
@@ -56,7 +54,7 @@ def record_failure(
         get_error_handler().record_exception(error)
     if not isinstance(error, ClusterDDPError):
         traceback.print_exception(error)
-    print(f"cluster_ddp: rank {world.rank}: {text}", file=sys.stderr, flush=True)
+    say(f"cluster_ddp: rank {world.rank}: {text}")
     if writer is not None:
         writer.write(
             events.FAILED,

@@ -101,8 +101,6 @@ def unpack(packed: Any, take: Callable[[str], Tensor], device: torch.device) -> 
 
     Parameters
     ----------
-    packed
-        What `Packer.pack` gave.
     take
         Gives a tensor by its name, on the CPU; it becomes a part of the value.
     device

@@ -17,19 +17,11 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """The format that forward passes compute in.
+    """The format that forward passes compute in."""
 
-    Attributes
-    ----------
-    name
-        fp32, bf16 or fp16.
-    dtype
-        What autocast lowers to; None: no autocast.
-    """
-
-    name: str
+    name: str  # fp32, bf16 or fp16
     device: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # what autocast lowers to; None: no autocast
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context of a forward pass and its loss."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -14,6 +13,7 @@ from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, R
 from cluster_ddp.launch.processes import die_with_parent
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.network import resolve
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.train.distributed import World, setup_distributed
 from cluster_ddp.train.stop import StopSignals
@@ -50,24 +50,12 @@ class Beat:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What the set-up of this process left behind; by default no signals and no heartbeat file.
-
-    Attributes
-    ----------
-    stop
-        Its wish to stop.
-    beat
-        What it is doing.
-    stacks
-        Where faulthandler writes; open as long as the process lives.
-    consensus_seconds
-        How often the ranks exchange whether to stop.
-    """
+    """What the set-up of this process left behind; by default no signals and no heartbeat file."""
 
     stop: StopSignals = field(default_factory=StopSignals)
     beat: Beat = field(default_factory=Beat)
-    stacks: IO[str] | None = None
-    consensus_seconds: float = 1.0
+    stacks: IO[str] | None = None  # where faulthandler writes; open as long as the process lives
+    consensus_seconds: float = 1.0  # how often the ranks exchange whether to stop
 
 
 def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
@@ -75,8 +63,6 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
 
     Parameters
     ----------
-    world
-        Who it is.
     attempt
         Where stacks are written when the node program asks for them; None: nowhere.
     warning_signal
@@ -106,9 +92,7 @@ def _open_heartbeat() -> HeartbeatFile | None:
     try:
         return HeartbeatFile.open(path)
     except (OSError, ValueError) as error:
-        print(
-            f"cluster_ddp: no heartbeat file, stop requests come by signals only: {error}", file=sys.stderr, flush=True
-        )
+        say(f"cluster_ddp: no heartbeat file, stop requests come by signals only: {error}")
         return None
 
 

@@ -40,12 +40,8 @@ class SingleSamples:
 
     Parameters
     ----------
-    model
-        The bare model.
     order
         The global batches; None when they are not known beforehand.
-    plan
-        How they are divided.
     """
 
     def __init__(self, model: nn.Module, order: SampleStream | None, plan: BatchPlan) -> None:
@@ -91,8 +87,6 @@ class FrozenLayers:
     ----------
     model
         The bare model, as it is when it is wrapped.
-    train
-        The settings.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec, world_size: int) -> None:

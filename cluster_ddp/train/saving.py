@@ -31,15 +31,6 @@ _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has 
 class Saving:
     """The checkpoints of this training; without a run directory there are none.
 
-    Parameters
-    ----------
-    job
-        The settings.
-    run
-        Where checkpoints lie, or None.
-    events
-        Where they are reported.
-
     Attributes
     ----------
     fresh
@@ -109,13 +100,7 @@ class Saving:
         return self._seconds is not None and time.monotonic() - self._since >= self._seconds
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:
-        """See that what ``checkpoint.keep_best`` goes by is among what an evaluation gave.
-
-        Raises
-        ------
-        TaskError
-            It is not.
-        """
+        """Raise a `TaskError` unless what ``checkpoint.keep_best`` goes by is among what an evaluation gave."""
         best = self._settings.keep_best
         if best is not None and best.metric not in (*evaluated, "train/loss"):
             known = ", ".join(evaluated) or "nothing"

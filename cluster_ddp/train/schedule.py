@@ -22,8 +22,6 @@ class Schedule:
 
     Parameters
     ----------
-    train
-        The settings.
     optimizer
         As the task made it, with each group's peak rate.
     peak

@@ -20,7 +20,8 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state import State
 
-_MOST = 5  # differences that are named
+_SHOWN = 5  # differences that are named
+_MAX_TEXT = 120  # characters of each
 _REMEDIES = {
     "model": "a buffer has to be registered in __init__ with its final shape, and changed in place (copy_, add_); "
     "state_dict() of a module has to give its tensors themselves",
@@ -38,7 +39,7 @@ def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> Non
     Parameters
     ----------
     fresh
-        Makes the state anew, as at the beginning of an attempt.
+        Makes the state once more, as at the beginning of an attempt.
 
     Raises
     ------
@@ -78,8 +79,8 @@ def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> Non
 
 
 def _refusal(differing: list[str], kind: str) -> TaskError:
-    more = f"\n  and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
-    listed = "\n  ".join(differing[:_MOST])
+    more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    listed = "\n  ".join(differing[:_SHOWN])
     remedy = _REMEDIES.get(kind, _REMEDIES["model"])
     return TaskError(f"a resume would not go on from the same state:\n  {listed}{more}\n    {remedy}")
 
@@ -110,5 +111,5 @@ def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> I
             yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
 
 
-def _shortened(text: str, most: int = 120) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

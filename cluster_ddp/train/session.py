@@ -61,8 +61,6 @@ def joined_rank(
 
     Parameters
     ----------
-    directory, attempt
-        The run, and which attempt of it this is.
     read_job
         Gives the job. Its errors are recorded like all others.
     writer
@@ -105,14 +103,8 @@ class Session:
 
     Parameters
     ----------
-    job
-        The settings.
     directory
         Where checkpoints lie; None: nothing is saved.
-    attempt
-        The number of this attempt of the run.
-    process
-        The signals and the heartbeat file of this rank.
     writer
         Takes the events, of rank 0 only; None: nowhere.
 
@@ -143,7 +135,6 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Steps that are finished."""
         return self.beat.steps
 
     def tell(self, event: str, **fields: Any) -> None:
@@ -158,12 +149,6 @@ class Session:
 
         Parameters
         ----------
-        state
-            What is saved and restored.
-        order
-            What a number of steps stands for.
-        total_steps
-            Where training ends.
         fresh
             Makes the state once more, as at the beginning of an attempt; by it is checked that the state comes back.
         """

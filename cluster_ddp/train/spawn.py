@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from cluster_ddp.launch.ports import NoFreePort, free_port
+from cluster_ddp.printing import say
 from cluster_ddp.train.distributed import cleanup_distributed, setup_distributed
 from cluster_ddp.train.errors import DistributedError
 
@@ -83,7 +84,7 @@ def _meeting_port(backend: str | None) -> int | None:
             return free_port()
         except NoFreePort as error:
             missing = str(error)
-    print(f"cluster_ddp: training in one process: {missing}", file=sys.stderr, flush=True)
+    say(f"cluster_ddp: training in one process: {missing}")
     return None
 
 

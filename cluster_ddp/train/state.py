@@ -33,39 +33,23 @@ class Stateful(Protocol):
 
 @dataclass
 class Counts:
-    """The numbers that say where training is, besides the step.
+    """The numbers that say where training is, besides the step."""
 
-    Attributes
-    ----------
-    skipped, bad_in_a_row
-        Updates left out, in all and since the last one that was made.
-    evaluated_step
-        The last step whose evaluation was finished.
-    stream_epoch, stream_offset
-        For iterable sets: the epoch, and the items of it that have been taken.
-    stream_places
-        The same for each rank, where each reads a part of its own.
-    data_length, data_fingerprint
-        By which a training set that changed between attempts is recognised; None: not known.
-    """
-
+    # skipped, bad_in_a_row: updates left out, in all and since the last one that was made
     skipped: int = 0
     bad_in_a_row: int = 0
-    evaluated_step: int = -1
+    evaluated_step: int = -1  # the last step whose evaluation was finished
+    # stream_epoch, stream_offset: for iterable sets: the epoch, and the items of it that have been taken
     stream_epoch: int = 0
     stream_offset: int = 0
-    stream_places: list[list[int]] | None = None
+    stream_places: list[list[int]] | None = None  # the same for each rank, where each reads a part of its own
+    # data_length, data_fingerprint: by which a training set that changed between attempts is recognised; None: not
+    # known
     data_length: int | None = None
     data_fingerprint: int | None = None
 
     def expect_length(self, length: int) -> None:
-        """See that the training set is as long as it was when the checkpoint was saved; the first attempt notes it.
-
-        Raises
-        ------
-        DataError
-            It is not.
-        """
+        """Raise a `DataError` unless the training set is as long as at the save; the first attempt notes it."""
         if self.data_length not in (None, length):
             raise DataError(
                 f"the training set has {length} items; it had {self.data_length} when the checkpoint was saved, and "
@@ -76,19 +60,6 @@ class Counts:
 
 class State:
     """Collects the state for a save, and puts back what was restored.
-
-    Parameters
-    ----------
-    model
-        The bare model.
-    optimizer
-        Of the model's parameters.
-    scaler
-        The gradient scaler of fp16, or None.
-    ema
-        The average of the weights, or None.
-    also
-        What else has state, such as the task.
 
     Attributes
     ----------
@@ -149,10 +120,6 @@ class State:
 
         Parameters
         ----------
-        step
-            Steps that are finished.
-        scalars
-            What `collect` gave.
         extra
             The tensors that `live` does not name, on the CPU and contiguous.
         """

@@ -29,8 +29,6 @@ class Gradients:
     ----------
     parameters
         All parameters that may have a gradient.
-    scaler
-        The gradient scaler of fp16, or None.
     compressed
         Whether a hook sends the gradients in fewer bits: they are then given the size of a mean before they are sent.
 
@@ -61,15 +59,6 @@ class Gradients:
 
     def backward(self, loss: Any, micro: MicroBatch, log: StepLoss | None) -> None:
         """Add the gradients of one micro-batch.
-
-        Parameters
-        ----------
-        loss
-            What the task's `loss` gave.
-        micro
-            The micro-batch.
-        log
-            Takes the loss when the step is one that is logged.
 
         Raises
         ------
@@ -187,13 +176,7 @@ def _one_or_nan(value: Tensor) -> Tensor:
 
 
 def scalar_loss(loss: Any) -> Tensor:
-    """The loss, when it is one.
-
-    Raises
-    ------
-    TaskError
-        It is no scalar, or does not depend on a parameter.
-    """
+    """The loss, when it is one; a `TaskError` when it is no scalar, or does not depend on a parameter."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TaskError(f"loss() gave {what}; give a scalar tensor (such as .mean() of it), or the pair (sum, weight)")

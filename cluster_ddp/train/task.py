@@ -97,13 +97,7 @@ class Task:
 
 
 def expect_type(value: Any, kind: type[T], by: str) -> T:
-    """What a method of a task gave, when it is of the kind that it should be.
-
-    Raises
-    ------
-    TaskError
-        It is not.
-    """
+    """What a method of a task gave; a `TaskError` when it is not of the kind that it should be."""
     if not isinstance(value, kind):
         raise TaskError(f"{by} gave a {type(value).__name__}; give a {kind.__name__}")
     return value

@@ -131,7 +131,7 @@ class Trainer:
 
             self.gradients.finish()
             self.frozen_layers.check()
-            # Judges the updates before this one: on a GPU the last verdict is here by now, and the host need not wait.
+            # Judges the updates before this one: on a GPU the last answer is here by now, and the host need not wait.
             left_out = self.nonfinite.check(micro.step)
             self.schedule.apply(micro.step - left_out)  # an update that was left out does not advance the schedule
             self.update.clip()
@@ -294,18 +294,10 @@ class Trainer:
 
 
 class End(NamedTuple):
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes
-    ----------
-    status
-        0 when training was completed or stopped, 1 when it failed.
-    at_once
-        Whether nothing is to be waited for any more, such as a logger's network.
-    """
-
-    status: int
-    at_once: bool
+    status: int  # 0 when training was completed or stopped, 1 when it failed
+    at_once: bool  # whether nothing is to be waited for any more, such as a logger's network
 
 
 def run_rank(run: RunDirectory, attempt: int) -> End:

@@ -18,20 +18,16 @@ class Update:
     """Changes the weights by the gradients, unless those are not finite: call `clip`, then `step`.
 
     An update with a non-finite gradient would ruin the weights for good, so it is left out. Whether it is, is read from
-    all gradients after they have been reduced, so that all ranks come to the same verdict without asking each other.
-    On a GPU the verdict stays there (fused optimizers take it) and the host reads it one update later, when it has long
+    all gradients after they have been reduced, so that all ranks come to the same answer without asking each other.
+    On a GPU the answer stays there (fused optimizers take it) and the host reads it one update later, when it has long
     been known; other optimizers make the host wait.
 
     Parameters
     ----------
-    optimizer
-        What is stepped.
     parameters
         All parameters that may have a gradient.
     clip_norm
         The largest norm of all gradients together; None: no clipping.
-    scaler
-        The gradient scaler of fp16, or None.
 
     Raises
     ------
@@ -52,7 +48,7 @@ class Update:
         self.norm: Tensor | None = None
         self._parameters = list(parameters)
         self._clip_norm = clip_norm
-        self._verdict = _Verdict()
+        self._tally = _Tally()
         self._on_device = self._parameters[0].device.type != "cpu"
         self._fused = takes_found_inf(optimizer)
         if scaler is not None and any(parameter.dtype is torch.float16 for parameter in self._parameters):
@@ -66,16 +62,15 @@ class Update:
     @property
     def skipped(self) -> int:
         """Updates left out so far, as far as the host knows: on a GPU without the last one."""
-        return self._verdict.skipped
+        return self._tally.skipped
 
     def left_out(self) -> tuple[int, int]:
         """Updates left out so far, and those since the last one that was made."""
-        self._verdict.read()
-        return self._verdict.skipped, self._verdict.in_a_row
+        self._tally.read()
+        return self._tally.skipped, self._tally.in_a_row
 
     def restore(self, skipped: int, in_a_row: int) -> None:
-        """Set both counts."""
-        self._verdict.skipped, self._verdict.in_a_row = skipped, in_a_row
+        self._tally.skipped, self._tally.in_a_row = skipped, in_a_row
 
     def clip(self) -> None:
         """Give the gradients their true size, then limit their norm, as far as the settings ask for either.
@@ -109,12 +104,12 @@ class Update:
         bad = self._is_bad()
         if isinstance(bad, Tensor):
             if self._fused:
-                self._verdict.count_later(bad)
+                self._tally.count_later(bad)
                 self.optimizer.found_inf = bad  # type: ignore[attr-defined]
                 self.optimizer.step()
                 return bad
             bad = bool(bad)
-        self._verdict.count(bad)
+        self._tally.count(bad)
         if not bad:
             self.optimizer.step()
         return bad
@@ -123,9 +118,9 @@ class Update:
         found: Tensor = next(iter(scaler._found_inf_per_device(self.optimizer).values()))
         found = found.clone()  # the scaler reuses it
         if self._on_device:
-            self._verdict.count_later(found)
+            self._tally.count_later(found)
         else:
-            self._verdict.count(bool(found))
+            self._tally.count(bool(found))
         scaler.step(self.optimizer)
         scaler.update()
         return found if self._on_device else bool(found)
@@ -173,8 +168,8 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-class _Verdict:
-    """Counts what was left out. A verdict that is on the device is read when the next one comes, or when asked."""
+class _Tally:
+    """Counts the updates left out. An answer on the device is read when the next one comes, or when asked."""
 
     def __init__(self) -> None:
         self.skipped = 0

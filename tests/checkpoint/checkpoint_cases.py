@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cluster_ddp.checkpoint.checkpointer import Checkpointer
-from cluster_ddp.checkpoint.restore import Restored
+from cluster_ddp.checkpoint.restore import Restored, load
 from cluster_ddp.job import CheckpointSpec
+from cluster_ddp.run.directory import step_name
 from cluster_ddp.run.storage import Storage
 
 RUN_ID = "digits-20260101-000000-abcd"
@@ -71,10 +72,17 @@ def blank(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in like.items()}
 
 
-def restore(directory: Path, like: Mapping[str, Tensor], **options: Any) -> tuple[Restored | None, dict[str, Tensor]]:
+def restore(directory: Path, like: Mapping[str, Tensor]) -> tuple[Restored | None, dict[str, Tensor]]:
     """Restore with a new checkpointer, as a new attempt does."""
     live = blank(like)
-    return checkpointer(directory).restore(live, **options), live
+    return checkpointer(directory).restore(live), live
+
+
+def at_step(directory: Path, like: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """What the checkpoint of a step holds."""
+    live = blank(like)
+    load(directory / step_name(step), RUN_ID, live)
+    return live
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -93,7 +93,9 @@ def _suffer(scene: Scene, strike: Strike) -> Cost:
     row = _wait(scene, new_step, f"training goes on after: {strike}")
     trained = trained_steps(scene.training.run)
     known = max(max(steps) for number, steps in trained.items() if number <= attempt and steps)
-    repeated = sum(len([one for one in steps if one <= known]) for number, steps in trained.items() if number > attempt)
+    repeated = sum(
+        len([step for step in steps if step <= known]) for number, steps in trained.items() if number > attempt
+    )
     pause = _longest_pause(_rows(scene), since=began, until=row["time"])
     return Cost(strike, step, row["attempt"] - attempt, repeated, pause)
 

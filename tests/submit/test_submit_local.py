@@ -19,6 +19,7 @@ import pytest
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import read_events
@@ -223,7 +224,7 @@ def test_a_closed_terminal_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) 
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(sys, "stderr", Closed())
-    local.say("anything")
+    say("anything")
 
 
 def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, tmp_path: Path) -> None:

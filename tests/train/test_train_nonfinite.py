@@ -289,7 +289,7 @@ def watched(on_device: bool = False) -> list[int]:
     spec = job(train={"steps": 9, "global_batch": 12, "lr": 0.01, "ema_decay": 0.9})
     task = Watched()
     task.trainer = trainer = Trainer(spec, task)
-    if on_device:  # the verdict stays a tensor, as on a GPU
+    if on_device:  # the answer stays a tensor, as on a GPU
         step = trainer.update.step
         trainer.update.step = lambda: torch.tensor([float(step())])  # type: ignore[method-assign]
     trainer.run()

@@ -25,10 +25,6 @@ class Fetcher:
 
     Parameters
     ----------
-    data
-        A map-style data set.
-    collate
-        Makes a batch of a list of items.
     seed_words
         What the random numbers of a sample depend on, besides the epoch and its index.
     exact
@@ -101,13 +97,7 @@ class Fetcher:
             ) from error
 
     def _try_twice(self, epoch: int, indices: Indices) -> None:
-        """See that the same seed gives the same samples.
-
-        Raises
-        ------
-        DataError
-            It does not.
-        """
+        """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
             return
         if settled(lambda: fingerprint(self._read(epoch, indices))) is not None:

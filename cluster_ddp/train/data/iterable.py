@@ -22,7 +22,6 @@ ahead, because several would change the order.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec
+from cluster_ddp.printing import say
 from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.loader import from_workers, to_device
@@ -75,11 +75,9 @@ class IterableStream:
         return self._counts.stream_epoch
 
     def consumed(self, step: int) -> int:
-        """The sample offset when `step` steps are finished."""
         return step * self._plan.global_batch
 
     def first(self) -> tuple[MicroBatch, Any]:
-        """The first micro-batch of the whole training."""
         reading = self._read(0, 1, (0, 0))
         next(reading)
         first, _, batch = next(reading)
@@ -109,12 +107,10 @@ class IterableStream:
             yield micro, to_device(batch, self._device)
 
     def note_place(self, counts: Counts) -> None:
-        """Put every rank's place into the counts, where ranks read parts of their own."""
         if self._sharded and self._counts is counts:  # before, they hold what was restored
             counts.stream_places = all_gather_object([counts.stream_epoch, counts.stream_offset])
 
     def close(self) -> None:
-        """End the worker."""
         if self._batches is not None:
             self._batches.close()
 
@@ -140,7 +136,7 @@ class IterableStream:
         seen = all_gather_object(first)
         if self._sharded:
             if len(set(seen)) == 1:
-                print("cluster_ddp: the task says sharded = True, but all ranks read the same items", file=sys.stderr)
+                say("cluster_ddp: the task says sharded = True, but all ranks read the same items")
             return
         if len(set(seen)) > 1:
             raise DataError(
@@ -149,11 +145,9 @@ class IterableStream:
                 "sharded = True of the task"
             )
         if counts.data_fingerprint not in (None, first):
-            print(
+            say(
                 "cluster_ddp: train_data() does not begin with the items it began with when the checkpoint was saved: "
-                "this resume is not exact. The order of the files and the augmentation have to be as they were",
-                file=sys.stderr,
-                flush=True,
+                "this resume is not exact. The order of the files and the augmentation have to be as they were"
             )
         counts.data_fingerprint = first
 
@@ -186,17 +180,7 @@ class _Reader:
         self._items_per_step = piece if sharded else plan.global_batch
 
     def try_set(self) -> int:
-        """Read the first items until they come back the same.
-
-        Returns
-        -------
-        Their fingerprint.
-
-        Raises
-        ------
-        DataError
-            They do not, or there are none.
-        """
+        """Read the first items until they come back the same, for their fingerprint; a `DataError` if they never do."""
         first = settled(lambda: fingerprint(self._fingerprints(0, 0, _TRIED)))
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
@@ -265,11 +249,9 @@ class _Reader:
         read = self._fingerprints(epoch, 0, _TRIED)
         if len(read) == _TRIED and read[-1:] == self._fingerprints(epoch, _TRIED - 1, 1):
             return True
-        print(
+        say(
             f"cluster_ddp: {type(self._data).__name__}.skip() does not go on with the items that reading gives, as "
-            "where skipped items draw random numbers: the items up to the place of the resume are read and dropped",
-            file=sys.stderr,
-            flush=True,
+            "where skipped items draw random numbers: the items up to the place of the resume are read and dropped"
         )
         return False
 

@@ -35,14 +35,10 @@ class Loader(Generic[K]):
     ----------
     fetcher
         Makes a batch for (epoch, indices).
-    plans
-        What to fetch, in order.
     key
         The (epoch, indices) of a plan.
     workers
         Processes that fetch ahead; 0: this one fetches.
-    device
-        Where batches go.
 
     Attributes
     ----------

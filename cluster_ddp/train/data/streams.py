@@ -99,19 +99,15 @@ class MapStream:
 
     @property
     def waited(self) -> float:
-        """Seconds that this rank has waited for batches."""
         return self._loader.waited if self._loader else 0.0
 
     def epoch(self, step: int) -> int:
-        """The epoch that is under way when `step` steps are finished."""
         return self.order.epoch(step)
 
     def consumed(self, step: int) -> int:
-        """The sample offset when `step` steps are finished."""
         return self.order.consumed(step)
 
     def first(self) -> tuple[MicroBatch, Any]:
-        """The first micro-batch of the whole training."""
         first = next(rank_micro_batches(self.order, self._plan, self._rank, 0, 1))
         # By a worker, where there are workers: what a library starts in this process would break in those forked later.
         loader = self._load(iter([first]), workers=min(1, self._workers))
@@ -120,13 +116,7 @@ class MapStream:
         return found
 
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
-        """The micro-batches of this rank from this step on, on its device.
-
-        Raises
-        ------
-        DataError
-            The set has another length than when the checkpoint was saved.
-        """
+        """See `Stream`; a `DataError` when the set has another length than when the checkpoint was saved."""
         counts.expect_length(self.order.samples)
         micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
         self._loader = self._load(micro_batches, workers=self._workers)
@@ -136,7 +126,6 @@ class MapStream:
         """Nothing: the place of all ranks follows from the step."""
 
     def close(self) -> None:
-        """End the workers."""
         if self._loader is not None:
             self._loader.close()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from cluster_ddp.printing import say
 from cluster_ddp.run.storage import open_lines
 
 _MAX_KEPT = 1_000_000  # lines; storage that is full for longer than this is not getting better
@@ -21,11 +21,6 @@ class LineFile:
 
     What the storage refuses is kept, and written before the next line that it takes: a full disk costs no line and does
     not end the training. A line that a killed process left half written is ended first.
-
-    Parameters
-    ----------
-    path
-        The file, made if it is not there.
 
     Raises
     ------
@@ -65,7 +60,7 @@ class LineFile:
             self._refused = True
 
     def _say(self, text: str) -> None:
-        print(f"cluster_ddp: cannot write {self._path}: {text}", file=sys.stderr, flush=True)
+        say(f"cluster_ddp: cannot write {self._path}: {text}")
 
 
 class MetricsFile:
@@ -96,5 +91,4 @@ class MetricsFile:
         self._file.write(json.dumps(row))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

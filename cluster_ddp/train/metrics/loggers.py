@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import netrc
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from cluster_ddp.job import JobSpec, WandbSpec
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.errors import TrainError
 
@@ -80,11 +80,9 @@ class Wandb:
             if mode == "offline":
                 raise
             self._run = wandb.init(**arguments, mode="offline", settings=wandb.Settings(**options))
-            print(
+            say(
                 f"cluster_ddp: wandb cannot be reached ({error}); logging offline. When it can be again: "
-                f"wandb sync {Path(self._run.dir).parent}",
-                file=sys.stderr,
-                flush=True,
+                f"wandb sync {Path(self._run.dir).parent}"
             )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

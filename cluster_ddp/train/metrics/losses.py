@@ -32,13 +32,7 @@ class HostCopy:
 
 
 class StepLoss:
-    """This rank's part of the loss of one step: exact, and no mean over steps, so that it depends on the step only.
-
-    Parameters
-    ----------
-    device
-        Where the losses are.
-    """
+    """This rank's part of the loss of one step: exact, and no mean over steps, so that it depends on the step only."""
 
     def __init__(self, device: torch.device) -> None:
         # MPS has no float64. On the host plain numbers cost a tenth of tensors.

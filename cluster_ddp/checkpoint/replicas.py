@@ -1,4 +1,4 @@
-"""Telling whether ranks hold the same tensors, without sending them."""
+"""Whether the ranks hold the same tensors: compared by digests, without sending them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each tensor, the same on two ranks when all bits are; int64, shape (n,), where the tensors are.
 
     On the CPU a hash; on a device the sum of the bits as integers, which needs one pass and no memory there, and does
@@ -40,7 +40,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class Likeness:
+class ReplicaDigest:
     """What must be alike on all ranks, in a few bytes.
 
     On the CPU `take` computes it, in the background, and nothing may change before that; on a device it is computed
@@ -55,14 +55,14 @@ class Likeness:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._kinds = [name.partition(".")[0] for name in tensors]
         self._tensors = list(tensors.values())
-        self._prints = torch.empty(0, dtype=torch.int64)
+        self._digests = torch.empty(0, dtype=torch.int64)
         self._taken = threading.Event()
         self._arrived: torch.cuda.Event | None = None
         on_device = next((tensor for tensor in self._tensors if tensor.is_cuda), None)
         if on_device is not None:
-            prints = fingerprints(self._tensors)
-            self._prints = torch.empty(prints.shape, dtype=prints.dtype, pin_memory=True)
-            self._prints.copy_(prints, non_blocking=True)
+            digests = tensor_digests(self._tensors)
+            self._digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
+            self._digests.copy_(digests, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
             self._tensors = []
@@ -72,7 +72,7 @@ class Likeness:
         """Compute it where that has not been done."""
         try:
             if not self._taken.is_set():
-                self._prints = fingerprints(self._tensors)
+                self._digests = tensor_digests(self._tensors)
                 self._tensors = []
         finally:
             self._taken.set()
@@ -86,6 +86,6 @@ class Likeness:
         if self._arrived is not None:
             self._arrived.synchronize()
         hashed = {kind: xxhash.xxh3_128() for kind in sorted(set(self._kinds))}
-        for kind, value in zip(self._kinds, self._prints.tolist(), strict=True):
+        for kind, value in zip(self._kinds, self._digests.tolist(), strict=True):
             hashed[kind].update(value.to_bytes(8, "little", signed=True))
         return {kind: digest.hexdigest() for kind, digest in hashed.items()}
