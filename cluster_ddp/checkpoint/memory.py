@@ -19,7 +19,7 @@ _PLACE = "in memory"
 
 
 class MemoryCheckpoint:
-    """What one rank would write if it wrote everything (see `Checkpointer.save`): the shard's bytes and the manifest."""
+    """What one rank would write if it wrote all (see `Checkpointer.save`): the shard's bytes and the manifest."""
 
     def __init__(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         plan = make_plan(*describe(tensors), [0])
