@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from cluster_ddp.launch import relay
+from cluster_ddp import printing
 from cluster_ddp.launch.running_step import RunningStep
 from cluster_ddp.run.directory import AttemptDirectory
 
@@ -104,4 +103,4 @@ class BatchHost:
 
 def say(words: str) -> None:
     """Print for people what the keeper does."""
-    relay.say(f"cluster-ddp: {words}", sys.stderr)
+    printing.say(f"cluster-ddp: {words}")
