@@ -67,7 +67,7 @@ def call(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "cluster_ddp", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         cwd=run.parent,
         env={**os.environ, "CLUSTER_DDP_RUNS": str(run.parent), "COLUMNS": "200"},
     )
@@ -247,4 +247,4 @@ def test_login_nodes_need_no_torch(module: str) -> None:
         f"import sys, {module}, cluster_ddp.checkpoint.verify, cluster_ddp.checkpoint.export\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'imports torch or numpy'"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

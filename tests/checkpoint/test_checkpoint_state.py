@@ -254,7 +254,7 @@ def test_a_state_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
 def test_left_overs_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from cluster_ddp.checkpoint.folders import *; print(this_process())"],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     dead = done.stdout.strip()
     with subprocess.Popen(
@@ -275,7 +275,7 @@ def test_left_overs_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) 
             os.utime(path, (0, 0))
         checkpointer(tmp_path).restore(state(1))
         assert [names[owner].exists() for owner in (living, far)] == [True, False]
-        other.communicate("\n", timeout=30)
+        other.communicate("\n", timeout=120)
 
 
 def test_what_was_set_aside_stays_while_nothing_has_taken_its_place(tmp_path: Path) -> None:
@@ -338,6 +338,6 @@ class Slow(Storage):
 save(checkpointer(Path({str(tmp_path)!r}), storage=Slow()), 5, state(5))
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=env)
     restored, live = restore(tmp_path, state(0))
     assert restored is not None and restored.step == 5 and same(live, state(5))

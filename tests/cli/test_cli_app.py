@@ -104,7 +104,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     command = f"{sys.executable} -m cluster_ddp submit multi-node --dry-run | head -n 1; exit ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0
     assert done.stdout == "#!/bin/bash\n"
@@ -116,7 +116,7 @@ def shell(line: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     environment |= {"PYTHONPATH": str(CHECKOUT), "CLUSTER_DDP_RUNS": "runs", **variables}
     script = f'ddp() {{ "{sys.executable}" -m cluster_ddp "$@"; }}\n{line}'
-    return subprocess.run(["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("arguments", ["list --json", "templates", "--help", "submit multi-node --dry-run"])
@@ -158,7 +158,7 @@ def left(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     code = f"import atexit, sys, threading, time\nfrom cluster_ddp.process import fast_exit\n{code}"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_work_in_threads_is_waited_for_before_a_process_ends_well(tmp_path: Path) -> None:

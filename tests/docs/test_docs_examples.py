@@ -36,7 +36,7 @@ def test_a_job_file_trains_by_its_commands_and_its_weights_are_of_use(
     program = block(PAGE, "python")
     if f'load_file("{example.stem}.safetensors")' in program:
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
         )
         assert re.fullmatch(r"rank correlation -?\d\.\d\d\n", done.stdout)
     else:

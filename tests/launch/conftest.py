@@ -24,7 +24,7 @@ from cluster_ddp.run.runs import create_run
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
-PATIENCE = 40.0
+PATIENCE = 120.0
 
 
 def wait_until(what: str, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:

@@ -49,7 +49,7 @@ def test_a_rank_posts_its_steps_and_sees_the_stop_request(heartbeat: HeartbeatFi
         before = slot.beat_ns
         heartbeat.post_stop(1, "preemption")
         steps, level, reason = rank.stdout.readline().split()
-        assert rank.wait(timeout=30) == 0
+        assert rank.wait(timeout=120) == 0
     assert (level, reason) == ("1", "preemption")
     assert slot.step == int(steps)
     assert slot.beat_ns > before

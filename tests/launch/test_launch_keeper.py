@@ -54,7 +54,7 @@ def test_the_keeper_starts_quickly_since_it_loads_little() -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout == "\n"
 
@@ -77,7 +77,7 @@ def test_outside_of_a_job_it_says_so() -> None:
         env={**environment, "PYTHONPATH": str(PROJECT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 2

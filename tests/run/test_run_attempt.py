@@ -57,7 +57,7 @@ def test_only_one_attempt_is_alive_at_a_time(run: RunDirectory) -> None:
         begin(run, pid=holder.pid)
         with pytest.raises(RunAlive, match=rf"is alive: attempt 0 on host here, process {holder.pid}\. Stop it first"):
             begin(run)
-        holder.communicate(b"\n", timeout=30)
+        holder.communicate(b"\n", timeout=120)
     assert begin(run).number == 1
 
 
@@ -74,7 +74,7 @@ def test_of_many_that_begin_at_once_one_wins(run: RunDirectory) -> None:
         rivals = [context.Process(target=_rival, args=(run, gate, answers, done)) for _ in range(8)]
         for process in rivals:
             process.start()
-        said = [answers.get(timeout=60) for _ in rivals]
+        said = [answers.get(timeout=120) for _ in rivals]
         done.set()
         for process in rivals:
             process.join(60)

@@ -36,7 +36,7 @@ def ddp(runs_dir: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedPro
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "PATH": f"{tmp_path / 'bin'}"}
         command = [sys.executable, "-m", "cluster_ddp", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
     return call
 
@@ -181,7 +181,7 @@ def test_watching_shows_what_changes_and_asks_slurm_only_every_so_often(
             assert "RUNNING  step 150 of 300" in watching.stdout.readline()
             say("completed", 0, step=300)
             assert "COMPLETED" in watching.stdout.readline()
-            assert watching.wait(timeout=30) == 0
+            assert watching.wait(timeout=120) == 0
         finally:
             watching.kill()
     assert len(calls.read_text().splitlines()) == 1
@@ -370,7 +370,7 @@ def test_ctrl_c_ends_watching_without_complaint(run: RunDirectory, runs_dir: Pat
             assert watching.stdout is not None and "RUNNING" in watching.stdout.readline()
             time.sleep(0.2)
             watching.send_signal(signal.SIGINT)
-            _, complaint = watching.communicate(timeout=30)
+            _, complaint = watching.communicate(timeout=120)
         finally:
             watching.kill()
     assert (watching.returncode, complaint) == (0, "")

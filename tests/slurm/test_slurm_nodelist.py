@@ -79,7 +79,7 @@ def test_the_hosts_are_those_of_scontrol(items: list[str], tmp_path_factory: pyt
     text = ",".join(items)
     done = subprocess.run(
         ["scontrol", "show", "hostnames", text],
-        env={**os.environ, "SLURM_CONF": str(conf)}, capture_output=True, text=True, timeout=20, check=True,
+        env={**os.environ, "SLURM_CONF": str(conf)}, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert expand(text) == done.stdout.split()
 
@@ -87,8 +87,8 @@ def test_the_hosts_are_those_of_scontrol(items: list[str], tmp_path_factory: pyt
 def test_as_a_command() -> None:
     command = [sys.executable, "-m", "cluster_ddp.slurm.nodelist"]
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    good = subprocess.run([*command, "a[1-2]"], env=here, capture_output=True, text=True, timeout=60)
+    good = subprocess.run([*command, "a[1-2]"], env=here, capture_output=True, text=True, timeout=120)
     assert (good.returncode, good.stdout) == (0, "a1\na2\n")
-    bad = subprocess.run([*command, "a["], env=here, capture_output=True, text=True, timeout=60)
+    bad = subprocess.run([*command, "a["], env=here, capture_output=True, text=True, timeout=120)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "Traceback" not in bad.stderr

@@ -165,7 +165,7 @@ class Stage:
         """Run the script to its end; its status."""
         return self.finish(self.start(script, **variables))
 
-    def finish(self, process: subprocess.Popen[bytes], timeout: float = 30) -> int:
+    def finish(self, process: subprocess.Popen[bytes], timeout: float = 120) -> int:
         """Wait for the script and end what it has left behind, as Slurm does."""
         try:
             return process.wait(timeout)

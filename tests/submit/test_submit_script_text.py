@@ -43,7 +43,7 @@ def job(**settings_: Any) -> JobSpec:
 
 def shellcheck(text: str) -> str:
     command = ["shellcheck", "-x", "--shell=bash", "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False).stdout
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False).stdout
 
 
 CONTAINERS = [
@@ -170,7 +170,9 @@ def test_sbatch_itself_reads_hostile_directives_as_text(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(TEXT)
 def test_quote_makes_one_word(value: str) -> None:
-    done = subprocess.run(["bash", "-c", f"printf '%s\\0' {quote(value)}"], capture_output=True, timeout=20, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {quote(value)}"], capture_output=True, timeout=120, check=True
+    )
     assert done.stdout == value.encode() + b"\0"
 
 
@@ -179,7 +181,7 @@ def test_quote_makes_one_word(value: str) -> None:
 def test_quote_around_expands_the_marks_and_nothing_else(before: str, after: str) -> None:
     word = quote_around(f"{before}\0x\0{after}", {"\0x\0": "$x", "\0y\0": "$y"})
     done = subprocess.run(
-        ["bash", "-c", f"x='a  *'; printf '%s\\0' {word}"], capture_output=True, timeout=20, check=True
+        ["bash", "-c", f"x='a  *'; printf '%s\\0' {word}"], capture_output=True, timeout=120, check=True
     )
     assert done.stdout == f"{before}a  *{after}".encode() + b"\0"
 

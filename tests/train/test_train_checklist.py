@@ -87,7 +87,7 @@ def test_weights_of_two_ranks_serve_a_single_process(by_torchrun: tuple[Trained,
     trained, _ = by_torchrun
     weights = tmp_path / "model.safetensors"
     command = [sys.executable, "-m", "cluster_ddp", "export", str(trained.run.path), "-o", str(weights)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=180)
     model = Plain().model().eval()
     model.load_state_dict(load_file(weights))
     inputs, labels = samples(23, seed=6)

@@ -32,6 +32,8 @@ from cluster_ddp.train import (
 )
 from cluster_ddp.train.distributed import find_world
 
+PATIENCE = 180.0  # seconds for what takes a few, beside other tests
+
 
 @pytest.mark.parametrize(
     ("system", "cuda", "backend"),
@@ -127,7 +129,7 @@ def test_the_timeout_is_applied(tmp_path: Path) -> None:
         "else: time.sleep(8)\n"
     )
     first, second = _start(program, 2, tmp_path)
-    output = first.communicate(timeout=60)[0]
+    output = first.communicate(timeout=PATIENCE)[0]
     second.kill()
     second.communicate()
     assert "failed after" in output and 1.5 < float(output.split()[2]) < 7
@@ -143,14 +145,14 @@ def test_no_thread_of_the_group_is_left_when_the_interpreter_ends() -> None:
         "from cluster_ddp.train import cleanup_distributed, setup_distributed\n"
         "def threads(): return [path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')]\n"
         "atexit.register(lambda: print('after', *threads()))\n"  # the first to be registered comes last
-        "setup_distributed(timeout=30)\n"
+        "setup_distributed(timeout=120)\n"
         "model = DistributedDataParallel(torch.nn.Linear(2, 2))\n"
         "model(torch.ones(1, 2)).sum().backward()\n"
         "print('before', *threads())\n"
         "cleanup_distributed()\n"
     )
     for rank in _start(program, 2):
-        before, after = rank.communicate(timeout=60)[0].splitlines()
+        before, after = rank.communicate(timeout=PATIENCE)[0].splitlines()
         assert rank.returncode == 0
         assert "gloo" in before
         assert "gloo" not in after, "the model keeps its group alive by more than distributed._HOLD_THE_GROUP"
@@ -162,7 +164,7 @@ def test_srun_without_torchrun(tmp_path: Path) -> None:
         "import torch.distributed as dist\n"
         "from cluster_ddp.train import setup_distributed, reduce_tensor, cleanup_distributed\n"
         "import torch\n"
-        "world = setup_distributed(timeout=30)\n"
+        "world = setup_distributed(timeout=120)\n"
         "print(world.rank, reduce_tensor(torch.ones(1), 'sum').item())\n"
         "cleanup_distributed()\n"
     )
@@ -185,7 +187,7 @@ def test_srun_without_torchrun(tmp_path: Path) -> None:
         for task in range(2)
     ]
     for task in tasks:
-        outputs.append(task.communicate(timeout=90)[0].split())
+        outputs.append(task.communicate(timeout=PATIENCE)[0].split())
     assert sorted(outputs) == [["0", "2.0"], ["1", "2.0"]]
 
 
