@@ -67,10 +67,6 @@ def node_environment(
         Setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace), "the same, where torchrun has no such option"),
         Setting("OMP_NUM_THREADS", str(max(1, usable_cpus() // procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
     ]
-    if spec.launch.max_restarts:  # without, the agent's store is better: it holds its port before the ranks start
-        defaults.append(
-            Setting("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", "restarted ranks must not meet the keys of the dead")
-        )
     named = network.variables.keys()
     wanted = [*network.settings, *(setting for setting in defaults if setting.name not in named)]
     added = tuple(setting for setting in wanted if setting.beats(base) and setting.name not in decided)

@@ -1,7 +1,7 @@
 """``python -m cluster_ddp.launch.start_torchrun``: torchrun, with all its arguments.
 
-It records how ranks end, and is up sooner than torchrun itself: the ranks start only after the agent has imported
-torch, so what is saved here is saved at each resume.
+Its agents sign what they tell each other, and record how ranks end. It is up sooner than torchrun itself: the ranks
+start only after the agent has imported torch, so what is saved here is saved at each resume.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from pathlib import Path
 
 from cluster_ddp.launch.exits import record_exits
 from cluster_ddp.launch.torchrun import option, trains_a_task
-from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
+from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE, SAFE_PATH_VARIABLE
 from cluster_ddp.process import gc_paused
+from cluster_ddp.run.directory import RunDirectory
 
 
 def main() -> None:
     """Be torchrun."""
     with gc_paused():
         from torch.distributed import run
+
+        from cluster_ddp.launch.rendezvous import sign_rendezvous
+    attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
+    sign_rendezvous(sys.argv, attempt.rendezvous_key)
     if not trains_a_task(sys.argv):  # a script finds its neighbours, as when it is run by itself
         os.environ.pop(SAFE_PATH_VARIABLE, None)
     record_exits(Path(option(sys.argv, "--log-dir")))

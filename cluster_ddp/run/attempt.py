@@ -23,7 +23,9 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import add_slurm_job, update_record
 from cluster_ddp.run.requeue import Decision, decide, record_decision
-from cluster_ddp.run.storage import Storage, write_json
+from cluster_ddp.run.storage import Storage, replace_file, write_json
+
+KEY_BYTES = 32  # of the key by which the nodes of an attempt know each other
 
 
 def begin_attempt(
@@ -142,6 +144,7 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
     storage.mkdir(draft.path)
     try:
         write_json(storage, draft.record_file, record.to_json())
+        replace_file(storage, draft.rendezvous_key, os.urandom(KEY_BYTES), mode=0o600)
         storage.rename(draft.path, run.attempt(record.number).path)
     except OSError:
         storage.rmtree(draft.path)

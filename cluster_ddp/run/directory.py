@@ -28,6 +28,7 @@ class AttemptDirectory:
 
     record_file = _Inside("attempt.json")  # who began it, where and when
     stop_file = _Inside("stop")  # exists when training is to save and end
+    rendezvous_key = _Inside("rendezvous.key")  # by which its nodes know each other; readable by its owner alone
 
     @property
     def run(self) -> RunDirectory:

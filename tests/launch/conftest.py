@@ -42,6 +42,7 @@ class Node:
     def __init__(self, attempt: AttemptDirectory, procs: int, nodes: int, command: list[str]) -> None:
         self.attempt = attempt
         self.procs = procs
+        self.command = command
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CLUSTER_DDP_LOCAL_ADDR": "127.0.0.1"}
         node = [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={attempt.run.path}", "--attempt=0", "--"]
@@ -115,12 +116,19 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     taken = socket.create_server(("", 0))
 
     def start(
-        script: str, *args: str, procs: int = 2, nodes: int = 1, busy_port: bool = False, **sections: Any
+        script: str,
+        *args: str,
+        procs: int = 2,
+        nodes: int = 1,
+        busy_port: bool = False,
+        prepare: Callable[[AttemptDirectory], object] = lambda _: None,
+        **sections: Any,
     ) -> Node:
         launch = {"procs_per_node": procs, **sections.pop("launch", {})}
         spec = JobSpec(name="launched", script=str(HERE / script), args=args, launch=launch, **sections)
         run = create_run(spec, runs_dir=tmp_path / "runs", via="manual", script=None)
         attempt = begin_attempt(run, host="here", pid=os.getpid(), nodes=nodes, procs=procs)
+        prepare(attempt)
         command = torchrun_command(
             spec,
             run_directory=str(run.path),

@@ -40,15 +40,6 @@ def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path)
     assert int(variables["OMP_NUM_THREADS"]) == max(1, environment.usable_cpus() // 2)
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_restarted_ranks_get_a_store_of_their_own_and_others_the_agents(tmp_path: Path, restarts: int) -> None:
-    """A port that is only chosen for rank 0 may be taken, by any connection, until rank 0 listens on it."""
-    job = JOB.model_copy(update={"launch": JOB.launch.model_copy(update={"max_restarts": restarts})})
-    attempt = RunDirectory(tmp_path).attempt(0)
-    found = environment.node_environment(job, attempt, node_rank=0, procs=1, heartbeat=Path("/dev/shm/b"), base={})
-    assert found.variables.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == ("1" if restarts else None)
-
-
 def test_what_is_exported_beats_defaults_and_yields_to_the_job_and_both_are_reported(tmp_path: Path) -> None:
     found = made(tmp_path, OMP_NUM_THREADS="7", NCCL_DEBUG="INFO", NCCL_ALGO="Tree")
     assert [found.variables[name] for name in ("OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_ALGO")] == ["7", "INFO", "Ring"]

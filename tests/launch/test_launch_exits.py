@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import MultiprocessContext, PCont
 
 from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.ports import free_port
+from cluster_ddp.run.directory import RunDirectory
 
 # Rank 2 is killed in its first life, rank 1 fails in its second; the others would go on.
 RANKS = """
@@ -41,13 +42,24 @@ def test_torchs_agent_waits_for_its_ranks_and_ends_them_through_the_methods_that
 
 
 def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path) -> None:
+    attempt = RunDirectory(tmp_path).attempt(0)
+    attempt.path.mkdir(parents=True)
+    attempt.rendezvous_key.write_bytes(b"k" * 32)
     (tmp_path / "ranks.py").write_text(RANKS)
     exits = RankExits(tmp_path)
     options = ["--nnodes=1", "--nproc-per-node=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
-    options += ["--rdzv-id=x", "--rdzv-conf=is_host=1", "--max-restarts=1", f"--log-dir={tmp_path}", "--redirects=3"]
+    options += [
+        "--rdzv-id=x",
+        "--rdzv-conf=is_host=1",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=1",
+        f"--log-dir={tmp_path}",
+        "--redirects=3",
+    ]
     command = [sys.executable, "-m", "cluster_ddp.launch.start_torchrun", *options, "ranks.py"]
+    known = {"CLUSTER_DDP_RUN": str(tmp_path), "CLUSTER_DDP_ATTEMPT": "0"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=os.environ | known, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1, done.stderr
     exits.read()

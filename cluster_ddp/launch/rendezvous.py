@@ -1,0 +1,200 @@
+"""Where torchrun's agents meet: torch's own c10d rendezvous, signed, at stores that listen no wider than they have to.
+
+torch's store knows no passwords, and the state that the agents of a run exchange there is a pickle: whoever reaches the
+port could run code as the run's owner. So every state carries a signature by the attempt's key, which lies in the
+attempt's folder for its owner alone, and one without it is refused before it is unpickled. The address at which the
+ranks meet is signed, too.
+
+The ranks meet at a store of the agent whose ranks come first, a new one each time that they are started: restarted
+ranks would hang on the keys of the dead ones. It listens on this node's own address only. The agents' store does so
+where all of them are on this machine; else on all addresses, as torch makes it, since the name by which the others look
+for this node may lead them to any of these.
+
+This runs inside the agent, and is the only file of this room that imports torch's rendezvous.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from cluster_ddp.run.attempt import KEY_BYTES
+from cluster_ddp.run.reading import read_file
+
+SIGNED = "c10d-signed"
+_SIGNATURE_BYTES = 32
+_STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # what is signed, so that one cannot stand for another
+_ADDRESS_NAME = "cluster_ddp.address"
+_STORE_SECONDS = 60  # torch's own read_timeout
+_BACKLOG = 2048  # torch's own: all ranks may come at once
+
+
+def sign_rendezvous(argv: list[str], key_file: Path) -> None:
+    """Have the torchrun that this process becomes meet the others by the signed rendezvous instead of c10d.
+
+    Parameters
+    ----------
+    argv
+        torchrun's command line, which is changed.
+    key_file
+        The attempt's key.
+
+    Raises
+    ------
+    OSError
+        The key cannot be read.
+    """
+    key = read_file(key_file, KEY_BYTES)
+    if len(key) < KEY_BYTES:
+        raise OSError(errno.EINVAL, f"has {len(key)} bytes, and a key has {KEY_BYTES}", str(key_file))
+    signer = Signer(key)
+    rendezvous_handler_registry.register(SIGNED, lambda parameters: _rendezvous(parameters, signer))
+    argv[argv.index("--rdzv-backend=c10d")] = f"--rdzv-backend={SIGNED}"
+    # torch would make a store for the ranks that listens on all addresses; `Rendezvous` makes one that does not.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
+class Signer:
+    """Signs what the agents of one attempt tell each other, and takes back nothing else."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def digest(self, what: bytes, message: bytes) -> bytes:
+        """A signature of its own for each kind of message."""
+        return hmac.digest(self._key, what + b"\0" + message, "sha256")
+
+    def signed(self, what: bytes, message: bytes) -> bytes:
+        """The message behind its signature."""
+        return self.digest(what, message) + message
+
+    def checked(self, what: bytes, data: bytes) -> bytes:
+        """The message that was signed.
+
+        Raises
+        ------
+        RendezvousStateError
+            Nobody who has the key has written it.
+        """
+        signature, message = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self.digest(what, message)):
+            raise RendezvousStateError(
+                f"the {what.decode()} in the rendezvous store is not signed with this attempt's key: another program, "
+                "or another run on the same port, writes to it"
+            )
+        return message
+
+
+class SignedBackend(RendezvousBackend):
+    """torch's backend, whose states come and go with a signature."""
+
+    def __init__(self, backend: C10dRendezvousBackend, signer: Signer) -> None:
+        self._backend = backend
+        self._signer = signer
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return SIGNED
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """See the base class."""
+        found = self._backend.get_state()
+        return None if found is None else (self._signer.checked(_STATE, found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """See the base class."""
+        found = self._backend.set_state(self._signer.signed(_STATE, state), token)
+        return None if found is None else (self._signer.checked(_STATE, found[0]), found[1], found[2])
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous of agents, which also tells the ranks where to meet."""
+
+    signer: Signer
+    address: str
+    _ranks_store: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See the base class: the agent makes the store of the ranks."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See the base class."""
+        info = super().next_rendezvous()
+        if info.rank == 0:
+            self._ranks_store = None  # the one before closes
+            self._ranks_store = store = _listening_store(self.address, 0)
+            info.store.set(_ADDRESS_NAME, self.signer.signed(_ADDRESS, f"{self.address} {store.port}".encode()).hex())
+        told = self.signer.checked(_ADDRESS, bytes.fromhex(info.store.get(_ADDRESS_NAME).decode()))
+        address, port = told.decode().split(" ")
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+
+def _rendezvous(parameters: RendezvousParameters, signer: Signer) -> Rendezvous:
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=-1)
+    assert parameters.local_addr is not None
+    is_host = parameters.get_as_bool("is_host")
+    if ipaddress.ip_address(parameters.local_addr).is_loopback:
+        host = parameters.local_addr  # all agents are on this machine
+        store = _listening_store(host, port) if is_host else _store(host, port, is_host=False)
+    else:
+        store = _store(host, port, is_host=bool(is_host))
+    unguessable = signer.digest(_ID, parameters.run_id.encode()).hex()
+    seconds = {name: parameters.get_as_int(f"{name}_timeout") for name in ("join", "last_call")}
+    handler = Rendezvous.from_backend(
+        parameters.run_id,
+        store,
+        SignedBackend(C10dRendezvousBackend(store, unguessable), signer),
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items() if value is not None}),
+    )
+    assert isinstance(handler, Rendezvous)
+    handler.signer, handler.address = signer, parameters.local_addr
+    return handler
+
+
+def _store(host: str, port: int, *, is_host: bool) -> TCPStore:
+    return TCPStore(host, port, is_master=is_host, multi_tenant=True, timeout=timedelta(seconds=_STORE_SECONDS))
+
+
+def _listening_store(address: str, port: int) -> TCPStore:
+    """A store that listens on one address only; port 0 is any that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            multi_tenant=True,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            master_listen_fd=listener.detach(),
+        )

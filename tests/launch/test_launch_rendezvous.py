@@ -1,0 +1,129 @@
+"""Where agents and ranks meet: nobody without the attempt's key is believed, and no port is open wider than need be."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import re
+import stat
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from conftest import Node, wait_until
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from cluster_ddp.launch.rendezvous import SignedBackend, Signer
+from cluster_ddp.launch.torchrun import option
+from cluster_ddp.run.directory import AttemptDirectory
+
+Start = Callable[..., Node]
+
+
+def endpoint(node: Node) -> tuple[str, int]:
+    host, _, port = option(node.command, "--rdzv-endpoint").rpartition(":")
+    return host, int(port)
+
+
+def connected(host: str, port: int) -> TCPStore | None:
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+    except RuntimeError:
+        return None
+
+
+class Attack:
+    """What a stranger would have an agent unpickle."""
+
+    def __init__(self, done: Path) -> None:
+        self._done = done
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self._done,)
+
+
+def state_keys(store: TCPStore) -> list[str]:
+    """The names under which agents exchange their pickles."""
+    names = [name.lstrip("/") for name in store.list_keys()]
+    return [name for name in names if re.fullmatch(r"torch\.rendezvous\.[^./]*", name) and len(store.get(name)) > 100]
+
+
+def test_what_a_stranger_puts_into_the_store_is_never_unpickled(start_node: Start, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    node = start_node("plain_rank.py", nodes=2)  # it waits for the other one
+    store = wait_until("the store", lambda: connected(*endpoint(node)))
+    (key,) = wait_until("the agent in the store", lambda: state_keys(store))
+    store.set(key, base64.b64encode(pickle.dumps(Attack(done))).decode())
+    status, _, err = node.finish()
+    assert status == 1
+    assert not done.exists()
+    (failed,) = node.events("node-failed")
+    assert "not signed with this attempt's key" in failed["error"] and "not signed" in err
+
+
+def test_the_key_is_nobody_elses_to_read_and_the_id_in_the_store_cannot_be_guessed(start_node: Start) -> None:
+    node = start_node("plain_rank.py", nodes=2)
+    store = wait_until("the store", lambda: connected(*endpoint(node)))
+    (key,) = wait_until("the agent in the store", lambda: state_keys(store))
+    file = node.attempt.rendezvous_key
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and file.stat().st_uid == os.getuid()
+    lines = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in node.tree()]
+    secrets = (key.rpartition(".")[2], file.read_bytes().hex())
+    assert len(secrets[0]) == 64
+    assert not any(secret.encode() in line for line in lines for secret in secrets)
+    others = [path for path in node.attempt.run.path.rglob("*") if path.is_file() and path != file]
+    assert not any(secret.encode() in path.read_bytes() for path in others for secret in secrets)
+
+
+def test_a_state_is_believed_only_with_a_signature_of_its_own_kind() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plain = C10dRendezvousBackend(store, "id")
+    ours, theirs = (SignedBackend(plain, Signer(key * 32)) for key in (b"a", b"b"))
+    assert ours.get_state() is None
+    state, token, is_set = ours.set_state(b"first") or (b"", None, False)
+    assert (state, is_set) == (b"first", True)
+    assert ours.set_state(b"second", b"of somebody else's") == (b"first", token, False)
+    for put in (lambda: theirs.set_state(b"third", token), lambda: plain.set_state(b"third", token)):
+        with pytest.raises(RendezvousStateError, match="not signed"):
+            put()
+            ours.get_state()
+    signer = Signer(b"a" * 32)
+    with pytest.raises(RendezvousStateError):
+        signer.checked(b"state", signer.signed(b"address", b"127.0.0.1 1"))
+
+
+@pytest.mark.parametrize("content", [b"", b"short", None])
+def test_an_attempt_without_a_whole_key_does_not_start(start_node: Start, content: bytes | None) -> None:
+    def damage(attempt: AttemptDirectory) -> None:
+        attempt.rendezvous_key.unlink()
+        if content is not None:
+            attempt.rendezvous_key.write_bytes(content)
+
+    node = start_node("plain_rank.py", prepare=damage)
+    status, _, _ = node.finish()
+    assert status == 1
+    (failed,) = node.events("node-failed")
+    assert "rendezvous.key" in failed["error"]
+
+
+def test_nobody_listens_on_more_than_loopback_where_all_nodes_are_on_this_machine(start_node: Start) -> None:
+    node = start_node("meeting_rank.py")
+    node.wait_for("has met the others")
+    inodes = set()
+    for process in [*node.tree()]:
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    listeners = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                address, port = words[1].split(":")
+                listeners[int(port, 16)] = address
+    assert endpoint(node)[1] in listeners
+    assert set(listeners.values()) == {"0100007F"}, listeners
+    assert len(listeners) > 1, "the store of the ranks is one of its own"
