@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ def call(tmp_path: Path) -> Iterator[Call]:
     environment.pop("CLUSTER_DDP_RUNS", None)
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    def start(*arguments: str, within: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        command = [sys.executable, "-m", "cluster_ddp", *arguments]
+        command = [*within, sys.executable, "-m", "cluster_ddp", *arguments]
         started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **options))
         return started[-1]
 
@@ -178,6 +179,63 @@ def test_on_a_terminal_the_ranks_are_told_which_it_is(call: Call, tmp_path: Path
     assert status == 0, err
     os.set_blocking(ours, False)
     assert b"a bar" in os.read(ours, 10000)
+
+
+RESTARTED = """
+import os, pathlib, signal, time, torch.distributed as dist
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+dist.init_process_group("gloo")
+dist.barrier()
+failed = pathlib.Path("failed")
+if not failed.exists():
+    dist.barrier()
+    if os.environ["RANK"] == "3":
+        failed.touch()
+        os._exit(1)
+    time.sleep(600)
+pathlib.Path("again-" + os.environ["RANK"]).touch()
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
+"""
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+for port in sys.argv[2:]:
+    asked = socket.socket()
+    asked.settimeout(5)
+    print(asked.connect_ex((sys.argv[1], int(port))))
+"""
+OUTSIDE = "192.0.2.7"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network namespace")
+def test_restarted_ranks_of_two_nodes_meet_again_where_only_this_machine_can_reach_them(
+    call: Call, tmp_path: Path
+) -> None:
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    network = f'ip link set lo up; ip address add {OUTSIDE} dev lo; exec "$@"'
+    settings = ("script=restarted.py", "args=[]", "launch.max_restarts=1")
+    process = call(
+        *("local", "job.yaml", "--nodes", "2"),
+        *(word for setting in settings for word in ("--set", setting)),
+        within=("unshare", "--net", "sh", "-c", network, "sh"),
+    )
+    end = time.monotonic() + PATIENCE
+    while len(list(tmp_path.glob("again-*"))) < 4:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    listening = []
+    for table in ("tcp", "tcp6"):
+        lines = Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]
+        listening += [line.split()[1].split(":") for line in lines if line.split()[3] == "0A"]
+    assert {address for address, _ in listening} == {"0100007F"}
+    ports = sorted({str(int(port, 16)) for _, port in listening})
+    assert len(ports) >= 2  # of the agents' store and of the ranks'
+    stranger = ["nsenter", f"--net=/proc/{process.pid}/ns/net", sys.executable, "-c", STRANGER, OUTSIDE, *ports]
+    answers = subprocess.run(stranger, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert set(answers) == {str(errno.ECONNREFUSED)}
+    (tmp_path / "end").touch()
+    assert finish(process)[0] == 0
 
 
 @pytest.mark.parametrize(
