@@ -18,9 +18,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cluster_ddp.launch.processes import die_with_parent
-from cluster_ddp.launch.signals import present
-from cluster_ddp.launch.tail import Tail
+from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.run.storage import open_append
 
 SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -58,7 +56,6 @@ class Agent:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        self._tail = Tail(log)
 
     @property
     def pid(self) -> int:
@@ -67,7 +64,3 @@ class Agent:
     def poll(self) -> int | None:
         """Its exit status; None while it runs. 0 or 1 whatever the ranks returned, negative when it was killed."""
         return self._process.poll()
-
-    def new_lines(self) -> list[str]:
-        """What it printed since the last call."""
-        return self._tail.lines(rest=self._process.poll() is not None)

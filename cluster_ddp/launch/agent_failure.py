@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster_ddp.launch.ranks import last_lines
+from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.run.directory import RunDirectory
 
 _MAX_WORDS = 400

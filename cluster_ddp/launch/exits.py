@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster_ddp.launch.logs import Tail
 from cluster_ddp.launch.processes import is_alive
-from cluster_ddp.launch.tail import Tail
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure, RunProcsResult

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cluster_ddp.launch.signals import present
+from cluster_ddp.launch.processes import present
 from cluster_ddp.run.stopfile import REASONS
 
 # Asks a rank to write the stacks of all its threads (faulthandler.register). By default it is ignored, so that a rank

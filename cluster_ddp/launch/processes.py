@@ -16,13 +16,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster_ddp.launch.signals import KILL
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
+
+KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Ends a process that does nothing against it. Windows has few signals, but this package must be importable there."""
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _KILL_PAUSE_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # a process stuck in the kernel cannot be ended by anyone
+
+
+def present(*names: str) -> tuple[signal.Signals, ...]:
+    """Those of the signals with these names, such as SIGUSR1, that there are on this platform."""
+    return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
 @dataclass(frozen=True)

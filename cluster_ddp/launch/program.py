@@ -19,10 +19,9 @@ from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import kill_all
-from cluster_ddp.launch.rank_warnings import RankWarnings
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.reaper import Reaper
-from cluster_ddp.launch.relay import Relay
+from cluster_ddp.launch.relay import RankWarnings, Relay
 from cluster_ddp.launch.report import EnvironmentReport
 from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.launch.stopping import Stopping
@@ -116,7 +115,7 @@ class NodeProgram:
         exits = RankExits(self._log_dir)
         self._agent = Agent(self._command, self._environment.variables, self._log_dir / _AGENT_LOG, self._survives)
         self._reaper = Reaper(self._heartbeat.path)  # the agent takes a second to become more than one process
-        self._relay = Relay(self._agent, self._ranks)
+        self._relay = Relay(self._log_dir / _AGENT_LOG, self._ranks)
         self._warnings = RankWarnings(self._ranks, self._record, self._host)
         self._failures = Failures(self._ranks, exits, self._events, self._attempt, self._node_rank)
         self._report = EnvironmentReport(

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase, RankSlot
+from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.processes import is_alive, marked_processes
 
-_TAIL_BYTES = 16384
-_TAIL_LINES = 40
 # How an error begins on standard error: Python's, or the trainer's own message, which may be of several lines.
 _BEGINS_ERROR = re.compile(r"Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
 _OWN_PREFIX = re.compile(r"^cluster_ddp: rank \d+: ")
 _FOLLOWS = re.compile(r"cluster_ddp: rank \d+ ends because ")
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
 @dataclass(frozen=True)
@@ -159,18 +157,6 @@ def read_error(rank: Rank) -> RankError | None:
     follows = _FOLLOWS.match(lines[first]) is not None
     message = _OWN_PREFIX.sub("", "\n".join(lines[first:]))
     return RankError(message, rank.stderr.stat().st_mtime, follows)
-
-
-def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
-    """The last lines of a log file, without empty ones."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return [_RANK_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-count:]
 
 
 def _from_error_file(path: Path) -> RankError | None:

@@ -16,8 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster_ddp.launch.processes import kill_all, marked_processes, send
-from cluster_ddp.launch.signals import KILL, present
+from cluster_ddp.launch.processes import KILL, kill_all, marked_processes, present, send
 
 _IGNORED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _IN_ORDER = b"done\n"

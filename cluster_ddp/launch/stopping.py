@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.signals import present
+from cluster_ddp.launch.processes import present
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
 from cluster_ddp.run.stopfile import (

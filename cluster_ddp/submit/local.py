@@ -21,8 +21,7 @@ from cluster_ddp.launch.address import LOOPBACK
 from cluster_ddp.launch.attempt import speak_for_script
 from cluster_ddp.launch.environment import usable_cpus
 from cluster_ddp.launch.ports import free_port
-from cluster_ddp.launch.processes import die_with_parent
-from cluster_ddp.launch.signals import present
+from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE, SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve

@@ -20,10 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from cluster_ddp.job import TrainSpec
-from cluster_ddp.train.agreement import refuse_differences
 from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
-from cluster_ddp.train.refusals import refuse_bypass
+from cluster_ddp.train.refusals import refuse_bypass, refuse_differences
 from cluster_ddp.train.state import Stateful
 
 _NOTHING = contextlib.nullcontext()

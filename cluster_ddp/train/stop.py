@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.signals import present
+from cluster_ddp.launch.processes import present
 from cluster_ddp.run import stopfile
 
 SAVE_AND_END = stopfile.SAVE_AND_END

@@ -15,7 +15,6 @@ from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved
 from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.train.agreement import refuse_differences
 from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
@@ -30,7 +29,7 @@ from cluster_ddp.train.precision import choose_precision, make_scaler, set_backe
 from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_closures
+from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_closures, refuse_differences
 from cluster_ddp.train.saving import synchronise_buffers
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank

@@ -9,7 +9,7 @@ import pytest
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch import environment, hang_dump, report
-from cluster_ddp.launch.tail import Tail
+from cluster_ddp.launch.logs import Tail
 from cluster_ddp.run.directory import RunDirectory
 
 JOB = JobSpec(

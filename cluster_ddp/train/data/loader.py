@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cluster_ddp.launch.signals import present
+from cluster_ddp.launch.processes import present
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError

@@ -1,8 +1,13 @@
-"""Following a growing log file."""
+"""Reading log files: following one that grows, and the last lines of one that is complete."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+_TAIL_BYTES = 16384
+_TAIL_LINES = 40
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
 class Tail:
@@ -27,3 +32,15 @@ class Tail:
             whole.append(self._rest)
             self._rest = b""
         return [line.decode(errors="replace") for line in whole]
+
+
+def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
+    """The last lines of a log file, without empty ones."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [_RANK_PREFIX.sub("", line) for line in text.splitlines() if line.strip()][-count:]
