@@ -276,7 +276,7 @@ class Checkpointer:
 
     def _start(self, task: Callable[..., None], *arguments: object) -> None:
         # A new thread begins on GPU 0, and would allocate memory there for each rank of the node.
-        gpu = torch.cuda.current_device() if _cuda_is_in_use() else None
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def work() -> None:
             if gpu is not None:
@@ -324,10 +324,6 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _end_all() -> None:
     for checkpointer in list(_live):
         checkpointer._end()
-
-
-def _cuda_is_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:

@@ -49,13 +49,6 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool) -
     ----------
     ema
         The averaged weights; what has no average (buffers) comes from the model.
-
-    Raises
-    ------
-    NoSuchCheckpoint
-        The checkpoint holds no averages.
-    CheckpointError
-        The file cannot be written.
     """
     sources = _sources(manifest, ema)
     items = [

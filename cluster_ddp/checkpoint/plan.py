@@ -44,11 +44,6 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str,
     Only what the optimizer holds (an `nn.Parameter` here), its average and the optimizer's state for it are known to be
     the same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and are stored from
     rank 0.
-
-    Raises
-    ------
-    CheckpointError
-        A tensor's dtype is one that safetensors does not have.
     """
     items, aliases, seen = [], {}, dict[tuple[object, ...], str]()
     for name in sorted(tensors):

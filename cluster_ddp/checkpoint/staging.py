@@ -100,8 +100,8 @@ class Staging:
         # Large pages make the first copy several times faster. Data loading workers are forked from this process:
         # without DONTFORK every save after that would copy the pages they share.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                _advise(memory, getattr(mmap, advice))
+            with contextlib.suppress(AttributeError, OSError):  # advice only: not every system and kernel takes it
+                memory.madvise(getattr(mmap, advice))
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._flat.zero_()  # the system finds the memory here rather than during the first copy
         self._to_be_pinned = pinned
@@ -109,13 +109,6 @@ class Staging:
             # Also when nobody calls `release`: the driver must not keep what the system gives to others.
             self._unpin = weakref.finalize(self, _unpin, self._flat)
             self._unpin.atexit = False
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:
-        return  # advice only: kernels without large pages refuse it
 
 
 def _cudart() -> Any:

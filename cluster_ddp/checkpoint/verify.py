@@ -186,13 +186,7 @@ def run_id_of(run: RunDirectory) -> str:
 
 
 def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[CheckpointInfo]:
-    """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and what else lies there.
-
-    Parameters
-    ----------
-    read_all
-        Compare every byte with the checksums; otherwise only the manifests and the sizes of the files are checked.
-    """
+    """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and what else lies there."""
     inspected = (_inspect(directory, step, run_id, read_all) for step in steps_in(directory))
     return [info for info in inspected if info is not None] + [
         *(CheckpointInfo(directory / name, "set-aside") for name in damaged_in(directory)),

@@ -102,20 +102,7 @@ class Writer:
         self.diverged: str | None = None
 
     def carry_out(self, save: Save, shard: memoryview | None, alike: dict[str, str]) -> bool:
-        """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`.
-
-        Parameters
-        ----------
-        shard
-            The bytes of this rank's file, if it writes one.
-        alike
-            What `ReplicaDigest.by_kind` gives for this rank.
-
-        Raises
-        ------
-        Abandoned
-            This process ends before the save is complete.
-        """
+        """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`."""
         coordinator = self._coordinator
         receipt = {"plan": save.plan.signature, "alike": alike}
         if shard is not None:

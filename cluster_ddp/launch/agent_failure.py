@@ -27,15 +27,7 @@ class AgentFailure:
 
 
 def agent_failure(log: Path, status: int | None, endpoint: str) -> AgentFailure:
-    """Read the end of an agent's log.
-
-    Parameters
-    ----------
-    status
-        The agent's exit status, negative for a signal.
-    endpoint
-        Where the nodes were to meet, ``host:port``.
-    """
+    """Read the end of an agent's log."""
     lines = last_lines(log, _LOG_LINES)
     errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
     own = [error for error in errors if not _SUMMARY.match(error)]

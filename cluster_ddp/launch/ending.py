@@ -31,13 +31,7 @@ _SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
 
 
 class Ending:
-    """Decides how long this node is waited for.
-
-    Parameters
-    ----------
-    trains_a_task
-        The ranks are this package's trainer, which stops by the heartbeat; else a script of the user's own.
-    """
+    """Decides how long this node is waited for."""
 
     def __init__(
         self,
@@ -45,7 +39,7 @@ class Ending:
         stopping: Stopping,
         attempt: AttemptDirectory,
         *,
-        trains_a_task: bool,
+        trains_a_task: bool,  # by the trainer, which stops by the heartbeat; else the ranks are a script of the user's
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = ranks

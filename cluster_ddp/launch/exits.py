@@ -35,21 +35,13 @@ class RankExit:
 
 
 class RankExits:
-    """What the agent of this node has recorded until the last `read`.
-
-    Attributes
-    ----------
-    failed
-        Ranks that ended with another status than 0, by process id.
-    ended_by_agent
-        Process ids of ranks that the agent has told to end, because others had failed or nodes had come or gone.
-    """
+    """What the agent of this node has recorded until the last `read`."""
 
     def __init__(self, log_dir: Path) -> None:
         (log_dir / _FILE_NAME).unlink(missing_ok=True)
         self._tail = Tail(log_dir / _FILE_NAME)
-        self.failed: dict[int, RankExit] = {}
-        self.ended_by_agent: set[int] = set()
+        self.failed: dict[int, RankExit] = {}  # ranks that ended with another status than 0, by process id
+        self.ended_by_agent: set[int] = set()  # process ids; because others had failed, or nodes had come or gone
 
     def read(self) -> None:
         """Take in what was recorded since the last call."""

@@ -19,13 +19,7 @@ _RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then w
 
 
 def collect(ranks: Iterable[Rank], heartbeat: Path) -> list[str]:
-    """Ask ranks for the stacks of all their threads and for their flight recorder, and give them time to write both.
-
-    Returns
-    -------
-    list of str
-        What was asked for, for people to read.
-    """
+    """Ask ranks for their stacks and flight recorders, and give them time to write; what was asked for, in words."""
     asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
     for rank, number in asked:
         send(rank.pid, number)

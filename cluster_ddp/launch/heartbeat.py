@@ -110,13 +110,7 @@ class HeartbeatFile:
 
     @classmethod
     def create(cls, path: Path | None = None, *, slots: int) -> HeartbeatFile:
-        """Make a heartbeat file with one slot per local rank, readable by its owner only.
-
-        Raises
-        ------
-        OSError
-            The file cannot be made.
-        """
+        """Make a heartbeat file with one slot per local rank, readable by its owner only."""
         if path is None:
             shm = Path("/dev/shm")
             folder = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
@@ -140,15 +134,7 @@ class HeartbeatFile:
 
     @classmethod
     def open(cls, path: Path | str) -> HeartbeatFile:
-        """Map a heartbeat file that the node program made.
-
-        Raises
-        ------
-        OSError
-            There is none.
-        ValueError
-            The file is not a heartbeat file of this version.
-        """
+        """Map a heartbeat file that the node program made; a `ValueError` when it is none of this version."""
         with Path(path).open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
         if not _is_heartbeat(mapped):

@@ -97,18 +97,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def kill_all(heartbeat: Path, first: int | None = None) -> list[int]:
-    """End every process of a heartbeat file by SIGKILL and wait until they are gone.
-
-    Parameters
-    ----------
-    first
-        Killed before the others: the agent, which would start ranks again.
-
-    Returns
-    -------
-    list of int
-        The pids that are left.
-    """
+    """End every process of a heartbeat file by SIGKILL, `first` (the agent) before all; the pids that are left."""
     if first is not None:
         send(first, KILL)
     end = time.monotonic() + _KILL_SECONDS

@@ -129,13 +129,7 @@ class NodeProgram:
         self._record(events.NODE_STARTED, procs=self._procs, pid=os.getpid(), script=not self._trains_a_task)
 
     def watch(self) -> int:
-        """Watch until the agent and all ranks have ended.
-
-        Returns
-        -------
-        int
-            0 when the ranks did what they were asked to, trained to the end or stopped; 1 when they failed.
-        """
+        """Watch until the agent and all ranks have ended: 0 when the ranks did as asked, 1 when they failed."""
         try:
             while not self._tick():
                 time.sleep(TICK_SECONDS)

@@ -45,13 +45,7 @@ class Relay:
 
 
 class RankWarnings:
-    """Finds the warnings of this node's ranks, shows each once, and has it recorded.
-
-    Parameters
-    ----------
-    record
-        Writes an event with the given fields.
-    """
+    """Finds the warnings of this node's ranks, shows each once, and has `record` write an event for it."""
 
     def __init__(self, ranks: LocalRanks, record: Callable[..., None], host: str) -> None:
         self._ranks = ranks

@@ -79,13 +79,7 @@ def fill_in(command: Sequence[str], *, is_host: bool, local_addr: str, log_dir: 
 
 
 def option(command: Sequence[str], name: str) -> str:
-    """The value of an option of torchrun's, such as ``--nproc-per-node``.
-
-    Raises
-    ------
-    ValueError
-        The command does not have it.
-    """
+    """The value of an option of torchrun's, such as ``--nproc-per-node``; a `ValueError` when the command has none."""
     for argument in command[: _options_end(command)]:
         if argument.startswith(f"{name}="):
             return argument[len(name) + 1 :]

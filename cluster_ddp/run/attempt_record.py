@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from cluster_ddp.run.reading import as_time, as_whole, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.slurm.states import is_job_id
 
-_MAX_DIGITS = 6  # of an attempt's number
+_NUMBER = re.compile(r"[0-9]{3,6}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def list_attempts(run: RunDirectory) -> list[AttemptDirectory]:
         names = [path.name for path in run.attempts.iterdir()]
     except OSError:
         return []
-    return [run.attempt(number) for number in sorted(int(name) for name in names if _is_number(name))]
+    return [run.attempt(number) for number in sorted(int(name) for name in names if _NUMBER.fullmatch(name))]
 
 
 def is_superseded(attempt: AttemptDirectory) -> bool:
@@ -75,10 +76,6 @@ def end_attempt(attempt: AttemptDirectory) -> None:
     """Note that an attempt is over: none of its processes will write to the run any more."""
     record = replace(read_attempt(attempt), ended=time.time())
     write_json(Storage(), attempt.record_file, record.to_json())
-
-
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and 3 <= len(name) <= _MAX_DIGITS
 
 
 def _folder_time(attempt: AttemptDirectory) -> float:

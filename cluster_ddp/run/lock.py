@@ -16,12 +16,12 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
-from cluster_ddp.run.storage import Storage
+from cluster_ddp.run.storage import Storage, closing
 
 _PATIENCE = 30.0  # seconds that a change waits for its turn
 _SLOW = 5.0  # seconds after which the same holder, alive or not, has had its turn
@@ -55,7 +55,7 @@ def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]
     while True:
         draft, fd = _take(storage, lock, deadline)
         try:
-            with _closing(storage, fd):
+            with closing(storage, fd):
                 content = change()
                 if content is None:
                     return
@@ -72,17 +72,6 @@ def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]
                 storage.unlink(draft)
             with contextlib.suppress(OSError):
                 lock.rmdir()  # unless the next one has it already
-
-
-@contextlib.contextmanager
-def _closing(storage: Storage, fd: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            storage.close(fd)
-        raise
-    storage.close(fd)
 
 
 def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:

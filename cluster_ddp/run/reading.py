@@ -11,55 +11,27 @@ import errno
 import json
 import os
 import re
-import stat
 import sys
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.run.storage import NO_LINK
+from cluster_ddp.run.storage import open_without_links
 
 MAX_RECORD = 1 << 20  # bytes of run.json, attempt.json and the stop file
 MAX_LINES = 16 << 20  # bytes of a file of lines that are read, its end: the events of a hundred thousand checkpoints
 _MAX_LINE = 1 << 20  # bytes of a line
 _OBJECT_LINE = re.compile(rb"^[ \t]*\{[^\n]{4,%d}\}[ \t\r]*$" % _MAX_LINE, re.MULTILINE)  # `{"a":1}` at the least
 _LATEST = 253_370_764_800  # Unix seconds, the beginning of 9999: what the C library can turn into a date
-_OPEN = os.O_RDONLY | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Open a regular file for reading.
-
-    Returns
-    -------
-    tuple
-        The file descriptor and the file's size in bytes.
-
-    Raises
-    ------
-    OSError
-        There is none, it cannot be opened, or it is a link, a named pipe, a device or a folder.
-    """
-    try:
-        fd = os.open(path, _OPEN)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link, and links are not followed here", str(path)) from None
-        raise
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return fd, status.st_size
+    """The descriptor of a regular file, opened for reading without following links, and its size in bytes."""
+    fd = open_without_links(path, os.O_RDONLY)
+    return fd, os.fstat(fd).st_size
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file.
-
-    Raises
-    ------
-    OSError
-        As for `open_regular`, and when it is larger than `most` bytes.
-    """
+    """All bytes of a regular file; `OSError` when it has more than `limit`."""
     fd, size = open_regular(path)
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = _read(file.fileno(), limit + 1) if size <= limit else b""
@@ -69,13 +41,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_tail(path: Path, limit: int) -> bytes:
-    """The whole lines in the last `most` bytes of a regular file.
-
-    Raises
-    ------
-    OSError
-        As for `open_regular`.
-    """
+    """The whole lines in the last `limit` bytes of a regular file."""
     fd, size = open_regular(path)
     with os.fdopen(fd, "rb", buffering=0) as file:
         if size <= limit:
@@ -93,7 +59,7 @@ def _read(fd: int, limit: int) -> bytes:
 
 
 def read_json_lines(path: Path, limit: int = MAX_LINES) -> list[dict[str, Any]]:
-    """The objects in the last `most` bytes of a file of JSON lines; empty when there is none that may be read.
+    """The objects in the last `limit` bytes of a file of JSON lines; empty when there is none that may be read.
 
     Torn lines, damaged lines and lines that are not objects are passed over: the writer may have died, or be in the
     middle of a line.

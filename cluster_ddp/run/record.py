@@ -118,15 +118,7 @@ def write_record(storage: Storage, run: RunDirectory, record: RunRecord) -> None
 
 
 def update_record(run: RunDirectory, **changes: Any) -> None:
-    """Change some fields of the record; other processes' changes are kept.
-
-    Raises
-    ------
-    RunError
-        The record cannot be read.
-    OSError
-        It cannot be written.
-    """
+    """Change some fields of the record; other processes' changes are kept."""
     _change(run, lambda record: dataclasses.replace(record, **changes))
 
 

@@ -215,7 +215,7 @@ def _without_slurm(
         if delayed := _requeue_delayed(history):
             return RunState.RUNNING, delayed
         remark = None if alive else _unseen(last.slurm_job_id, last.process.host if last.process else "?")
-        if alive or not _has_ended(history, last.number):
+        if alive or not history.of_attempt(last.number, STOPPED, FAILED, REQUEUED):  # training has not said it ended
             return RunState.RUNNING, _stopping(history) or remark
     return _ended(history, last.number, job, answered=answered)
 
@@ -257,11 +257,6 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training has left no word of its end"
-
-
-def _has_ended(history: History, number: int) -> bool:
-    """Whether training itself has said that it ended, for an attempt that cannot be seen from here."""
-    return bool(history.of_attempt(number, STOPPED, FAILED, REQUEUED))
 
 
 def _requeue_delayed(history: History) -> str | None:

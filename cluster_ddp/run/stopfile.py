@@ -51,11 +51,6 @@ def request_stop(
 
     A request that is there already is only ever sharpened: its level does not fall, and a person's decision is not
     replaced by a signal that comes after it.
-
-    Raises
-    ------
-    OSError
-        The attempt's folder cannot be written.
     """
     if reason not in REASONS:
         raise ValueError(f"{reason!r} is not a reason to stop; one of {', '.join(REASONS)}")

@@ -94,9 +94,16 @@ class Storage:
 def created(storage: Storage, path: Path, mode: int = 0o644) -> Iterator[int]:
     """A file descriptor for writing a new file; at the end the file is flushed, and closed whatever happens."""
     fd = storage.open_write(path, mode)
-    try:
+    with closing(storage, fd):
         yield fd
         storage.fsync(fd)
+
+
+@contextlib.contextmanager
+def closing(storage: Storage, fd: int) -> Iterator[None]:
+    """Close a descriptor at the end; where something has failed before, that is what is raised."""
+    try:
+        yield
     except BaseException:
         with contextlib.suppress(OSError):
             storage.close(fd)
@@ -151,11 +158,16 @@ def open_append(path: Path) -> int:
     OSError
         It cannot be opened, or is no regular file: a named pipe without a reader would hold up its writer for ever.
     """
+    return open_without_links(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+
+def open_without_links(path: Path, flags: int) -> int:
+    """Open a regular file; `OSError` for a link, which may lead anywhere, a named pipe, a device or a folder."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | NO_LINK, 0o644)
+        fd = os.open(path, flags | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0), 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "is a link, and nothing is written through links", str(path)) from None
+            raise OSError(errno.ELOOP, "is a link, and links are not followed here", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -43,13 +43,7 @@ def grace_time(partition: str) -> float:
 
 
 def requeue_job(task: str) -> None:
-    """Have a job queued again. Slurm ends what still runs of it, its batch script too.
-
-    Raises
-    ------
-    SlurmError
-        Slurm refuses or does not answer. It is not tried again here.
-    """
+    """Have a job queued again. Slurm ends what still runs of it, its batch script too. It is not tried again here."""
     call_once(["scontrol", "requeue", task], seconds=_REQUEUE_SECONDS)
 
 
@@ -59,13 +53,7 @@ def forbid_requeue(task: str) -> None:
 
 
 def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
-    """Keep a job from some hosts, besides those that it is kept from already. Slurm takes this for a queued job only.
-
-    Raises
-    ------
-    SlurmError
-        Slurm does not answer, or refuses.
-    """
+    """Keep a job from some hosts, besides those that it is kept from already; only a queued job takes this."""
     excluded = ",".join(filter(None, [_excluded(task), *hosts]))
     call(["scontrol", "update", f"JobId={task}", f"ExcNodeList={excluded}"], seconds=_SECONDS)
 

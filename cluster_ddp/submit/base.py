@@ -79,13 +79,7 @@ def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:
 
 
 def check_writable(runs_dir: Path) -> None:
-    """Raise unless runs can be made in a folder, which need not exist yet.
-
-    Raises
-    ------
-    SubmitError
-        Its nearest existing parent is not a folder, or cannot be written.
-    """
+    """Raise a `SubmitError` unless runs can be made in a folder, which need not exist yet."""
     existing = runs_dir
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

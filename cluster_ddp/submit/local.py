@@ -153,7 +153,8 @@ def plan_local(
         plan_batch(spec.train, count * ranks, global_batch)
     split = tuple(tuple(devices[node * share : (node + 1) * share]) for node in range(count))
     hide_gpus = gpus is not None and not devices
-    return LocalStart(spec, count, ranks, split, hide_gpus=hide_gpus, port=_port(spec), python=_python(spec))
+    port = spec.launch.port if isinstance(spec.launch.port, int) else free_port()
+    return LocalStart(spec, count, ranks, split, hide_gpus=hide_gpus, port=port, python=_python(spec))
 
 
 def _python(spec: JobSpec) -> str:
@@ -311,7 +312,3 @@ def _all_devices() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.split()
-
-
-def _port(spec: JobSpec) -> int:
-    return spec.launch.port if isinstance(spec.launch.port, int) else free_port()

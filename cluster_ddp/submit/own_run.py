@@ -29,11 +29,6 @@ def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) 
     ----------
     script
         The batch script as it runs, which the run keeps: what a person edited in it serves `resume` too.
-
-    Raises
-    ------
-    ClusterDDPError
-        The job file is wrong, or the runs cannot be written.
     """
     from cluster_ddp.job import load_job
 

@@ -33,13 +33,7 @@ def quote(value: str) -> str:
 
 
 def inside(value: str) -> str:
-    """`value` as it stands between double quotes.
-
-    Raises
-    ------
-    UnquotableError
-        As for `quote`.
-    """
+    """`value` as it stands between double quotes; see `quote`."""
     if "\0" in value:
         raise UnquotableError(f"{value!r} holds a NUL character, which no process can be given")
     return re.sub(r'([\\"$`])', r"\\\1", value)

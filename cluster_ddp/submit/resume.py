@@ -88,13 +88,7 @@ def plan_resume(
 
 
 def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> RunStatus:
-    """Go on with a local run in the foreground; how it ended.
-
-    Raises
-    ------
-    ClusterDDPError
-        Another call is going on with it, or its files cannot be written.
-    """
+    """Go on with a local run in the foreground; how it ended."""
     run = plan.seen.run
     _claim(plan, script=None)
     return local.run_attempt(run, start, show=show)
@@ -145,13 +139,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
 
 
 def _claim(plan: ResumePlan, *, script: str | None) -> None:
-    """Write what is to go on, and that a person wants it; of several calls at once only one gets there.
-
-    Raises
-    ------
-    SubmitError
-        Another call was first, or has gone on with the run since it was seen; or the run's files cannot be written.
-    """
+    """Write what is to go on, and that a person wants it; of several calls only one gets there, the others raise."""
     run = plan.seen.run
     by: str | None = None
 

@@ -100,13 +100,7 @@ def render_script(
 
 
 def check_setup(spec: JobSpec) -> None:
-    """Let bash parse launch.setup, without running it: an unclosed quote shows now and not in the queue.
-
-    Raises
-    ------
-    ScriptError
-        bash cannot parse it; the message holds bash's words.
-    """
+    """Let bash parse launch.setup, without running it: an unclosed quote shows now and not in the queue."""
     import subprocess
 
     lines = "\n".join([*spec.launch.setup, ""])

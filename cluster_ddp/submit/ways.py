@@ -13,13 +13,7 @@ WAYS = ("sbatch", "submitit")
 
 
 def submission(spec: JobSpec, via: str, *, chain: int = 1, after: tuple[str, ...] = ()) -> Submission:
-    """The object that a dry run prints and a submission sends, by one of the `WAYS`.
-
-    Raises
-    ------
-    SubmitError
-        submitit was asked for what only sbatch can do.
-    """
+    """The object that a dry run prints and a submission sends, by one of the `WAYS`."""
     if via == "sbatch":
         from cluster_ddp.submit.sbatch import SbatchSubmission
 

@@ -31,13 +31,7 @@ class Buffers:
             torch._foreach_copy_(self._copies, self._live)
 
     def put_back(self, left_out: bool | Tensor) -> None:
-        """Call after the update. An answer that is still on the device stays there: the host does not wait for it.
-
-        Parameters
-        ----------
-        left_out
-            Whether the update was left out; on a device a number of one element, not 0 when it was.
-        """
+        """Call after the update with what `Update.step` gave; the host does not wait for an answer on the device."""
         if left_out is False or not self._slots:
             return
         replaced = any(new is not old for new, old in zip(self._find(), self._kept, strict=True))

@@ -35,13 +35,7 @@ class Ema:
         }
 
     def update(self, left_out: bool | Tensor) -> None:
-        """Take in the weights after an update, unless it was left out.
-
-        Parameters
-        ----------
-        left_out
-            Whether it was; on a device a number of one element, not 0 when it was, for which the host does not wait.
-        """
+        """Take in the weights after an update, unless it was left out (see `Update.step`)."""
         if isinstance(left_out, bool) and isinstance(self._begun, bool):
             if left_out:
                 return

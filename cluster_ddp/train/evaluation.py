@@ -42,10 +42,8 @@ class Evaluation:
         self,
         task: Task,
         data: Dataset[object],
-        *,
-        batch_size: int,
-        seed: int,
-        workers: int,
+        train: TrainSpec,
+        plan: BatchPlan,
         world: World,
         precision: Precision,
         device: torch.device,
@@ -54,13 +52,10 @@ class Evaluation:
         if self._samples == 0:
             raise DataError("eval_data() is empty: give at least one sample, or return None for no evaluation")
         self._task = task
-        self._fetcher = Fetcher(data, task.collate, Use.EVALUATION, seed)
-        self._batch_size = batch_size
-        self._seed = derive(Use.EVALUATION, seed, world.rank)
-        self._workers = workers
-        self._world = world
-        self._precision = precision
-        self._device = device
+        self._fetcher = Fetcher(data, task.collate, Use.EVALUATION, train.seed)
+        self._seed = derive(Use.EVALUATION, train.seed, world.rank)
+        self._batch_size, self._workers = plan.micro_batch, train.workers
+        self._world, self._precision, self._device = world, precision, device
 
     @classmethod
     def of(
@@ -72,16 +67,7 @@ class Evaluation:
             return None
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise DataError("eval_data() gave a set without a length; give a map-style set, or None for no evaluation")
-        return cls(
-            task,
-            data,
-            batch_size=plan.micro_batch,
-            seed=train.seed,
-            workers=train.workers,
-            world=world,
-            precision=precision,
-            device=device,
-        )
+        return cls(task, data, train, plan, world, precision, device)
 
     def run(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         """Evaluate.

@@ -192,13 +192,11 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    contexts = functools.partial(_contexts, block)
+
+    def contexts() -> tuple[Any, Any]:  # of the first computation, and of the second
+        return contextlib.nullcontext(), _frozen_statistics(block)
+
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _contexts(block: nn.Module) -> tuple[Any, Any]:
-    """Those of the first computation and of the second."""
-    return contextlib.nullcontext(), _frozen_statistics(block)
 
 
 @contextlib.contextmanager

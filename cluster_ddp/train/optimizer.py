@@ -57,15 +57,9 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 def refuse_broken(optimizer: Optimizer) -> None:
-    """Refuse what torch itself computes differently each time.
-
-    Raises
-    ------
-    TaskError
-        Fused SGD with momentum reads past the momentum of bf16 and fp16 parameters on the CPU.
-    """
+    """Raise a `TaskError` for what torch gets wrong: fused SGD with momentum on 16 bits on the CPU reads past it."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-        if group["fused"] and group["momentum"] and any(_is_half_on_cpu(weight) for weight in group["params"]):
+        if group["fused"] and group["momentum"] and any(map(_is_half_on_cpu, group["params"])):
             raise TaskError(
                 "optimizer(): torch's SGD with fused=True and momentum gives other weights each time for bf16 and fp16 "
                 "parameters on the CPU; use fused=False"
@@ -101,13 +95,7 @@ def start_momentum(optimizer: Optimizer) -> None:
 
 
 def check_groups(optimizer: Optimizer, at_first: int) -> None:
-    """See that the optimizer has as many groups as before the first step.
-
-    Raises
-    ------
-    TaskError
-        Some were added, which a resume could not repeat.
-    """
+    """Raise a `TaskError` for groups added since the first step, which a resume could not repeat."""
     if len(optimizer.param_groups) != at_first:
         raise TaskError(
             f"the optimizer had {at_first} parameter groups before the first step and has "

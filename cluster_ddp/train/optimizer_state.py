@@ -58,13 +58,7 @@ class OptimizerState:
         ]
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors by name, sharing the memory of the live ones, and what is for JSON.
-
-        Raises
-        ------
-        TaskError
-            A part of the state cannot be saved, or a group was added in training.
-        """
+        """The tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
         tensors: dict[str, Tensor] = {}
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
@@ -101,13 +95,7 @@ class OptimizerState:
         }
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Put back what `collect` gave, with the tensors on the CPU and contiguous.
-
-        Raises
-        ------
-        TaskError
-            The optimizer is divided into other groups.
-        """
+        """Put back what `collect` gave, with the tensors on the CPU and contiguous; a `TaskError` for other groups."""
         left = dict(tensors)
         device = next((parameter.device for _, parameter in self._parameters()), _CPU)
 

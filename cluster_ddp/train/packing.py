@@ -41,25 +41,13 @@ _KINDS: dict[type, str] = {
 
 
 class Packer:
-    """Takes values apart.
-
-    Attributes
-    ----------
-    tensors
-        The tensors found so far, the live ones themselves, each under a name of its own.
-    """
+    """Takes values apart; `tensors` holds those found so far, the live ones, each under a name of its own."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
     def pack(self, value: Any, name: str) -> Any:
-        """Give the JSON of a value; its tensors are added to `tensors`, under names that begin with `name`.
-
-        Raises
-        ------
-        TaskError
-            It holds something that cannot be read back as it is.
-        """
+        """The JSON of a value, its tensors in `tensors` under names that begin with `name`; or a `TaskError`."""
         kind = type(value)
         if value is None or kind in _PLAIN:
             return value

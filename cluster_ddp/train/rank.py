@@ -20,20 +20,12 @@ from cluster_ddp.train.stop import StopSignals
 
 
 class Beat:
-    """What this rank is doing: known here, and shown to the node program where there is a heartbeat file.
-
-    Attributes
-    ----------
-    phase
-        What is under way.
-    steps
-        Steps that are finished.
-    """
+    """What this rank is doing: known here, and shown to the node program where there is a heartbeat file."""
 
     def __init__(self, slot: RankSlot | None = None) -> None:
         self._slot = slot
         self.phase = Phase.STARTING
-        self.steps = 0
+        self.steps = 0  # that are finished
 
     def enter(self, phase: Phase) -> None:
         """This is what comes now; counts as a sign of life."""
@@ -59,15 +51,7 @@ class RankProcess:
 
 
 def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
-    """Set this process up as a rank.
-
-    Parameters
-    ----------
-    attempt
-        Where stacks are written when the node program asks for them; None: nowhere.
-    warning_signal
-        Name of the signal that announces the time limit, such as USR1.
-    """
+    """Set this process up as a rank; its stacks are written into the attempt, if there is one, when asked for."""
     die_with_parent(number=signal.SIGTERM)
     heartbeat = _open_heartbeat()
     stop = StopSignals(heartbeat)

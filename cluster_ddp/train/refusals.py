@@ -22,13 +22,7 @@ _SHOWN = 5  # names of what differs
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that evaluates the model itself, several times per step.
-
-    Raises
-    ------
-    TaskError
-        Its ``step`` needs a closure.
-    """
+    """Raise a `TaskError` for an optimizer whose ``step`` evaluates the model itself, several times, by a closure."""
     parameters = inspect.signature(optimizer.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters):
@@ -102,13 +96,7 @@ class FrozenLayers:
         self._follows = train.find_unused_parameters and not train.static_graph
 
     def check(self) -> None:
-        """Call before each update.
-
-        Raises
-        ------
-        TaskError
-            A layer was frozen or unfrozen.
-        """
+        """Call before each update; a `TaskError` when a layer was frozen or unfrozen."""
         now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._first:
             return
@@ -127,25 +115,13 @@ class FrozenLayers:
 
 
 def refuse_other_ways(error: AttributeError) -> None:
-    """Say what to do when `loss` takes the wrapped model for the bare one.
-
-    Raises
-    ------
-    TaskError
-        It does.
-    """
+    """Raise a `TaskError` that says what to do when `loss` takes the wrapped model for the bare one."""
     if "'DistributedDataParallel' object has no attribute" in str(error):
         raise TaskError(f"{error}: {_CALL_IT}") from error
 
 
 def refuse_bypass(model: nn.Module, loss: Callable[[], Any]) -> Any:
-    """Compute a loss, and refuse one that was not computed by a call of the wrapped model.
-
-    Raises
-    ------
-    TaskError
-        The forward of the wrapped model was not called.
-    """
+    """Compute a loss; a `TaskError` when the forward of the wrapped model was not called for it."""
     calls = 0
 
     def count(*_: Any) -> None:

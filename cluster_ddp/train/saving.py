@@ -150,13 +150,7 @@ class Saving:
             self._check(state, step, state.collect()[0], together=True)
 
     def _check(self, state: State, step: int, tensors: Mapping[str, Tensor], *, together: bool) -> None:
-        """Check on rank 0 that the state comes back, unless one with the same tensors has been found to.
-
-        Raises
-        ------
-        TaskError
-            It does not: on all ranks when they check together, else on rank 0.
-        """
+        """Check on rank 0 that the state comes back, unless one with these tensors has; else raise a `TaskError`."""
         kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if self.fresh is None or kinds == self._checked:
             return

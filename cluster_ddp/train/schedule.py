@@ -62,6 +62,7 @@ class Schedule:
 def _shapes(train: TrainSpec, *, peak: float, total: int) -> dict[str, Callable[[int], float]]:
     least = train.min_lr / peak if peak else 0.0
     span = max(1, total - train.warmup_steps)
+    drop_every = train.decay_every or max(1, -(-total // 3))
 
     def progress(update: int) -> float:
         return min(1.0, (update - train.warmup_steps) / span)
@@ -70,9 +71,5 @@ def _shapes(train: TrainSpec, *, peak: float, total: int) -> dict[str, Callable[
         "constant": lambda _: 1.0,
         "cosine": lambda update: least + (1.0 - least) * 0.5 * (1.0 + math.cos(math.pi * progress(update))),
         "linear": lambda update: 1.0 - (1.0 - least) * progress(update),
-        "step": lambda update: max(least, train.decay_factor ** (update // _step_length(train, total))),
+        "step": lambda update: max(least, train.decay_factor ** (update // drop_every)),
     }
-
-
-def _step_length(train: TrainSpec, total: int) -> int:
-    return train.decay_every or max(1, -(-total // 3))

@@ -91,13 +91,7 @@ class State:
         self._model_tensors()  # what can be refused is refused before the first step
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors by name, sharing the memory of the live ones; and what is no tensor, for JSON.
-
-        Raises
-        ------
-        TaskError
-            A part of the state is of a kind that no checkpoint holds.
-        """
+        """All tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
         tensors = self._model_tensors()
         of_optimizer, scalars = self._optimizer.collect()
         tensors |= of_optimizer
@@ -116,13 +110,7 @@ class State:
         return tensors, scalars
 
     def load(self, step: int, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
-        """Put back what `Checkpointer.restore` has not filled in place.
-
-        Parameters
-        ----------
-        extra
-            The tensors that `live` does not name, on the CPU and contiguous.
-        """
+        """Put back what `Checkpointer.restore` has not filled in place; `extra` is contiguous and on the CPU."""
         self.counts = Counts(**scalars["counts"])
         self._optimizer.restore(_with_prefix("optimizer.", extra), scalars)
         changed = scalars.get("requires_grad", {})

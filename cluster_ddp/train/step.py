@@ -27,8 +27,6 @@ class Gradients:
 
     Parameters
     ----------
-    parameters
-        All parameters that may have a gradient.
     compressed
         Whether a hook sends the gradients in fewer bits: they are then given the size of a mean before they are sent.
 
@@ -58,13 +56,7 @@ class Gradients:
         self._sums: list[dist.Work] = []  # of the two above, over the ranks
 
     def backward(self, loss: Any, micro: MicroBatch, log: StepLoss | None) -> None:
-        """Add the gradients of one micro-batch.
-
-        Raises
-        ------
-        TaskError
-            The loss is no scalar, or does not depend on a parameter.
-        """
+        """Add the gradients of one micro-batch; a `TaskError` when the loss is no scalar or depends on no parameter."""
         if type(loss) is tuple:
             total = self._weighed(loss, micro, log)
             # DDP averages over the ranks; times the number of ranks it is the sum.

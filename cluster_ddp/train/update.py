@@ -73,13 +73,7 @@ class Update:
         self._tally.skipped, self._tally.in_a_row = skipped, in_a_row
 
     def clip(self) -> None:
-        """Give the gradients their true size, then limit their norm, as far as the settings ask for either.
-
-        Raises
-        ------
-        TaskError
-            A gradient is sparse: torch cannot limit its norm.
-        """
+        """Give the gradients their true size, then limit their norm, as far as the settings ask for either."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:

@@ -85,13 +85,7 @@ class IterableStream:
         return first, to_device(batch, self._device)
 
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
-        """The micro-batches of this rank from this step on; keeps the place in the stream in `counts`.
-
-        Raises
-        ------
-        DataError
-            The set breaks its contract, in a way that the first items show, or is another than that of the checkpoint.
-        """
+        """See `Stream`; a `DataError` when the set breaks its contract, in a way that the first items show."""
         self._counts = counts
         if self._length is not None:
             counts.expect_length(self._length)

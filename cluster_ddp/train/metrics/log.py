@@ -253,13 +253,7 @@ class Speed:
         self._time, self._step, self._samples, self._waited = time.perf_counter(), step, samples, waited
 
     def read(self, step: int, samples: int, waited: float) -> dict[str, float]:
-        """The means since the last call.
-
-        Returns
-        -------
-        samples_per_second over all ranks, seconds_per_step, and data_wait: the part of the time, 0 to 1, in which this
-        rank waited for its batches.
-        """
+        """Means since the last call over all ranks; data_wait (0 to 1) is this rank's share of time without a batch."""
         seconds = max(time.perf_counter() - self._time, 1e-9)
         values = {
             "samples_per_second": (samples - self._samples) / seconds,

@@ -107,10 +107,6 @@ def wandb_mode(settings: WandbSpec) -> Literal["online", "offline"]:
 def _in_netrc() -> bool:
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].partition("/")[0]
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(_netrc_file()).authenticators(host) is not None
+        file = os.environ.get("NETRC") or Path("~/.netrc").expanduser()  # of `wandb login`
+        return netrc.netrc(file).authenticators(host) is not None
     return False
-
-
-def _netrc_file() -> str:
-    """Where wandb keeps the key of ``wandb login``."""
-    return os.environ.get("NETRC") or str(Path("~/.netrc").expanduser())

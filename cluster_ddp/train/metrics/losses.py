@@ -61,11 +61,6 @@ class TotalLosses:
 
     A loss is the same to the last bit whichever steps it is collected with: the ranks' parts are added in the order of
     the ranks, where the order within an all-reduce would depend on how many there are.
-
-    Parameters
-    ----------
-    losses
-        Of the same steps on all ranks, which make this object after the same step.
     """
 
     def __init__(self, losses: Sequence[StepLoss]) -> None:
