@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from cluster_ddp.job.units import DURATION_FORMS, SLURM_TIME_FORMS, parse_duration, parse_slurm_time
@@ -163,14 +163,6 @@ def _target(value: object) -> str:
     return text
 
 
-def _setup(lines: tuple[str, ...]) -> tuple[str, ...]:
-    for number, text in enumerate(lines):
-        if re.search(r"^\s*#SBATCH", text, re.MULTILINE):
-            allowed = "a line of bash; options of sbatch go to the section slurm, or to slurm.extra"
-            raise refused("is an order to sbatch, and some scripts carry it out", allowed=allowed, at=(str(number),))
-    return lines
-
-
 def _sequence(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -190,7 +182,6 @@ StepRange = Annotated[tuple[int, int], BeforeValidator(_step_range)]
 Target = Annotated[str, PlainValidator(_target)]
 AnyString = Annotated[str, PlainValidator(_any_string)]
 Strings = Annotated[tuple[AnyString, ...], BeforeValidator(_sequence)]
-SetupLines = Annotated[tuple[AnyString, ...], BeforeValidator(_sequence), AfterValidator(_setup)]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[float, Field(gt=0)]

@@ -17,6 +17,7 @@ from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping,
 from cluster_ddp.job.errors import BatchError, JobFileError
 from cluster_ddp.job.merge import apply_overrides, drop_nulls, merge
 from cluster_ddp.job.models import JobSpec, SlurmSpec
+from cluster_ddp.job.refusals import refuse
 from cluster_ddp.job.report import find, job_file_error
 from cluster_ddp.job.sections import as_written, known_part
 from cluster_ddp.job.target import TargetProblem, check_script, check_task
@@ -62,6 +63,7 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
     """
     file = _find_file(source)
     spec, root = _with_overrides(_extended((file,)), overrides, file)
+    refuse(spec, root)
     warnings = _check_target(spec, root) if check_target else ()
     return LoadedJob(spec, warnings)
 
@@ -69,7 +71,8 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
 def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
     """Load the resolved job of a run directory and lay settings over it; the file is read once.
 
-    Without settings nothing is merged, looked up or made absolute.
+    Without settings nothing is merged, looked up or made absolute. What the run was submitted with is taken as it is,
+    also where a job file would be refused for it today.
 
     Raises
     ------
@@ -79,7 +82,10 @@ def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
     """
     root, remarks = known_part(read_document(path))
     before = _validate(root)
-    spec = _with_overrides(root, overrides, path)[0] if overrides else before
+    spec = before
+    if overrides:
+        spec, changed = _with_overrides(root, overrides, path)
+        refuse(spec, changed, before=root)
     return RunJob(before, spec, remarks)
 
 

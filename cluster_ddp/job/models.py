@@ -5,12 +5,13 @@ made them so. The sections mirror the job file: ``spec.slurm.nodes`` is the key 
 """
 
 # No "from __future__ import annotations" here: pydantic would evaluate each annotation from its source, at every start.
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from cluster_ddp.job import fields, options, secrets
-from cluster_ddp.job.fields import contradiction
+from cluster_ddp.job import fields, options
+from cluster_ddp.job.fields import contradiction, refused
 
 
 def section() -> Any:
@@ -74,7 +75,7 @@ class LaunchSpec(Section):
     """How ranks are started on the nodes."""
 
     procs_per_node: fields.PositiveIntOrAuto = "auto"  # auto: one per GPU, or one where there is none
-    setup: fields.SetupLines = ()  # lines of bash, run before anything else
+    setup: fields.Strings = ()  # lines of bash, run before anything else
     python: fields.Line | None = None  # the interpreter of the ranks; None: the one that submitted
     port: fields.PortOrAuto = "auto"
     join_timeout: fields.Seconds = 600
@@ -97,7 +98,10 @@ class NetworkSpec(Section):
     @field_validator("env")
     @classmethod
     def _check_env(cls, env: dict[str, str]) -> dict[str, str]:
-        secrets.check_names(env)
+        for name in env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                allowed = "a name of letters, digits and '_', no digit first"
+                raise refused("does not belong to the name of a variable", allowed=allowed, at=(name,), show=False)
         return env
 
     @model_validator(mode="after")
@@ -312,17 +316,6 @@ class JobSpec(Section):
                 at="launch.procs_per_node",
                 instead="at most one rank per GPU; auto is one for each",
             )
-        secrets.check_secrets(
-            env=self.network.env,
-            setup=self.launch.setup,
-            others={
-                "launch.container.image": self.launch.container.image if self.launch.container else None,
-                "args": self.args,
-                "params": self.params,
-                "slurm.extra": self.slurm.extra,
-            },
-            excepted=self.not_secret,
-        )
         return self
 
     def _check_program(self) -> None:

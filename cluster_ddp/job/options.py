@@ -63,8 +63,6 @@ def _option(name: object, setting: object) -> Option:
         spelt = str(name).strip("-").replace("_", "-").lower()
         hint = f"write {spelt}" if re.fullmatch(_OPTION, spelt) else "an option as sbatch(1) names it"
         raise refused("is not a long option of sbatch without its dashes", allowed=hint, at=at)
-    if meant := _abbreviated(name):
-        raise refused(f"is short for {meant[0]} to sbatch", allowed="the whole name of an option", at=at, show=False)
     if name == "requeue" and setting == "expedite":  # Slurm 25.11 and later, where the site allows it
         return setting
     if name in _OWN_KEYS:
@@ -86,13 +84,10 @@ def _option(name: object, setting: object) -> Option:
         raise refused("is not one line", allowed="a string of one line", at=at) from error
 
 
-def _abbreviated(name: str) -> list[str]:
-    """The options, not to be set here, that sbatch takes `name` for: the beginning of one is enough to it."""
-    if name in _OWN_KEYS or name in _RENDERED:
-        return []
-    return sorted(
-        option for option in (*_OWN_KEYS, *_RENDERED, *_CHECKED) if option != name and option.startswith(name)
-    )
+def meant_by(name: str) -> str | None:
+    """The option, not to be set here, that sbatch takes an option for: the beginning of one is enough to it."""
+    checked = (*_OWN_KEYS, *_RENDERED, *_CHECKED)
+    return None if name in checked else min((option for option in checked if option.startswith(name)), default=None)
 
 
 def check_against_keys(extra: Mapping[str, Option], *, mem: str | None, cpus_per_task: int | None) -> None:

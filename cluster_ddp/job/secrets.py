@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from cluster_ddp.job.fields import refused
+if TYPE_CHECKING:
+    from cluster_ddp.job.models import JobSpec
 
-_ENV_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _SECRET_WORDS = {
     "KEY", "KEYS", "APIKEY", "PRIVATEKEY", "ACCESSKEY",
     "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "PASS",
@@ -37,10 +38,6 @@ _OPTION = r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]*)[ =]+(?!-)([^\s;|&]+)"
 _LOGIN = r"\bwandb\s+login\s+(?:--?[\w-]+(?:=\S+)?\s+)*(?![\"']?\$|-|[;|&]|$)\S"
 _DOCKER_LOGIN = r"\b(?:docker|podman|apptainer|singularity)\b.*\blogin\b.*\s-p\s*(?![\"']?\$)\S"
 _CURL_USER = r"\bcurl\b.*\s(?:-u|--user)[ =]*[\"']?[^\s:$\"']+:[^\s$\"']"
-_ADVICE = (
-    "nothing secret in a job file: export it in the shell you submit from (Slurm hands the environment on), let a line "
-    "of launch.setup read it from a file of mode 600, or keep it in ~/.netrc. If this is no secret: not_secret: [{key}]"
-)
 
 
 def is_secret_name(name: str) -> bool:
@@ -54,38 +51,22 @@ def without_password(text: str) -> str:
     return _IN_ADDRESS.sub(r"\1***@", text)
 
 
-def check_names(variables: Mapping[str, str]) -> None:
-    """Refuse names of variables that no shell takes (``network.env``)."""
-    for name in variables:
-        if not re.fullmatch(_ENV_NAME, name):
-            allowed = "a name of letters, digits and '_', no digit first"
-            raise refused("does not belong to the name of a variable", allowed=allowed, at=(name,), show=False)
+def secrets_in(job: JobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is or looks like a secret, by the name it goes by or by its own form: its key, and what is wrong with it.
 
-
-def check_secrets(
-    *, env: Mapping[str, str], setup: Iterable[str], others: Mapping[str, object], excepted: Iterable[str]
-) -> None:
-    """Refuse what is or looks like a secret, by the name it goes by or by its own form. Its value is never repeated.
-
-    Parameters
-    ----------
-    env, setup
-        The values of ``network.env`` and ``launch.setup``.
-    others
-        Further values by their keys, with whatever stands below them.
-    excepted
-        Keys that a person says hold no secret.
+    What the job's own ``not_secret`` names is none.
     """
-    known = frozenset(excepted)
+    image = job.launch.container.image if job.launch.container else None
+    others = {"launch.container.image": image, "args": job.args, "params": job.params, "slurm.extra": job.slurm.extra}
     found = (
-        *((("network", "env", name), _wrong_with_variable(name, value)) for name, value in env.items()),
-        *((("launch", "setup", str(number)), _wrong_with_line(line)) for number, line in enumerate(setup)),
+        *((("network", "env", name), _wrong_with_variable(name, value)) for name, value in job.network.env.items()),
+        *((("launch", "setup", str(number)), _wrong_with_line(line)) for number, line in enumerate(job.launch.setup)),
         *((path, what) for key, value in others.items() for path, what in _wrong_below(value, tuple(key.split(".")))),
     )
     for path, what in found:
         names = {".".join(path[:depth]) for depth in range(1, len(path) + 1)}
-        if what and known.isdisjoint(names):
-            raise refused(what, allowed=_ADVICE.format(key=".".join(path)), at=path, show=False)
+        if what and names.isdisjoint(job.not_secret):
+            yield path, what
 
 
 def _wrong_with_variable(name: str, value: str) -> str:

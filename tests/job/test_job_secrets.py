@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.job import load_job
+from cluster_ddp.job import JobFileError, load_job, load_resolved, load_run_job
 
 SECRET = "hf_" + "aB3" * 12
 
@@ -92,3 +92,38 @@ def test_a_false_alarm_is_switched_off_by_its_key(job: Callable[..., Path], erro
 def test_an_exported_value_is_not_repeated(errors_of: Callable[..., str]) -> None:
     message = errors_of("slurm: {extra: {export: 'ALL,KEY=s3cr3t'}}")
     assert "use network.env" in message and "s3cr3t" not in message
+
+
+OLD = """
+name: old
+task: a:B
+params: {api_key: s3cr3t, x: 1}
+launch: {setup: ['#SBATCH -N 2']}
+slurm: {extra: {arra: 1}}
+"""
+
+
+def test_a_run_goes_on_with_what_it_was_submitted_with(tmp_path: Path, errors_of: Callable[..., str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(OLD)
+    assert load_resolved(file).params["api_key"] == "s3cr3t"
+    job = load_run_job(file, ["slurm.time=10:00", "launch.setup=['#SBATCH -N 2', 'true']"])
+    assert job.spec.slurm.time == 600
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("params.api_key=an0ther", "params.api_key: is the name of a secret"),
+        ("params.password=an0ther", "params.password: is the name of a secret"),
+        ("launch.setup=['#SBATCH -N an0ther']", "launch.setup.0: is an order to sbatch"),
+        ("slurm.extra.outpu=an0ther", "slurm.extra.outpu: is short for output to sbatch"),
+    ],
+)
+def test_what_a_person_changes_in_a_run_is_checked(tmp_path: Path, setting: str, words: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(OLD)
+    with pytest.raises(JobFileError) as caught:
+        load_run_job(file, [setting])
+    assert words in str(caught.value) and "an0ther" not in str(caught.value)
+    assert str(caught.value).startswith(f"--set {setting.partition('=')[0]}=...: ")
