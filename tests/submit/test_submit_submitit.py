@@ -19,6 +19,7 @@ from typing import TypeVar
 import pytest
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.ports import job_port
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -32,12 +33,12 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 PATIENCE = 120.0
-JOB_ID = "55"
+JOB_ID = str(os.getpid())  # the port to meet at comes from it, and others may be testing on this machine
 STEPS = 240
-PREEMPTED = "JobId=55 JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
-TAKEN_BACK = "JobId=55 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
-CANCELLED = "JobId=55 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
-QUIET = "JobId=55 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None X=y"
+PREEMPTED = f"JobId={JOB_ID} JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
+TAKEN_BACK = f"JobId={JOB_ID} JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
+CANCELLED = f"JobId={JOB_ID} JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
+QUIET = f"JobId={JOB_ID} JobState=RUNNING Reason=None Restarts=0 PreemptTime=None X=y"
 
 
 class Place:
@@ -225,7 +226,9 @@ def test_the_warning_signal_requeues(place: Place) -> None:
     assert next(event for event in read_events(run) if event["event"] == "stop-requested")["reason"] == "time-limit"
 
 
-@pytest.mark.parametrize(("says", "reason"), [(CANCELLED, "cancel"), (TAKEN_BACK, "preemption")])
+@pytest.mark.parametrize(
+    ("says", "reason"), [(CANCELLED, "cancel"), (TAKEN_BACK, "preemption")], ids=["cancelled", "requeued"]
+)
 def test_what_is_not_ours_to_requeue(place: Place, says: str, reason: str) -> None:
     place.add_slurm()
     run = place.submit()
@@ -279,7 +282,7 @@ def test_the_step_is_that_of_our_own_script(place: Place) -> None:
     (step,) = (place.bin / "steps").read_text().splitlines()
     assert step.startswith("--export=ALL --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 ")
     assert f" -m cluster_ddp.launch.node --run {run.path} --attempt 0 -- torchrun --nnodes=1 " in step
-    assert " --rdzv-id=55.0 --rdzv-backend=c10d --rdzv-endpoint=localhost:20055 " in step
+    assert f" --rdzv-id={JOB_ID}.0 --rdzv-backend=c10d --rdzv-endpoint=localhost:{job_port(int(JOB_ID))} " in step
 
 
 def test_a_setup_line_that_fails_ends_the_job(place: Place) -> None:
