@@ -70,10 +70,16 @@ def _is_half_on_cpu(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
 
 
-def start_momentum(optimizer: Optimizer) -> None:
+def start_momentum(optimizer: Optimizer, *, spoilt: bool) -> None:
     """Give a fused SGD the momentum that it begins with: zero.
 
-    It would else take memory as it finds it for the first update's, and keep that when this update is left out.
+    It takes memory as it finds it for the momentum of its first update, and fails where some parameters get their first
+    gradient later than others.
+
+    Parameters
+    ----------
+    spoilt
+        Whether its first update may be left out by the optimizer itself, which would keep what it found.
 
     Raises
     ------
@@ -85,6 +91,8 @@ def start_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"]:
             if group["dampening"]:
+                if not spoilt:
+                    continue
                 raise TaskError(
                     "optimizer(): SGD with fused=True, momentum and dampening would be spoilt when its first update is "
                     "left out for gradients that are not finite; use fused=False"

@@ -56,8 +56,8 @@ class Update:
                 "train.precision: fp16 keeps the parameters in fp32, but model() gives parameters in fp16: leave them "
                 "in fp32, or set train.precision: fp32"
             )
-        if self._on_device or scaler is not None:  # else the optimizer is not called for an update that is left out
-            start_momentum(optimizer)
+        # On the CPU without a scaler the optimizer is not called for an update that is left out.
+        start_momentum(optimizer, spoilt=self._on_device or scaler is not None)
 
     @property
     def skipped(self) -> int:

@@ -60,7 +60,23 @@ def test_a_fused_sgd_begins_without_momentum_when_its_first_update_is_left_out()
     torch.testing.assert_close(found, train([1.0, 2.0], fused=False))
     dampened = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9, dampening=0.5, fused=True)
     with pytest.raises(TaskError, match="fused=False"):
-        start_momentum(dampened)
+        start_momentum(dampened, spoilt=True)
+
+
+def test_a_fused_sgd_takes_a_parameter_whose_first_gradient_comes_late() -> None:
+    """Torch's own fails at it with a TypeError, in whatever step that is."""
+
+    def train(*, fused: bool) -> Tensor:
+        early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9, fused=fused)
+        update = Update(optimizer, [early, late], clip_norm=None, scaler=None)
+        for step in range(3):
+            ((early + late if step else early) * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+            update.clip()
+            update.step()
+        return torch.cat([early, late]).detach()
+
+    torch.testing.assert_close(train(fused=True), train(fused=False))
 
 
 def test_too_many_bad_updates_name_the_step_and_the_rank() -> None:

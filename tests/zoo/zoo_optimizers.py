@@ -107,11 +107,11 @@ class Keeps(Optimizer):
         self.extra += self.kept in ("own extras", "a number in itself")
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter -= group["lr"] * self._direction(parameter, group)
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * self._direction(parameter, parameter.grad, group)
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        gradient, state = parameter.grad, self.state[parameter]
-        assert gradient is not None
+    def _direction(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[parameter]
         if self.kept == "fp32 master":
             master = state.setdefault("master", torch.zeros_like(parameter, dtype=torch.float32))
             return master.mul_(0.9).add_(gradient.float()).to(parameter.dtype)
