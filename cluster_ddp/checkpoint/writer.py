@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import CheckpointSpec
 
 Report = Callable[[str, dict[str, Any]], object]
-_PIECE = 16 << 20  # bytes hashed and written at a time
+PIECE = 16 << 20  # bytes hashed and written at a time
 _KINDS = {"model": "the weights", "optimizer": "the optimizer's state", "ema": "the average"}
 
 
@@ -129,9 +129,9 @@ class Writer:
                 storage.mkdir(path.parent)
             hashed = xxhash.xxh3_128()
             with created(storage, path) as fd:
-                for at in range(0, len(shard), _PIECE):
+                for at in range(0, len(shard), PIECE):
                     self._coordinator.check_given_up()
-                    piece = shard[at : at + _PIECE]
+                    piece = shard[at : at + PIECE]
                     hashed.update(piece)
                     storage.write(fd, piece)
                     storage.begin_flush(fd, at, len(piece))

@@ -18,7 +18,7 @@ from cluster_ddp.slurm.states import SlurmJob
 _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
 _FAILED_STATUS = 4
 METRICS_SHOWN = 4
-_PATIENCE = 20.0
+PATIENCE_SECONDS = 20.0
 """Seconds that a person who asks waits for squeue; the run directories tell most of it without."""
 
 
@@ -32,7 +32,7 @@ def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJob] | None:
     """What squeue says about the jobs of all the runs; None when it cannot be asked."""
     job_ids = {job_id for run in runs for job_id in slurm_job_ids(run)}
     try:
-        return query_jobs(job_ids, seconds=_PATIENCE) if job_ids else {}
+        return query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
     except SlurmError as error:
         first_line = str(error).splitlines()[0]
         tell(f"cluster-ddp: told from the run directories alone: {first_line}")

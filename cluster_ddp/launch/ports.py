@@ -10,7 +10,7 @@ from cluster_ddp.launch.address import LOOPBACK
 
 FIRST_PORT = 20000
 PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may hold, begin at 32768
-_TRIES = 256
+TRIES = 256
 _STRIDE = 1009  # from one attempt to the next, and from one try to the next: away from the jobs with the next ids
 
 
@@ -35,7 +35,7 @@ def attempt_port(slurm_job_id: int, attempt: int) -> int:
     NoFreePort
         There is none among many that were tried.
     """
-    for number in range(attempt, attempt + _TRIES):
+    for number in range(attempt, attempt + TRIES):
         port = job_port(slurm_job_id + number * _STRIDE)
         if _is_free("", port):
             return port
@@ -62,7 +62,7 @@ def free_port() -> int:
     NoFreePort
         There is none among many that were tried.
     """
-    for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), _TRIES):
+    for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), TRIES):
         if _is_free(LOOPBACK, port):
             return port
     raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {LOOPBACK}")

@@ -49,7 +49,7 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("model() has no trainable parameter: at least one needs requires_grad")
     if train.sync_batchnorm:
-        model = _synchronised(model, device)
+        model = synchronised_batchnorm(model, device)
     if train.grad_checkpointing:
         checkpoint_blocks(model)
     model = model.to(device)
@@ -140,7 +140,7 @@ def _all_are_summed(model: nn.Module) -> bool:
     return not all_gather(torch.tensor(int(unused))).any()
 
 
-def _synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+def synchronised_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     has_batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if not has_batchnorm:
         return model

@@ -128,7 +128,7 @@ class Update:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not gradients:
             return False
-        return _any_not_finite_on_device(gradients) if self._on_device else _any_not_finite(gradients)
+        return any_not_finite_on_device(gradients) if self._on_device else any_not_finite(gradients)
 
 
 SPARSE_CLIPPED = (
@@ -137,7 +137,7 @@ SPARSE_CLIPPED = (
 )
 
 
-def _any_not_finite(gradients: Sequence[Tensor]) -> bool:
+def any_not_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether any element is not finite, on the CPU.
 
     A sum tells that all its elements are finite, in a fifth of the time of looking for the largest; where it does not,
@@ -152,7 +152,7 @@ def _any_not_finite(gradients: Sequence[Tensor]) -> bool:
     return not all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
 
 
-def _any_not_finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
+def any_not_finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
     """The same as a number on the device; the largest elements take no more than the reading of the gradients there."""
     largest = torch._foreach_norm([_values(gradient) for gradient in gradients], math.inf)
     return (~torch.isfinite(torch.stack(largest)).all()).float()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,6 @@ from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.job import JobSpec, dump_resolved
 from cluster_ddp.job.models import CheckpointSpec, KeepBestSpec
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.storage import Storage
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
 
@@ -116,8 +116,8 @@ def test_a_renamed_run_keeps_its_checkpoints(run: Path) -> None:
 def test_training_goes_on_in_a_renamed_run(run: Path) -> None:
     renamed = RunDirectory(run.rename(run.parent / "my-best-digits"))
     saving = Saving(JOB, renamed, None, 1, World(0, 0, 1))
-    assert saving._checkpointer is not None
-    restored = saving._checkpointer.restore(tensors_of(Tied()))
+    state: Any = SimpleNamespace(live=lambda: tensors_of(Tied()), load=lambda *_: None)
+    restored = saving.restore(state)
     assert restored is not None and restored.step == 20
 
 
@@ -227,14 +227,15 @@ def test_checkpoints_that_training_removes_meanwhile_are_no_fault(run: Path, mon
 def test_export_takes_the_next_one_when_the_one_it_reads_is_removed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, target = export._copy, tmp_path / "weights.safetensors"
+    find, target = verify.newest_intact, tmp_path / "weights.safetensors"
 
-    def removed(storage: Storage, shard: Path, *rest: Any) -> None:
-        if shard.parent.name == "step-00000020":
-            shutil.rmtree(shard.parent)
-        copy(storage, shard, *rest)
+    def removed(*arguments: Any) -> Any:
+        found = find(*arguments)
+        if found[0].name == "step-00000020":
+            shutil.rmtree(found[0])
+        return found
 
-    monkeypatch.setattr(export, "_copy", removed)
+    monkeypatch.setattr(export, "newest_intact", removed)
     count, manifest, passed_over = export.export_newest(run / "checkpoints", RUN, target)
     assert (manifest.step, passed_over) == (10, [])
     assert len(load_file(target)) == count

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_cases import RUN_ID, Recorder, checkpointer, restore, same, save, state
@@ -33,7 +34,6 @@ def _second_with_retention(target: Checkpointer, arm: Callable[[], None]) -> Non
 
 
 def _final_keeping_one(target: Checkpointer, arm: Callable[[], None]) -> None:
-    target._settings = target._writer._settings = target._settings.model_copy(update={"keep_last": 1})
     save(target, 30, STATES[30])
     arm()
     save(target, 40, STATES[40])
@@ -53,6 +53,12 @@ OLD_AND_NEW = {
     _same_step_again: (20, 20),
 }
 SCENARIOS = list(OLD_AND_NEW)
+
+
+def _settings(scenario: Callable[..., object]) -> dict[str, Any]:
+    return {**SETTINGS, "keep_last": 1} if scenario is _final_keeping_one else SETTINGS
+
+
 # What of the names and of the bytes that were not flushed is there after the crash.
 KEPT = [*itertools.product((0.0, 0.34, 0.67, 1.0), (0.0, 0.5), (False,)), (1.0, 0.0, True)]
 names = [scenario.__name__.strip("_") for scenario in SCENARIOS]
@@ -61,7 +67,7 @@ names = [scenario.__name__.strip("_") for scenario in SCENARIOS]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several writes for a small shard."""
-    monkeypatch.setattr(writer, "_PIECE", 500)
+    monkeypatch.setattr(writer, "PIECE", 500)
 
 
 def _armed(folder: Path, at: int | None, fault: str) -> tuple[CrashingStorage, Callable[[], None]]:
@@ -84,7 +90,7 @@ def _operations(folder: Path, scenario: Callable[..., object]) -> int:
         nonlocal before
         before = len(storage.operations)
 
-    scenario(checkpointer(folder / "checkpoints", storage=storage, **SETTINGS), mark)
+    scenario(checkpointer(folder / "checkpoints", storage=storage, **_settings(scenario)), mark)
     return len(storage.operations) - before
 
 
@@ -98,7 +104,7 @@ def test_killed_at_every_operation(scenario: Callable[..., None], tmp_path: Path
         folder = tmp_path / str(at)
         storage, arm = _armed(folder, at, "kill")
         events = Recorder()
-        target = checkpointer(folder / "checkpoints", events, storage=storage, **SETTINGS)
+        target = checkpointer(folder / "checkpoints", events, storage=storage, **_settings(scenario))
         with pytest.raises(Killed) if at < count else contextlib.nullcontext():
             scenario(target, arm)
         told = any(fields["step"] == new for fields in events.of("checkpoint")) and old != new
@@ -138,7 +144,7 @@ def test_error_at_every_operation(
         folder = tmp_path / str(at)
         storage, arm = _armed(folder, at, fault)
         events = Recorder()
-        target = checkpointer(folder / "checkpoints", events, storage=storage, **SETTINGS)
+        target = checkpointer(folder / "checkpoints", events, storage=storage, **_settings(scenario))
         scenario(target, arm)  # raises nothing
         done = events.of("checkpoint")[-1]["step"] == new if events.of("checkpoint") else False
         failed = events.of("checkpoint-failed")

@@ -26,16 +26,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from slurm_config import uses_munge, version_of, write_config
+from slurm_config import PREFIX, program, search_path, uses_munge, version_of, write_config
 from virtual_hosts import Host, Network, Process, sh, wait_until
 
 T = TypeVar("T")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONTROLLER = "ctl"
-# The Slurm to test on: "" for the one that the machine's packages installed, or the folder that holds another one's bin
-# and sbin, such as /opt/slurm-26.05. `make test-slurms` takes one after the other.
-PREFIX = os.environ.get("TEST_SLURM", "")
 PACKAGES = {
     "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "ip": "iproute2",
     "nsenter": "util-linux", "setpriv": "util-linux",
@@ -54,7 +51,7 @@ def why_unavailable() -> str | None:
         return "a Slurm cluster for the tests needs Linux"
     if os.geteuid() != 0:
         return "a Slurm cluster for the tests needs root (it makes network namespaces and runs Slurm's daemons)"
-    missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=_path())})
+    missing = sorted({package for name, package in PACKAGES.items() if not shutil.which(name, path=search_path())})
     if PREFIX and not Path(PREFIX, "sbin/slurmctld").exists():
         return f"no Slurm for the tests: TEST_SLURM={PREFIX} has no sbin/slurmctld"
     if missing:
@@ -94,7 +91,7 @@ class SlurmCluster:
 
     def start(self) -> None:
         """Bring everything up and wait until all nodes are idle; takes everything down again if that fails."""
-        self.version = version_of(_program("slurmctld"))
+        self.version = version_of(program("slurmctld"))
         self._network.start()
         try:
             hosts = self._network.hosts
@@ -129,7 +126,7 @@ class SlurmCluster:
     def _environment(self) -> dict[str, str]:
         """What a person's shell on the login node would have."""
         env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
-        env["PATH"] = f"{Path(sys.executable).parent}:{_path()}"
+        env["PATH"] = f"{Path(sys.executable).parent}:{search_path()}"
         env["SLURM_CONF"] = str(self.conf)
         if not uses_munge(self.version):
             env["SLURM_SACK_SOCKET"] = str(self._controller.run_folder / "slurmctld" / "sack.socket")
@@ -143,7 +140,7 @@ class SlurmCluster:
         key, sock = self.folder / "munge.key", self.folder / "munge.socket"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        command = [_program("munged"), "--foreground", "--key-file", str(key), "--socket", str(sock)]
+        command = [program("munged"), "--foreground", "--key-file", str(key), "--socket", str(sock)]
         for name in ("pid", "seed"):
             command += [f"--{name}-file", str(self.folder / f"munged.{name}")]
         self._controller.spawn(command, log=self.folder / "munged.log", env=self.env)
@@ -155,7 +152,7 @@ class SlurmCluster:
 
     def start_slurmctld(self) -> None:
         """Start the controller; what it knew is taken up again."""
-        command = [_program("slurmctld"), "-D", "-f", str(self.conf)]
+        command = [program("slurmctld"), "-D", "-f", str(self.conf)]
         self._controller.spawn(command, log=self.folder / "slurmctld.out", env=self.env)
 
     def _all_idle(self) -> bool:
@@ -332,7 +329,7 @@ class SlurmCluster:
 
     def start_slurmd(self, node: str, *, wait: bool = True) -> None:
         """Start the node's slurmd, and wait until the controller knows."""
-        command = [_program("slurmd"), "-D", "-N", node, "-f", str(self.conf)]
+        command = [program("slurmd"), "-D", "-N", node, "-f", str(self.conf)]
         self._network.hosts[node].spawn(command, log=self.folder / f"slurmd-{node}.out", env=self.env)
         if wait:
             self.wait_for(lambda: self.node_state(node) in {"IDLE", "MIXED", "ALLOCATED"}, 60, f"{node} is back")
@@ -388,14 +385,3 @@ def _installed_from_here() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return origin is not None and json.loads(origin)["url"] == CHECKOUT.as_uri()
-
-
-def _path() -> str:
-    """Where programs are looked for: those of the chosen Slurm first."""
-    chosen = [f"{PREFIX}/bin", f"{PREFIX}/sbin"] if PREFIX else []
-    places = [*chosen, *os.environ.get("PATH", "").split(":"), "/usr/sbin", "/sbin"]
-    return ":".join(dict.fromkeys(filter(None, places)))
-
-
-def _program(name: str) -> str:
-    return shutil.which(name, path=_path()) or name

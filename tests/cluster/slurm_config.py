@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 from pathlib import Path
 
+# The Slurm to test on: "" for the one that the machine's packages installed, or the folder that holds another one's bin
+# and sbin, such as /opt/slurm-26.05. `make test-slurms` takes one after the other.
+PREFIX = os.environ.get("TEST_SLURM", "")
 GPUS_PER_NODE = 4
 CPUS_PER_NODE = 8
 
@@ -133,3 +137,15 @@ def write_config(
         )
     )
     return conf
+
+
+def search_path() -> str:
+    """Where programs are looked for: those of the chosen Slurm first."""
+    chosen = [f"{PREFIX}/bin", f"{PREFIX}/sbin"] if PREFIX else []
+    places = [*chosen, *os.environ.get("PATH", "").split(":"), "/usr/sbin", "/sbin"]
+    return ":".join(dict.fromkeys(filter(None, places)))
+
+
+def program(name: str) -> str:
+    """The path of a program of the chosen Slurm."""
+    return shutil.which(name, path=search_path()) or name

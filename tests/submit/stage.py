@@ -215,3 +215,7 @@ class Stage:
         """What srun found in its environment."""
         pairs = (self.folder / "srun_environment").read_bytes().decode().split("\0")[:-1]
         return dict(pair.split("=", 1) for pair in pairs)
+
+
+CRASH = f"{event('started', step=0, world_size=8, total_steps=9)}\n{event('checkpoint', step=5)}\nexit 1"
+"""A script that has saved, and then fails."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from stage import DONE, FOR_EVER, UNTIL_STOPPED, Stage, event
+from stage import CRASH, DONE, FOR_EVER, UNTIL_STOPPED, Stage, event
 
-from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import read_stop
 
 UNTIL_CANCELLED = 'for ((i = 0; i < 400; i++)); do grep -qs cancel "$run/attempts/000/stop" && exit 0; sleep 0.05; done'
@@ -20,7 +18,6 @@ TIME_LIMIT = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 PreemptTi
 PREEMPTED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
 CANCELLED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
 TAKEN_BACK = "JobId=77 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
-CRASH = f"{event('started', step=0, world_size=8, total_steps=9)}\n{event('checkpoint', step=5)}\nexit 1"
 
 
 @pytest.fixture
@@ -65,23 +62,6 @@ def test_the_process_that_slurm_signals_is_the_keeper(stage: Stage) -> None:
     assert b"cluster_ddp.launch.keeper" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     process.send_signal(signal.SIGUSR1)
     stage.finish(process)
-
-
-def test_ranks_inherit_the_meeting_point_and_the_cpus(stage: Stage) -> None:
-    script = stage.write(network={"profile": "ethernet", "env": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}})
-    assert stage.perform(script, SLURM_CPUS_PER_TASK="6") == 0
-    environment = stage.environment_of_ranks()
-    assert environment["MASTER_ADDR"] == "node-b"
-    assert environment["MASTER_PORT"] == "20077"
-    assert environment["SRUN_CPUS_PER_TASK"] == "6"
-    assert environment["NCCL_IB_DISABLE"] == "1"
-    assert environment["NCCL_IB_HCA"] == "mlx5_0,mlx5_1"
-
-
-@pytest.mark.parametrize(("job_id", "port"), [("1", 20001), ("12767", 32767), ("12768", 20000), ("4294901760", 21920)])
-def test_the_port_stays_below_the_ephemeral_ones(stage: Stage, job_id: str, port: int) -> None:
-    assert stage.perform(stage.write(), SLURM_JOB_ID=job_id) == 0
-    assert stage.environment_of_ranks()["MASTER_PORT"] == str(port)
 
 
 @pytest.mark.parametrize("name", ["USR1", "USR2", "HUP"])
@@ -398,101 +378,3 @@ def test_a_crash_after_progress_is_requeued(stage: Stage) -> None:
     assert stage.perform(stage.write()) == 0
     assert stage.requeues() == ["77"]
     assert not [call for call in stage.calls("scontrol") if call[0] == "update"], "Slurm could not start it again"
-
-
-def test_without_scontrol_clustershell_reads_the_node_list(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, scontrol=False)
-    assert stage.perform(stage.write(), SLURM_JOB_NODELIST="rack[2-3]n[07,01]") == 0, stage.output
-    assert stage.environment_of_ranks()["MASTER_ADDR"] == "rack2n07"
-
-
-def test_without_scontrol_and_clustershell_the_job_fails_clearly(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, scontrol=False)
-    stage.does(**{"python.sh": "[[ $* != *nodelist* ]] || exit 1"})
-    assert stage.perform(stage.write()) == 1
-    assert "cannot tell the first node of node-[b,a]" in stage.output
-    assert not stage.calls("srun")
-
-
-@pytest.mark.parametrize(("restarts", "requeues"), [("0", ["77"]), ("3", ["77"]), ("4", [])])
-def test_where_python_does_not_start_another_host_is_tried_a_few_times(
-    stage: Stage, restarts: str, requeues: list[str]
-) -> None:
-    stage.does(**{"python.sh": "exit 127"})
-    stage.program("sleep", "exit 0")
-    assert stage.perform(stage.write(), SLURM_RESTART_COUNT=restarts, SLURMD_NODENAME="node-b") == 1
-    assert "no Python with cluster_ddp starts on node-b" in stage.output
-    assert stage.requeues() == requeues
-    assert not stage.calls("srun")
-
-
-@pytest.mark.parametrize(
-    ("setup", "status", "words"),
-    [
-        (["true", "no_such_module load cuda"], 127, "no_such_module load cuda"),
-        (["set -e", "false"], 1, "false"),
-        (["set -u", 'echo "$NOT_SET" \\', "    again"], 1, "a line that ends the script"),
-        (["exit 3"], 3, "a line that ends the script"),
-    ],
-)
-def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
-    stage: Stage, setup: list[str], status: int, words: str
-) -> None:
-    assert stage.perform(stage.write(launch={"setup": setup})) == 1
-    assert f"launch.setup: status {status} from: {words}" in stage.output
-    assert not stage.calls("python")
-    assert not stage.requeues(), "it would fail again"
-    add_slurm_job(RunDirectory(stage.run), "77")
-    found = stage.status()
-    assert (found["state"], found["attempts"]) == ("FAILED", 0)
-    assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
-
-
-def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(stage: Stage) -> None:
-    stage.program("sleep", "exit 0")
-    stage.does(**{"training.sh": CRASH})
-    line = 'echo "a \\"quoted\\" word"; ((SLURM_RESTART_COUNT == 0)) # of \\ them'
-    script = stage.write(launch={"setup": [line]})
-    assert stage.perform(script, SLURM_RESTART_COUNT="0") == 0, stage.output
-    stage.does(job="JobId=77 JobState=PENDING Reason=None Restarts=1 PreemptTime=None X=y")
-    for restart in ("1", "2", "3"):
-        assert stage.perform(script, SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
-        assert stage.status()["state"] == "REQUEUED"
-    assert stage.perform(script, SLURM_RESTART_COUNT="4", SLURMD_NODENAME="node-b") == 1
-    assert stage.requeues() == ["77"] * 4
-    found = stage.status()
-    assert (found["state"], found["attempts"]) == ("FAILED", 1)
-    assert "restart failed on node-b: launch.setup: status 1 from: ((SLURM_RESTART_COUNT == 0))" in found["reason"]
-
-
-def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
-    """Heredocs, lines that go on, other folders and arguments, and names that the script might use."""
-    setup = [
-        f"cat >{stage.folder}/written <<END", "  one", "", "", "", "checked two", "END", "export LONG=a\\", "b",
-        "if true; then", "    run=7 python=8 task=9 begun=10", "fi", "set -- x y", "cd /", "false || true",
-    ]  # fmt: skip
-    assert stage.perform(stage.write(launch={"setup": setup})) == 0, stage.output
-    assert (stage.folder / "written").read_text() == "  one\n\n\n\nchecked two\n"
-    assert stage.environment_of_ranks()["LONG"] == "ab"
-    assert str(stage.run) in stage.calls("srun")[0]
-
-
-def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
-    setup = ["set -euo pipefail", "export GREETING='it works'"]
-    stage.does(**{"training.sh": CRASH})
-    assert stage.perform(stage.write(launch={"setup": setup})) == 0, stage.output
-    assert stage.environment_of_ranks()["GREETING"] == "it works"
-    assert stage.requeues() == ["77"]
-
-
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["/nowhere"]])
-def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str]) -> None:
-    done = subprocess.run(
-        ["bash", str(stage.write()), *arguments],
-        env={"PATH": str(stage.bin), "SLURM_JOB_ID": "77"},
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert done.returncode == 1
-    assert "run directory" in done.stderr

@@ -126,13 +126,13 @@ def _the_run(folder: Path) -> Any:
 
 def test_other_world_sizes_go_on_with_the_same_global_batches(tmp_path: Path) -> None:
     """4 -> 2 -> 3 -> 4 ranks: the same samples in every step, and the losses of a training on one rank."""
-    from test_train_exactness import _ids
+    from test_train_exactness import ids_of
 
     assert run_ranks(travelling, 1, tmp_path / "calm", 0, None) == [True]
     for attempt, (world_size, stop_at) in enumerate([(4, 8), (2, 16), (3, 24), (4, None)]):
         assert set(run_ranks(travelling, world_size, tmp_path / "moved", attempt, stop_at)) == {stop_at is None}
     calm, moved = _the_run(tmp_path / "calm"), _the_run(tmp_path / "moved")
-    assert _ids(calm) == _ids(moved) and len(_ids(calm)) == 40
+    assert ids_of(calm) == ids_of(moved) and len(ids_of(calm)) == 40
     whole, parts = losses(calm), losses(moved)
     assert [step for step, _ in whole] == [step for step, _ in parts] == list(range(1, 41))
     assert max(abs(one - other) / one for (_, one), (_, other) in zip(whole, parts, strict=True)) < 1e-5

@@ -237,7 +237,7 @@ def test_launching_where_ranks_cannot_meet(
     with taken:
         monkeypatch.setattr("cluster_ddp.launch.ports.FIRST_PORT", taken.getsockname()[1])
         monkeypatch.setattr("cluster_ddp.launch.ports.PORTS", 1)
-        monkeypatch.setattr("cluster_ddp.launch.ports._TRIES", 1)
+        monkeypatch.setattr("cluster_ddp.launch.ports.TRIES", 1)
         launch_distributed_training(write_rank, world_size=2, backend=backend, folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0-1"]
     assert reason in capsys.readouterr().err
@@ -294,9 +294,9 @@ def test_several_ranks_on_a_mac_are_warned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _start(program: str, world_size: int, folder: Path | None = None) -> list[subprocess.Popen[str]]:
-    from train_ranks import _free_port
+    from train_ranks import free_port
 
-    port = _free_port()
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-c", program],

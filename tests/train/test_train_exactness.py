@@ -59,12 +59,12 @@ def uninterrupted_and_resumed(folder: Path, accumulation: int, workers: int) -> 
         "different": differences(final_state(whole), final_state(part)),
         "task": (whole.task.seen, part.task.seen, bool((whole.task.mean == part.task.mean).all())),
         "losses": (losses(calm), losses(broken)),
-        "ids": (_ids(calm), _ids(broken)),
+        "ids": (ids_of(calm), ids_of(broken)),
         "evaluations": (_evaluations(calm), _evaluations(broken)),
     }
 
 
-def _ids(run: Any) -> list[tuple[int, list[int]]]:
+def ids_of(run: Any) -> list[tuple[int, list[int]]]:
     steps: dict[int, list[int]] = {}
     for file in sorted(run.attempts.glob("*/samples-rank*.jsonl")):
         for row in read_json_lines(file):

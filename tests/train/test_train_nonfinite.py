@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from pathlib import Path
@@ -11,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 from train_ranks import run_ranks
-from train_tasks import FEATURES, Exploding, Plain, final_state, job, losses, new_run, samples, train
+from train_tasks import Exploding, Plain, final_state, job, losses, new_run, train
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.train import NonFiniteError, TaskError, Trainer
-from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.optimizer import start_momentum
-from cluster_ddp.train.update import Update, _any_not_finite, _any_not_finite_on_device
+from cluster_ddp.train.update import Update, any_not_finite, any_not_finite_on_device
 
 
 def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
@@ -264,95 +261,11 @@ def test_a_gradient_whose_sum_overflows_is_finite() -> None:
     large, bad = torch.full((4,), 3e38), torch.tensor([1.0, torch.nan])
     sparse = torch.sparse_coo_tensor([[1, 1]], [3e38, 3e38], (4,), check_invariants=True)
     for gradients, wanted in (([large, torch.ones(3)], False), ([large, bad], True), ([sparse], True)):
-        assert _any_not_finite(gradients) is wanted
-        assert bool(_any_not_finite_on_device(gradients)) is wanted
+        assert any_not_finite(gradients) is wanted
+        assert bool(any_not_finite_on_device(gradients)) is wanted
     turned = torch.ones(2, dtype=torch.complex64)
     turned.imag[1] = torch.nan
-    assert _any_not_finite([turned]) and bool(_any_not_finite_on_device([turned]))
-
-
-class Infinite(Plain):
-    """One sample is infinite, and its model has BatchNorm."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-
-    def train_data(self) -> Any:
-        inputs, labels = samples()
-        inputs[3, 0] = torch.inf
-        return TensorDataset(inputs, labels)
-
-    def eval_data(self) -> None:
-        return None
-
-
-class Watched(Infinite):
-    """Keeps what the buffers and the average were before and after each step."""
-
-    def __init__(self) -> None:
-        self.trainer: Trainer | None = None
-        self.seen: list[dict[str, Tensor]] = []
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        assert self.trainer is not None and self.trainer.ema is not None
-        state = {**self.trainer.model.state_dict(), **{f"ema.{k}": v for k, v in self.trainer.ema.tensors().items()}}
-        self.seen.append({name: value.clone() for name, value in state.items()})
-        return super().loss(model, batch)
-
-
-def watched(on_device: bool = False) -> list[int]:
-    """The steps that changed nothing, checked to be those that were left out."""
-    spec = job(train={"steps": 9, "global_batch": 12, "lr": 0.01, "ema_decay": 0.9})
-    task = Watched()
-    task.trainer = trainer = Trainer(spec, task)
-    if on_device:  # the answer stays a tensor, as on a GPU
-        step = trainer.update.step
-        trainer.update.step = lambda: torch.tensor([float(step())])  # type: ignore[method-assign]
-    trainer.run()
-    seen = task.seen[2:] if trainer.world.world_size > 1 else task.seen
-    same = [
-        number
-        for number, (before, after) in enumerate(itertools.pairwise(seen))
-        if all(torch.equal(before[name], after[name]) for name in before)
-    ]
-    assert 0 < trainer.update.skipped <= len(same) + 1
-    assert all(bool(value.isfinite().all()) for state in seen for value in state.values())
-    return same
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_step_that_is_left_out_leaves_buffers_and_average_as_they_were(on_device: bool) -> None:
-    assert watched(on_device) == [3, 4]
-
-
-def test_a_step_that_is_left_out_leaves_the_buffers_of_all_ranks_as_they_were() -> None:
-    assert run_ranks(watched, 3) == [[3, 4]] * 3
-
-
-def test_buffers_are_put_back_bit_by_bit_by_a_verdict_on_the_device() -> None:
-    model = nn.Module()
-    kinds = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint8)
-    for kind in kinds:
-        model.register_buffer(f"of_{str(kind)[6:]}", torch.randn(5).to(kind))
-    model.register_buffer("one", torch.ones(()).expand(3))
-    model.register_buffer("none", None)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    buffers = Buffers(model)
-    for left_out in (True, torch.ones(1), torch.zeros(1)):
-        buffers.keep()
-        for name, buffer in model.named_buffers():
-            if name != "one":
-                buffer.copy_(torch.full((5,), torch.nan).to(buffer.dtype) if buffer.is_floating_point() else buffer + 1)
-        after = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        buffers.put_back(left_out)
-        wanted = before if bool(left_out) else after
-        for name, buffer in model.named_buffers():
-            assert torch.equal(buffer.isnan(), wanted[name].isnan()), name
-            assert torch.equal(buffer.nan_to_num(), wanted[name].nan_to_num()), name
-    buffers.keep()
-    model.none = torch.ones(1)
-    buffers.put_back(torch.ones(1))
-    assert model.none is None
+    assert any_not_finite([turned]) and bool(any_not_finite_on_device([turned]))
 
 
 class Writing(Plain):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_ranks import _free_port
+from train_ranks import free_port
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase
@@ -54,7 +54,7 @@ class Ranks:
         self.run = run
         folder = run.attempt(attempt).path
         folder.mkdir()
-        port = _free_port()
+        port = free_port()
         self.logs = [folder / f"log-{rank}" for rank in range(world_size)]
         self.processes = []
         for rank in range(world_size):

@@ -24,7 +24,7 @@ from cluster_ddp.train.distributed import World
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.metrics import loggers
 from cluster_ddp.train.metrics.progress import Bar
-from cluster_ddp.train.model import _synchronised
+from cluster_ddp.train.model import synchronised_batchnorm
 from cluster_ddp.train.precision import choose_precision
 from cluster_ddp.train.rank import join_ranks
 from cluster_ddp.train.state import Counts
@@ -109,7 +109,7 @@ def test_auto_picks_the_format_by_the_device(
 def test_batchnorm_is_converted_on_a_gpu_and_keeps_its_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     names = list(model.state_dict())
-    converted = _synchronised(model, torch.device("cuda"))
+    converted = synchronised_batchnorm(model, torch.device("cuda"))
     assert isinstance(converted.get_submodule("1"), nn.SyncBatchNorm) and list(converted.state_dict()) == names
 
 

@@ -25,7 +25,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, gp
     Raises AssertionError with the traceback of the first rank that failed, or when a rank hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         ranks = [
             _server.Process(target=_be_rank, args=(function, rank, world_size, port, Path(folder), arguments, gpus))
             for rank in range(world_size)
@@ -83,7 +83,7 @@ def _be_rank(
     (folder / f"{rank}.part").rename(folder / str(rank))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_models import CLASSES, FEATURES, _mlp
+from zoo_models import CLASSES, FEATURES, mlp
 
 
 class WithState(nn.Module):
@@ -16,7 +16,7 @@ class WithState(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.layers, self.kind = _mlp(), kind
+        self.layers, self.kind = mlp(), kind
         if kind == "None buffer filled later":
             self.register_buffer("mean", None)
         elif kind == "stride-0 buffer":
@@ -86,7 +86,7 @@ def _with_lambda(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 def _pruned() -> nn.Module:
     from torch.nn.utils import prune
 
-    model = _mlp()
+    model = mlp()
     prune.random_unstructured(model[0], "weight", 0.5)
     return model
 

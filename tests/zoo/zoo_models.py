@@ -37,7 +37,7 @@ def _image(inputs: Tensor) -> Tensor:
     return inputs.view(-1, 2, 4, 4)
 
 
-def _mlp(width: int = 16) -> nn.Sequential:
+def mlp(width: int = 16) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 3))
 
 
@@ -112,7 +112,7 @@ class _Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student = _mlp()
+        self.student = mlp()
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Buffered(nn.Module):
 
     def __init__(self, dtypes: tuple[torch.dtype, ...] = _BUFFERS) -> None:
         super().__init__()
-        self.layers = _mlp()
+        self.layers = mlp()
         for dtype in dtypes:
             self.register_buffer(f"passes_{str(dtype).removeprefix('torch.')}", torch.zeros(3).to(dtype))
 
@@ -180,7 +180,7 @@ class _In(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = _mlp().to(dtype)
+        self.layers = mlp().to(dtype)
         self.dtype = dtype
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class _TwoTowers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _mlp(), _mlp()
+        self.first, self.second = mlp(), mlp()
 
     def forward(self, inputs: Tensor) -> Tensor:
         scores = self.first(inputs)
@@ -241,7 +241,7 @@ class _Registers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = _mlp()
+        self.layers = mlp()
         self.factor = torch.ones(())
 
     def get_extra_state(self) -> Tensor:
@@ -295,7 +295,7 @@ class Freezes(Unfreezes):
 
 
 MODELS: dict[str, MakeModel] = {
-    "mlp": _mlp,
+    "mlp": mlp,
     "matrices": _matrices,
     "norms": _norms,
     "conv": _conv,
