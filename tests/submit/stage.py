@@ -76,6 +76,7 @@ def event(name: str, *, attempt: int = 0, **fields: Any) -> str:
 
 
 DONE = event("completed", step=9)
+CRASH = f"{event('started', step=0, world_size=8, total_steps=9)}\n{event('checkpoint', step=5)}\nexit 1"
 
 
 class Stage:
@@ -215,7 +216,3 @@ class Stage:
         """What srun found in its environment."""
         pairs = (self.folder / "srun_environment").read_bytes().decode().split("\0")[:-1]
         return dict(pair.split("=", 1) for pair in pairs)
-
-
-CRASH = f"{event('started', step=0, world_size=8, total_steps=9)}\n{event('checkpoint', step=5)}\nexit 1"
-"""A script that has saved, and then fails."""
