@@ -10,7 +10,7 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record, run_in_comment
-from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
@@ -18,7 +18,7 @@ from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 
 def command(run: Run) -> None:
     """Cancel a run: it ends at once and no trap or requeue starts it again. Only `resume` does."""
-    found = find_run(run, runs_dir_of(None))
+    found = find_run_to_change(run, runs_dir_of(None))
     history = read_history(found)
     _say_if_unreadable(found)
     if history.current(COMPLETED):

@@ -12,7 +12,7 @@ from cluster_ddp.cli.described import describe_runs, report_ended
 from cluster_ddp.cli.options import JsonLine, Run, Settings
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.submit import local, resume
 
 
@@ -26,7 +26,7 @@ def command(
     as_json: JsonLine = False,
 ) -> None:
     """Go on with a run from its last checkpoint: in the queue, or here if it is a local one."""
-    found = find_run(run, runs_dir_of(None))
+    found = find_run_to_change(run, runs_dir_of(None))
     seen = read_history(found)  # before it is judged: what happens from here on was not seen, and is not forgiven
     (status,) = describe_runs([found])
     plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs)

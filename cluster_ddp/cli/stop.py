@@ -11,7 +11,7 @@ from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import PERSON, request_stop
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
@@ -19,7 +19,7 @@ from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 
 def command(run: Run) -> None:
     """Ask a run to save a checkpoint and end; `resume` goes on from there."""
-    found = find_run(run, runs_dir_of(None))
+    found = find_run_to_change(run, runs_dir_of(None))
     (status,) = describe_runs([found])
     if not status.state.alive:
         raise RunError(

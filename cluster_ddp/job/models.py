@@ -275,6 +275,12 @@ class LogSpec(Section):
     wandb: WandbSpec | None = None
 
 
+class StorageSpec(Section):
+    """Who may change what lies in the run directory."""
+
+    mode: Literal["owner", "group"] = "owner"  # group: all of it belongs to the group of runs_dir, which may change it
+
+
 class JobSpec(Section):
     """A whole job."""
 
@@ -292,6 +298,7 @@ class JobSpec(Section):
     train: TrainSpec = section()
     checkpoint: CheckpointSpec = section()
     log: LogSpec = section()
+    storage: StorageSpec = section()
 
     @property
     def procs_per_node(self) -> int:

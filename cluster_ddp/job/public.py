@@ -24,6 +24,7 @@ from cluster_ddp.job.models import (
     RequeueSpec,
     ScalerSpec,
     SlurmSpec,
+    StorageSpec,
     TrainSpec,
     WandbSpec,
 )

@@ -64,6 +64,7 @@ def begin_attempt(
     RunError
         The run's folder cannot be written.
     """
+    run.refuse_links()
     history = read_history(run)
     refuse_ended(history)
     last, decision = history.last, None

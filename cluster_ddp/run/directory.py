@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+from cluster_ddp.run.errors import RunError
 
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
@@ -78,6 +82,28 @@ class RunDirectory:
     def attempt(self, number: int) -> AttemptDirectory:
         """The attempt of that number, whether it exists or not."""
         return AttemptDirectory(self.attempts / f"{number:03d}")
+
+    def script_mode(self) -> int:
+        """The mode of the batch script, which may be run: by its group where that shares the run."""
+        return 0o770 if self.path.stat().st_mode & stat.S_IWGRP else 0o700
+
+    def refuse_links(self) -> None:
+        """Make sure that what is written to the run, or removed from it, lies in it.
+
+        Raises
+        ------
+        RunError
+            A link stands in place of one of its folders, or of an attempt's.
+        """
+        links = [folder for folder in (self.events, self.attempts, self.checkpoints) if folder.is_symlink()]
+        if not links:
+            with contextlib.suppress(OSError), os.scandir(self.attempts) as entries:
+                links = [Path(entry.path) for entry in entries if entry.is_symlink()]
+        if links:
+            raise RunError(
+                f"{links[0]} is a link, and nothing of a run is read or written through links: put the folder itself "
+                "in its place"
+            )
 
     def exists(self) -> bool:
         """Whether this folder holds a run; one whose record cannot be read is a run, too."""

@@ -72,8 +72,9 @@ def read_record(run: RunDirectory) -> RunRecord:
     Raises
     ------
     RunError
-        It cannot be read or is not what this package wrote.
+        It cannot be read or is not what this package wrote, or the run has a link in place of a folder.
     """
+    run.refuse_links()
     try:
         value = json.loads(read_file(run.record_file, MAX_RECORD))
         known = {field.name for field in dataclasses.fields(RunRecord)}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.record import new_record, write_record
@@ -45,12 +47,16 @@ def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -
     storage = Storage()
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
+        limit_umask()
         run = _new_folder(storage, runs_dir, spec.name)
+        if spec.storage.mode == "group":
+            run.path.chmod(stat.S_IMODE(run.path.stat().st_mode) | stat.S_IRWXG | stat.S_ISGID)
+        limit_umask(run.path)
         for folder in (run.events, run.attempts, run.checkpoints):
             storage.mkdir(folder)
         replace_file(storage, run.job_file, dump_resolved(spec).encode())
         if script is not None:
-            replace_file(storage, run.script, script.encode(), mode=0o700)
+            replace_file(storage, run.script, script.encode(), mode=run.script_mode())
         write_record(storage, run, new_record(spec, run_id=run.id, via=via))  # last: it makes the folder a run
     except OSError as error:
         raise RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.") from error
@@ -106,6 +112,20 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
             "the folder that holds the runs."
         )
     raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(runs[::-1])}")
+
+
+def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
+    """The run that `text` names, for a command that changes it, and whose files are to be as the run shares them.
+
+    Raises
+    ------
+    RunError
+        As `find_run` says, or a link stands in place of one of its folders.
+    """
+    run = find_run(text, runs_dir)
+    run.refuse_links()
+    limit_umask(run.path)
+    return run
 
 
 def _absolute(text: str) -> Path:

@@ -29,7 +29,7 @@ NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 class Storage:
     """The real file system. Every method raises `OSError` as the system does."""
 
-    def open_write(self, path: Path, mode: int = 0o644) -> int:
+    def open_write(self, path: Path, mode: int = 0o666) -> int:
         """Create `path`, or empty it, and return a file descriptor for writing; never through a link.
 
         `mode` is subject to the umask.
@@ -91,7 +91,7 @@ class Storage:
 
 
 @contextlib.contextmanager
-def created(storage: Storage, path: Path, mode: int = 0o644) -> Iterator[int]:
+def created(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
     """A file descriptor for writing a new file; at the end the file is flushed, and closed whatever happens."""
     fd = storage.open_write(path, mode)
     with closing(storage, fd):
@@ -112,7 +112,7 @@ def closing(storage: Storage, fd: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(storage: Storage, path: Path, mode: int = 0o644) -> Iterator[int]:
+def replaced(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
     """A file descriptor for the new content of `path`, which takes its place in one step when the block ends.
 
     A reader or a crash finds the old content or the new one. The folder must exist; `mode` is subject to the umask.
@@ -134,7 +134,7 @@ def replaced(storage: Storage, path: Path, mode: int = 0o644) -> Iterator[int]:
     storage.fsync_dir(path.parent)
 
 
-def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o644) -> None:
+def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o666) -> None:
     """Give `path` the content `data` in one step; see `replaced`."""
     with replaced(storage, path, mode) as fd:
         storage.write(fd, data)
@@ -164,7 +164,7 @@ def open_append(path: Path) -> int:
 def open_without_links(path: Path, flags: int) -> int:
     """Open a regular file; `OSError` for a link, which may lead anywhere, a named pipe, a device or a folder."""
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0), 0o644)
+        fd = os.open(path, flags | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a link, and links are not followed here", str(path)) from None

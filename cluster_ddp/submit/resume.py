@@ -150,7 +150,7 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
             if plan.changed:
                 _write_job(run, plan.spec)
                 if script is not None:
-                    replace_file(Storage(), run.script, script.encode(), mode=0o700)
+                    replace_file(Storage(), run.script, script.encode(), mode=run.script_mode())
             wanted_by = caller()
             request_resume(run, by=wanted_by, seen=plan.seen)
             by = wanted_by

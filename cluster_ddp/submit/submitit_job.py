@@ -92,8 +92,10 @@ def _keep(run: RunDirectory) -> Kept:
     from cluster_ddp.launch.keeper import Keeper
     from cluster_ddp.launch.step import SRUN, node_program
     from cluster_ddp.network import resolve
+    from cluster_ddp.process import limit_umask
     from cluster_ddp.slurm.start import this_start
 
+    limit_umask(run.path)
     warning = signal.Signals[f"SIG{warning_name()}"]
     spec = load_resolved(run.job_file)
     start = this_start(os.environ) if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" else None

@@ -173,6 +173,13 @@ def test_a_script_that_does_not_handle_sigterm_is_not_waited_for(start_node: Sta
     assert (status, node.ended_as()) == (0, "stopped")
 
 
+def test_a_torch_that_refuses_its_environment_says_so(start_node: Start) -> None:
+    node = start_node("plain_rank.py", network={"env": {"TORCH_DISTRIBUTED_DEBUG": "BOGUS"}})
+    assert node.finish()[0] == 1
+    (event,) = node.events("node-failed")
+    assert "TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL" in event["error"]
+
+
 def test_a_stop_before_the_nodes_have_met_ends_the_waiting(start_node: Start) -> None:
     node = start_node("heartbeat_rank.py", FOREVER, nodes=2)
     wait_until("the start", lambda: node.events("node-started"))

@@ -19,9 +19,11 @@ from run_builders import begin_dead, job
 
 import cluster_ddp.cli
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.runs import create_run
 
-SECONDS = 2.0
+SECONDS = 2.0  # of work
+PATIENCE = 20.0  # in addition, where the machine is busy: what hangs does so for longer
 LIMIT = 2 << 30  # bytes of address space: a reader that takes in a whole sparse file does not get that far
 
 # Calls the commands in one process, each under the limits, and prints what they printed.
@@ -33,11 +35,11 @@ from cluster_ddp.cli.app import main
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 for words in {calls!r}:
     sys.argv = ["cluster-ddp", *words]
-    began = time.monotonic()
+    began, worked = time.monotonic(), time.process_time()
     status = main()
-    took = time.monotonic() - began
+    took, worked = time.monotonic() - began, time.process_time() - worked
     print(f"status {{status}} of {{' '.join(words)}}: {{took:.1f}} s", flush=True)
-    assert took < {seconds}
+    assert worked < {seconds} and took < {seconds} + {patience}, (worked, took)
 """
 
 
@@ -79,10 +81,10 @@ FILES = (
 
 def ask(runs: Path, *calls: tuple[str, ...]) -> str:
     """What the commands say, all of them in time and in little memory; the neighbour is in every listing."""
-    program = COMMANDS.format(calls=list(calls), limit=LIMIT, seconds=SECONDS)
+    program = COMMANDS.format(calls=list(calls), limit=LIMIT, seconds=SECONDS, patience=PATIENCE)
     environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs), "COLUMNS": "400"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, errors="replace"
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200, errors="replace"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout + done.stderr
@@ -206,6 +208,19 @@ def test_a_link_to_another_file_is_not_written_through(folder: Path, tmp_path: P
     with pytest.raises(OSError, match="link"):
         LineFile(bad.metrics_file)
     assert other.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", ["events", "attempts", "checkpoints", "attempts/000"])
+def test_a_link_in_place_of_a_folder_is_not_written_through(folder: Path, tmp_path: Path, name: str) -> None:
+    bad, other = RunDirectory(folder / "bad"), tmp_path / "other"
+    (bad.path / name).rename(other)
+    (bad.path / name).symlink_to(other)
+    before = {path: path.is_file() and path.read_bytes() for path in other.rglob("*")}
+    said = check(folder) + ask(folder, ("cancel", "bad"), ("resume", "bad"))
+    assert f"bad/{name} is a link" in said
+    with pytest.raises(RunError, match="is a link"):
+        begin_dead(bad)
+    assert {path: path.is_file() and path.read_bytes() for path in other.rglob("*")} == before
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

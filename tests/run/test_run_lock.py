@@ -18,7 +18,7 @@ from cluster_ddp.run.lock import LockHeld, change_file
 from cluster_ddp.run.record import add_slurm_job, read_record, update_record
 from cluster_ddp.run.storage import Storage
 
-WRITERS, JOBS = 6, 8
+WRITERS, JOBS = 12, 4
 fork = multiprocessing.get_context("fork")
 
 
@@ -34,7 +34,7 @@ def note_jobs(run: RunDirectory, index: int, skew: float) -> None:
 
 
 def test_changes_by_many_processes_are_all_kept_though_their_clocks_differ_by_minutes(run: RunDirectory) -> None:
-    changes = [fork.Process(target=note_jobs, args=(run, index, 90.0 * (index - 3))) for index in range(WRITERS)]
+    changes = [fork.Process(target=note_jobs, args=(run, index, 60.0 * (index - 6))) for index in range(WRITERS)]
     for process in changes:
         process.start()
     for process in changes:

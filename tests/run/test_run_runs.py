@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_builders import job
+from run_builders import begin_dead, job
 
 from cluster_ddp.job import load_resolved
+from cluster_ddp.process import limit_umask
 from cluster_ddp.run import runs
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
-from cluster_ddp.run.record import read_record, update_record
+from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.record import add_slurm_job, read_record, update_record
 from cluster_ddp.run.runs import create_run, find_run, list_runs, runs_dir_of
 from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.run.storage import open_lines
 
 
 def test_a_new_run_has_everything_that_is_known_before_it_starts(runs_dir: Path) -> None:
@@ -182,3 +187,29 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("mode", "writable"), [("owner", 0), ("group", stat.S_IWGRP)])
+def test_who_may_change_a_run_is_the_jobs_to_say_and_the_same_for_all_of_it(
+    tmp_path: Path, mode: str, writable: int
+) -> None:
+    before = os.umask(0)
+    try:
+        run = create_run(job(storage={"mode": mode}), runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
+        os.umask(0o077)  # as a colleague may have it
+        limit_umask(run.path)
+        attempt = begin_dead(run)
+        add_slurm_job(run, "7")
+        request_stop(attempt, reason="person", by="me")
+        EventWriter(run, "login-x").write("stop-requested", attempt=0)
+        metrics, _ = open_lines(run.metrics_file)
+        os.close(metrics)
+    finally:
+        os.umask(before)
+    paths = [run.path, *run.path.rglob("*")]
+    secret = {attempt.rendezvous_key}
+    modes = {path: path.stat().st_mode for path in paths if path not in secret}
+    assert len(modes) > 10
+    assert {path for path, found in modes.items() if found & (stat.S_IWGRP | stat.S_IWOTH) != writable} == set()
+    assert stat.S_IMODE(attempt.rendezvous_key.stat().st_mode) == 0o600
+    assert bool(run.attempts.stat().st_mode & stat.S_ISGID) == (mode == "group")
