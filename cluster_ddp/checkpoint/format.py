@@ -8,6 +8,7 @@ checksums, and where each tensor lies; it carries a digest of itself.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -225,8 +226,15 @@ def digest(body: Mapping[str, Any]) -> str:
 def read_manifest(data: bytes) -> Manifest:
     """The manifest in the bytes of ``manifest.json``; `ManifestDamaged` unless it is intact."""
     try:
+        return _read(data)
+    except RecursionError as error:
+        raise ManifestDamaged("it is nested too deeply") from error
+
+
+def _read(data: bytes) -> Manifest:
+    try:
         body = json.loads(data)
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (ValueError, MemoryError) as error:
         raise ManifestDamaged("not readable as JSON") from error
     if not isinstance(body, dict) or encode(body) != data:
         raise ManifestDamaged("its bytes are not those that were written")
@@ -250,10 +258,13 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     for name, stored in tensors.items():
         if stored.shard not in shards or stored.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {name!r}")
+        if prod(stored.shape) * ITEM_BYTES[stored.dtype] > shards[stored.shard].bytes:
+            raise ValueError(f"tensor {name!r} is larger than its shard")
     if any(target not in tensors or name in tensors for name, target in aliases.items()):
         raise ValueError("aliases")
     if not isinstance(scalars, dict):
         raise ValueError("scalars")
+    _check_numbers({name: value for name, value in scalars.items() if name != "task"})
     return Manifest(
         run_id=str(body["run_id"]),
         step=_count(body["step"]),
@@ -269,6 +280,14 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         aliases=dict(aliases),
         metrics={str(name): float(value) for name, value in body.get("metrics", {}).items()},
     )
+
+
+def _check_numbers(value: object) -> None:
+    """Raise `ValueError` for a whole number that is none to compute with: too large for a float."""
+    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
+        raise ValueError("a number among the scalars is too large")
+    for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_numbers(below)
 
 
 def _count(value: object) -> int:
@@ -287,6 +306,6 @@ def _moment(value: object) -> float:
 
 def _sizes(value: object) -> tuple[int, ...]:
     """A JSON list of integers that are not negative, as a tuple; `ValueError` for anything else."""
-    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+    if not isinstance(value, list) or any(as_whole(number) is None for number in value):
         raise ValueError(f"not a list of sizes: {value!r}")
     return tuple(value)
