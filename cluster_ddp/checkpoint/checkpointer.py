@@ -58,11 +58,6 @@ class Checkpointer:
     report
         Takes an event's name and its fields. Called on rank 0, from the background thread too. When it returns False,
         the event was not recorded and is passed again with the next one.
-
-    Attributes
-    ----------
-    last_saved
-        The step of the last checkpoint that is known to be durable: restored, or saved since.
     """
 
     def __init__(
@@ -79,7 +74,7 @@ class Checkpointer:
         report: Report = lambda event, fields: None,
         storage: Storage | None = None,
     ) -> None:
-        self.last_saved: int | None = None
+        self.last_saved: int | None = None  # the step of the last checkpoint known to be durable: restored, or saved
         self._directory, self._run_id, self._settings, self._rank = directory, run_id, settings, rank
         self._storage = storage or Storage()
         self._record = report

@@ -37,13 +37,6 @@ class SaveCoordinator:
         The store of the process group, or None for a single process.
     writing
         ``all``, ``node`` or ``one``: which ranks write.
-
-    Attributes
-    ----------
-    owner
-        What names rank 0's process in the names of unfinished folders; the same on all ranks.
-    writers
-        The ranks that write, ascending; rank 0 is always among them.
     """
 
     def __init__(self, store: Store | None, *, rank: int, world_size: int, local_rank: int, writing: str) -> None:
@@ -61,6 +54,7 @@ class SaveCoordinator:
             }[writing]
             shared.set(f"{prefix}/session", json.dumps({"owner": str(this_process()), "writers": writers}))
         session = json.loads(shared.get(f"{prefix}/session"))
+        # What names rank 0's process in the names of unfinished folders; the ranks that write, ascending, 0 among them.
         self.owner: str = session["owner"]
         self.writers: tuple[int, ...] = tuple(session["writers"])
         self._prefix = f"{prefix}/{self.owner}"

@@ -126,16 +126,8 @@ def surplus(
 
     Parameters
     ----------
-    steps
-        All complete checkpoints.
-    metrics
-        By step, the metrics recorded with it; steps that recorded none may be absent.
     newest_proven
         The step of the newest checkpoint that is known to be intact; it is always kept.
-    keep_last
-        How many of the newest are kept, at least one.
-    keep_every
-        Steps that are a multiple of it are kept.
     best
         The name of a metric and ``min`` or ``max``: the best checkpoint by it is kept, the newer of two equal ones.
     """

@@ -25,15 +25,7 @@ SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Agent:
-    """A running torchrun.
-
-    Parameters
-    ----------
-    command
-        Without placeholders.
-    survives
-        Signals that it and the ranks ignore from the start.
-    """
+    """A running torchrun, of a command without placeholders; the signals that it `survives` its ranks ignore, too."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, survives: Iterable[signal.Signals]

@@ -54,17 +54,10 @@ class Allocation(Protocol):
         """Why a signal came: one of the words of `cluster_ddp.slurm.shown`; None without an answer in `seconds`."""
 
     def end(self, since: float) -> tuple[str, float | None] | None:
-        """Why the allocation ends, and the seconds until SIGKILL at the least; None without an answer in seconds.
+        """Why the allocation ends, by a word of `cluster_ddp.slurm.shown`, and the seconds from now until SIGKILL.
 
-        Parameters
-        ----------
-        since
-            When the signal came, on the monotonic clock.
-
-        Returns
-        -------
-        tuple or None
-            One of the words of `cluster_ddp.slurm.shown`; the seconds from now, None where nobody knows.
+        These are at the least, and None where nobody knows. None without an answer in seconds. `since` is when the
+        signal came, on the monotonic clock.
         """
 
     @property
@@ -76,15 +69,7 @@ class Allocation(Protocol):
         """Seconds from SIGTERM to SIGKILL, when the allocation ends."""
 
     def queue_again(self) -> None:
-        """Have the job started again. It may not return.
-
-        Raises
-        ------
-        SlurmRefused
-            It is not allowed.
-        SlurmError
-            No answer.
-        """
+        """Have the job started again. It may not return; `SlurmRefused` and `SlurmError` as from Slurm's commands."""
 
     def stay_ended(self) -> None:
         """Keep the job, which is over, from being started again by whoever gave the nodes."""

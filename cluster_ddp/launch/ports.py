@@ -29,11 +29,6 @@ def attempt_port(slurm_job_id: int, attempt: int) -> int:
     """The port of one attempt of a Slurm job: another for each attempt, and one that nobody listens on here.
 
     Call it on the host that will listen, which is the first of the job's nodes.
-
-    Raises
-    ------
-    NoFreePort
-        There is none among many that were tried.
     """
     for number in range(attempt, attempt + TRIES):
         port = job_port(slurm_job_id + number * _STRIDE)

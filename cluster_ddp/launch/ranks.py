@@ -45,28 +45,15 @@ class RankError:
 
 
 class LocalRanks:
-    """The ranks below one agent, over the restarts of max_restarts.
-
-    Parameters
-    ----------
-    procs
-        How many ranks the agent starts.
-
-    Attributes
-    ----------
-    seen
-        All ranks that there have been, by process id.
-    none_since
-        When the last living rank had ended; None while there are some, and before there were any.
-    """
+    """The ranks below one agent, over the restarts of max_restarts."""
 
     def __init__(self, heartbeat: HeartbeatFile, procs: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._heartbeat = heartbeat
         self._procs = procs
         self._clock = clock
         self._living: dict[int, Rank] = {}
-        self.seen: dict[int, Rank] = {}
-        self.none_since: float | None = None
+        self.seen: dict[int, Rank] = {}  # all that there have been, by process id
+        self.none_since: float | None = None  # when the last living rank had ended; while there are some: None
 
     @property
     def living(self) -> list[Rank]:

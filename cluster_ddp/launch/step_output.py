@@ -38,13 +38,7 @@ class TaskExit:
 
 
 class StepOutput:
-    """Passes the output of a running step on.
-
-    Parameters
-    ----------
-    labelled
-        Whether srun puts the task before each line.
-    """
+    """Passes the output of a running step on."""
 
     def __init__(self, *, labelled: bool) -> None:
         self._labelled = labelled

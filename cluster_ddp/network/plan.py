@@ -72,8 +72,6 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
 
     Parameters
     ----------
-    network
-        The section of the job file.
     exported
         The environment that the variables will be added to, where it is known. What stays as it was exported is not
         among the settings.

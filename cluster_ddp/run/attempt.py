@@ -6,19 +6,12 @@ import os
 import time
 from collections.abc import Callable
 
+from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import AttemptRecord, read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
-from cluster_ddp.run.events import (
-    COMPLETED,
-    NODE_FINISHED,
-    REQUEUED,
-    RESUME_REQUESTED,
-    STALLED,
-    EventWriter,
-    login_writer,
-)
+from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import add_slurm_job, update_record
@@ -130,7 +123,7 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
     """
     seen = seen or read_history(run)
     writer = EventWriter(run, login_writer())
-    if not writer.write(RESUME_REQUESTED, attempt=seen.last_number, by=by, cancels=len(seen.cancels)):
+    if not writer.write(events.RESUME_REQUESTED, attempt=seen.last_number, by=by, cancels=len(seen.cancels)):
         raise RunError(f"cannot write to {run.events}, so the run cannot be resumed")
 
 
@@ -196,7 +189,7 @@ def _refuse_alive(
 
 def _has_signed_off(history: History, record: AttemptRecord) -> bool:
     """Whether the attempt's own events say that it is over."""
-    if history.of_attempt(record.number, COMPLETED, REQUEUED, STALLED):
+    if history.of_attempt(record.number, events.COMPLETED, events.REQUEUED, events.STALLED):
         return True
-    finished = {event.get("node") for event in history.of_attempt(record.number, NODE_FINISHED)}
+    finished = {event.get("node") for event in history.of_attempt(record.number, events.NODE_FINISHED)}
     return record.nodes is not None and len(finished) >= record.nodes

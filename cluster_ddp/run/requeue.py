@@ -7,21 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from cluster_ddp.printing import say
+from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import Ending, Outcome, describe_failure, outcome_of, root_failure
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import (
-    FAILED,
-    NODE_FAILED,
-    NODE_STARTED,
-    RANK_FAILED,
-    REQUEUED,
-    RESUMED,
-    STALLED,
-    STARTED,
-    EventWriter,
-)
+from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.stopfile import TERMINATED
@@ -80,7 +71,7 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
     Of the decisions, requeue and stall become events; the others have theirs from training. What cannot be written (a
     full disk) is said on standard error: the decision still holds.
     """
-    names = {"requeue": REQUEUED, "stall": STALLED}
+    names = {"requeue": events.REQUEUED, "stall": events.STALLED}
     if decision.action in names:
         EventWriter(attempt.run, writer).write(names[decision.action], attempt=attempt.number, reason=decision.reason)
     try:
@@ -116,14 +107,14 @@ def _next_of_chain(history: History, number: int) -> str | None:
 
 def _guard_applies(history: History, outcome: Outcome) -> bool:
     """Whether missing checkpoints mean anything: a script that does not use our trainer reports none."""
-    reports = any(event["event"] in (STARTED, RESUMED) for event in history.events)
-    script = any(event["event"] == NODE_STARTED and event.get("script") for event in history.events)
+    reports = any(event["event"] in (events.STARTED, events.RESUMED) for event in history.events)
+    script = any(event["event"] == events.NODE_STARTED and event.get("script") for event in history.events)
     return reports or not script or outcome.ending is not Ending.STOPPED
 
 
 def _stalled(history: History, number: int, what: str) -> Decision:
     counted = range(history.first_number, number + 1)
-    names = (FAILED, RANK_FAILED, NODE_FAILED)
+    names = (events.FAILED, events.RANK_FAILED, events.NODE_FAILED)
     failures = [event for event in history.events if event["event"] in names and event.get("attempt") in counted]
     if not failures:
         return Decision("stall", what)

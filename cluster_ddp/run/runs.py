@@ -30,13 +30,6 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
 def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
     """Make the folder of a new run and everything in it that is known before it starts.
 
-    Parameters
-    ----------
-    runs_dir
-        Where the folder is made; made too if need be.
-    via
-        How the run is started: sbatch, submitit, local or manual.
-
     Raises
     ------
     RunError

@@ -10,28 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory, steps_in
 from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import (
-    CHECKPOINT,
-    COMPLETED,
-    FAILED,
-    HANG,
-    NODE_FINISHED,
-    RANK_FAILED,
-    REMOVAL_FAILED,
-    REQUEUE_DELAYED,
-    REQUEUE_FAILED,
-    REQUEUED,
-    RESUMED,
-    START_FAILED,
-    STARTED,
-    STOPPED,
-    WARNING,
-)
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.metrics import LatestMetrics, read_latest
@@ -43,7 +27,7 @@ from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
 _NEVER_BEGAN = "it was to start on this machine, and has not"
 # Of an attempt that ended before its first checkpoint only these, the node programs' among them, know how far it came.
-_TELL_A_STEP = (STARTED, RESUMED, FAILED, RANK_FAILED, HANG, NODE_FINISHED)
+_TELL_A_STEP = (events.STARTED, events.RESUMED, events.FAILED, events.RANK_FAILED, events.HANG, events.NODE_FINISHED)
 _LOCAL_START_SECONDS = 60.0
 _MAX_WARNINGS = 10
 
@@ -93,7 +77,7 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
     job = _current_job(_own_jobs(run, record, ids, slurm_jobs or {}))
     state, reason = _state(history, record, job, answered=slurm_jobs is not None, ids=ids)
     if reason is None and state is RunState.RUNNING:
-        kept = history.of_attempt(history.last_number or 0, REMOVAL_FAILED)
+        kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)
         reason = str(kept[-1].get("reason")) if kept else None
     if unreadable is not None:
         reason = f"{unreadable}; {reason}" if reason else unreadable
@@ -191,7 +175,7 @@ def _waiting(outcome: Outcome | None, job: SlurmJob) -> tuple[RunState, str | No
 
 def _failed_start(history: History, job_id: str) -> str | None:
     """Why the latest start of the latest job has failed before its attempt began; None when it has not."""
-    failed = [event for event in history.events if event["event"] == START_FAILED]
+    failed = [event for event in history.events if event["event"] == events.START_FAILED]
     if not failed or str(failed[-1].get("slurm_job_id")) != job_id or failed[-1].get("queued"):
         return None
     last, restarts = history.last, as_whole(failed[-1].get("restart_count")) or 0
@@ -215,7 +199,8 @@ def _without_slurm(
         if delayed := _requeue_delayed(history):
             return RunState.RUNNING, delayed
         remark = None if alive else _unseen(last.slurm_job_id, last.process.host if last.process else "?")
-        if alive or not history.of_attempt(last.number, STOPPED, FAILED, REQUEUED):  # training has not said it ended
+        said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
+        if alive or not said_to_be_over:
             return RunState.RUNNING, _stopping(history) or remark
     return _ended(history, last.number, job, answered=answered)
 
@@ -246,7 +231,7 @@ def _never_began(
 def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
     """State and reason once the last attempt is over, as it ended and as Slurm has taken it."""
     outcome: Outcome = outcome_of(history, number)
-    requeued = history.of_attempt(number, REQUEUED)
+    requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
     cancelled = job is not None and job.state == "CANCELLED"
@@ -263,8 +248,8 @@ def _requeue_delayed(history: History) -> str | None:
     """Why the last attempt, which is over, still waits to be queued again; None when it does not."""
     if history.last is None:
         return None
-    said = history.of_attempt(history.last.number, REQUEUE_DELAYED, REQUEUED, REQUEUE_FAILED)
-    if not said or said[-1]["event"] != REQUEUE_DELAYED:
+    said = history.of_attempt(history.last.number, events.REQUEUE_DELAYED, events.REQUEUED, events.REQUEUE_FAILED)
+    if not said or said[-1]["event"] != events.REQUEUE_DELAYED:
         return None
     return f"waiting to be queued again, which is tried until the allocation is nearly over: {said[-1].get('reason')}"
 
@@ -324,7 +309,7 @@ def _position(history: History, metrics: LatestMetrics) -> tuple[int | None, int
     """Steps and samples as the latest attempt that tells of any has them."""
     for record in reversed(history.attempts):
         logged = [metrics.step] if record.number == metrics.attempt and metrics.step is not None else []
-        steps = [*_steps_in(history, record.number, CHECKPOINT, STOPPED, COMPLETED), *logged]
+        steps = [*_steps_in(history, record.number, events.CHECKPOINT, events.STOPPED, events.COMPLETED), *logged]
         steps = steps or _steps_in(history, record.number, *_TELL_A_STEP)
         if steps:
             return max(steps), _samples_at(max(steps), history, metrics)
@@ -343,8 +328,8 @@ def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | No
 
 
 def _warnings(history: History) -> tuple[str, ...]:
-    events = [event for event in history.events if event["event"] == WARNING]
-    current = [event for event in events if (as_whole(event.get("attempt")) or 0) >= history.first_number]
+    warned = [event for event in history.events if event["event"] == events.WARNING]
+    current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
     messages = [str(event.get("message")) for event in current]
     if unfinished := unfinished_saves(history):
         messages.append(unfinished[-1].describe(seconds_of_a_save(history)))

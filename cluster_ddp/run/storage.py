@@ -176,13 +176,9 @@ def open_without_links(path: Path, flags: int) -> int:
 
 
 def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a file of lines for appending, made if it is not there.
+    """Open a file of lines for appending, made if it is not there: its descriptor, and what is to be written first.
 
-    Returns
-    -------
-    tuple
-        The file descriptor, and what has to be written first: the end of a line that a killed process left torn, which
-        would otherwise take the next one with it.
+    That is the end of a line that a killed process left torn, which would otherwise take the next one with it.
     """
     fd = open_append(path)
     try:

@@ -45,11 +45,6 @@ class Submission(Protocol):
 def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str | None]:
     """Make the run directory of a new run and submit it.
 
-    Returns
-    -------
-    tuple
-        The run, and the id of its (first) Slurm job, or None.
-
     Raises
     ------
     ClusterDDPError

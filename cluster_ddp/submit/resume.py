@@ -51,15 +51,6 @@ def plan_resume(
 ) -> ResumePlan:
     """Decide how a run goes on; nothing is written.
 
-    Parameters
-    ----------
-    seen, status
-        The run's history, and then its state with Slurm's word.
-    settings
-        ``a.b=c`` settings laid over the run's job.
-    nodes, procs
-        Nodes and ranks on each. Default: those of the last attempt.
-
     Raises
     ------
     ClusterDDPError
@@ -99,11 +90,6 @@ def send_again(plan: ResumePlan, again: Submission) -> str | None:
 
     The batch script of the run is sent as it lies there, with whatever a person has edited; only changed settings make
     a new one.
-
-    Raises
-    ------
-    ClusterDDPError
-        The batch system refuses, another call is going on with the run, or its files cannot be written.
     """
     run = plan.seen.run
     again.check()

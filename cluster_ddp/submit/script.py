@@ -40,7 +40,7 @@ _GIVEN_RUN = '${1:+$(realpath -m -- "$1")}'
 
 @dataclass(frozen=True)
 class BatchScript:
-    """A rendered batch script."""
+    """A rendered batch script, and what a person should know about how the job file was read."""
 
     text: str
     remarks: tuple[str, ...] = ()

@@ -36,11 +36,6 @@ def record_failure(
     """Print an error, and record it as this rank's event; only on the rank where it happened.
 
     The other ranks fail too, because they wait for this one; they only name it.
-
-    Parameters
-    ----------
-    process
-        What the rank was set up as; None: it had not come to that.
     """
     cause = _earlier_failure(error, world)
     if cause is not None:

@@ -161,10 +161,6 @@ def checkpoint_blocks(model: nn.Module) -> int:
     The blocks are the members of the outermost ModuleLists and Sequentials. Dropout draws the same numbers again, and
     BatchNorm's statistics take each batch in once.
 
-    Returns
-    -------
-    The number of blocks.
-
     Raises
     ------
     TaskError

@@ -82,11 +82,6 @@ class FrozenLayers:
 
     DDP sums the gradients of the parameters that had ``requires_grad`` when it was made, and waits for all of them
     unless it looks for unused ones in each step. On a single rank nothing is refused.
-
-    Parameters
-    ----------
-    model
-        The bare model, as it is when it is wrapped.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec, world_size: int) -> None:

@@ -29,13 +29,7 @@ _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has 
 
 
 class Saving:
-    """The checkpoints of this training; without a run directory there are none.
-
-    Attributes
-    ----------
-    fresh
-        Makes the state once more, as at the beginning of an attempt; None: it is not checked that the state comes back.
-    """
+    """The checkpoints of this training; without a run directory there are none."""
 
     def __init__(
         self, job: JobSpec, run: RunDirectory | None, events: EventWriter | None, attempt: int, world: World
@@ -49,7 +43,7 @@ class Saving:
         self._steps_here = 0
         self._rank = world.rank
         self._checked: dict[str, tuple[torch.dtype, torch.Size]] | None = None
-        self.fresh: Callable[[], State] | None = None
+        self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
         if run is None:
             return
         if world.rank == 0 and attempt:

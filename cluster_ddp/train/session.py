@@ -107,11 +107,6 @@ class Session:
         Where checkpoints lie; None: nothing is saved.
     writer
         Takes the events, of rank 0 only; None: nowhere.
-
-    Attributes
-    ----------
-    decision
-        What all ranks agreed on after the last step, or during the evaluation after it.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class Session:
     ) -> None:
         self.world = find_world()
         self.beat = process.beat
-        self.decision = StopDecision()
+        self.decision = StopDecision()  # of all ranks, after the last step or during the evaluation after it
         self.saving = Saving(job, directory, writer, attempt, self.world)
         self._process, self._attempt, self._writer = process, attempt, writer
         self._consensus = self._new_consensus()

@@ -29,11 +29,6 @@ class Gradients:
     ----------
     compressed
         Whether a hook sends the gradients in fewer bits: they are then given the size of a mean before they are sent.
-
-    Attributes
-    ----------
-    last
-        The loss of the last micro-batch, as a number where it is on the host.
     """
 
     def __init__(
@@ -45,7 +40,7 @@ class Gradients:
         device: torch.device,
         compressed: bool = False,
     ) -> None:
-        self.last: Tensor | float = 0.0
+        self.last: Tensor | float = 0.0  # the loss of the last micro-batch, a number where it is on the host
         self._parameters = parameters
         self._scaler = scaler
         self._world_size = world_size

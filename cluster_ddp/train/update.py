@@ -56,6 +56,9 @@ class Update:
                 "train.precision: fp16 keeps the parameters in fp32, but model() gives parameters in fp16: leave them "
                 "in fp32, or set train.precision: fp32"
             )
+        self._left_out: bool | Tensor = False
+        if scaler is not None:
+            optimizer.register_step_pre_hook(self._note_call)
         # On the CPU without a scaler the optimizer is not called for an update that is left out.
         start_momentum(optimizer, spoilt=self._on_device or scaler is not None)
 
@@ -109,15 +112,19 @@ class Update:
         return bad
 
     def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool | Tensor:
-        found: Tensor = next(iter(scaler._found_inf_per_device(self.optimizer).values()))
-        found = found.clone()  # the scaler reuses it
-        if self._on_device:
-            self._tally.count_later(found)
-        else:
-            self._tally.count(bool(found))
+        self._left_out = True  # unless the optimizer is called
         scaler.step(self.optimizer)
+        left_out = self._left_out.clone() if isinstance(self._left_out, Tensor) else self._left_out
         scaler.update()
-        return found if self._on_device else bool(found)
+        if isinstance(left_out, Tensor) and self._on_device:
+            self._tally.count_later(left_out)
+            return left_out
+        self._tally.count(bool(left_out))
+        return bool(left_out)
+
+    def _note_call(self, optimizer: Optimizer, *_: object) -> None:
+        """The scaler calls an optimizer for good gradients only; a fused one always, and tells it what it has found."""
+        self._left_out = getattr(optimizer, "found_inf", False)
 
     def _is_bad(self) -> bool | Tensor:
         """Judge the gradients by their norm where it is known, else one by one."""

@@ -267,9 +267,9 @@ def test_a_long_metrics_file_is_read_from_its_end(run: RunDirectory) -> None:
     with run.metrics_file.open("w") as file:
         for step in range(60_000):
             file.write(json.dumps({"step": step, "attempt": 0, "train/loss": 0.5, "filling": "x" * 60}) + "\n")
-    began = time.perf_counter()
+    began = time.process_time()
     assert describe(run, {}).step == 59_999
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 def test_only_finished_and_sound_checkpoints_count(run: RunDirectory) -> None:

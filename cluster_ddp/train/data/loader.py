@@ -33,23 +33,16 @@ class Loader(Generic[K]):
 
     Parameters
     ----------
-    fetcher
-        Makes a batch for (epoch, indices).
     key
         The (epoch, indices) of a plan.
     workers
         Processes that fetch ahead; 0: this one fetches.
-
-    Attributes
-    ----------
-    waited
-        Seconds that this process has waited for batches, or spent on fetching them.
     """
 
     def __init__(
         self, fetcher: Fetcher, plans: Iterable[K], key: Callable[[K], Key], *, workers: int, device: torch.device
     ) -> None:
-        self.waited = 0.0
+        self.waited = 0.0  # seconds that this process has waited for batches, or spent on fetching them
         self._fetcher = fetcher
         self._plans = plans
         self._key = key

@@ -26,18 +26,12 @@ from cluster_ddp.train.update import Update
 
 
 class Report:
-    """Passes numbers on to all that show or keep them.
-
-    Attributes
-    ----------
-    latest
-        The last value of each metric, on every rank that was told.
-    """
+    """Passes numbers on to all that show or keep them."""
 
     def __init__(
         self, file: MetricsFile | None = None, display: Display | None = None, loggers: Sequence[Logger] = ()
     ) -> None:
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, float] = {}  # the last value of each metric, on every rank that was told
         self._file = file
         self._display = display
         self._loggers = loggers
@@ -90,13 +84,6 @@ class Log:
 
     They are passed on about once a second, together: a file, a terminal and an exchange between ranks for each logged
     step would be most of what a small model's training costs beyond a bare loop.
-
-    Attributes
-    ----------
-    step_loss
-        Takes the losses of the step under way; None when it is not one that is logged.
-    latest
-        The last value of each metric.
     """
 
     def __init__(
@@ -109,7 +96,7 @@ class Log:
         device: torch.device,
         wrapped: nn.Module,
     ) -> None:
-        self.step_loss: StepLoss | None = None
+        self.step_loss: StepLoss | None = None  # takes the losses of the step under way, if it is one that is logged
         self._job, self._run, self._attempt, self._world = job, run, attempt, world
         self._stream, self._device, self._wrapped = stream, device, wrapped
         self._every, self._last = job.log.every_steps, stream.total_steps
