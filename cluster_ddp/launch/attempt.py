@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster_ddp.launch.bad_hosts import record_lost_nodes
+from cluster_ddp.printing import say
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunError
@@ -84,7 +84,7 @@ def begin_when_there_is_room(
             if not (isinstance(cause, OSError) and cause.errno in _FULL) or time.monotonic() > deadline:
                 raise
             if not said:
-                print(f"cluster-ddp: {error}; waiting up to {patience:.0f} s for room", file=sys.stderr, flush=True)
+                say(f"cluster-ddp: {error}; waiting up to {patience:.0f} s for room")
             said = True
             time.sleep(_ROOM_POLL_SECONDS)
 

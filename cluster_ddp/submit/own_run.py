@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job, read_record
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             raise RunError("there is no SLURM_JOB_ID here: submit the script with sbatch")
         print(own_run(start, parsed.script, parsed.job, parsed.settings).path)
     except ClusterDDPError as error:
-        print(f"cluster-ddp: {error}", file=sys.stderr)
+        say(f"cluster-ddp: {error}")
         return error.exit_status
     return 0
 

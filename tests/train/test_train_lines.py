@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.train.metrics.file import LineFile
-from cluster_ddp.train.metrics.progress import Lines
+from cluster_ddp.train.metrics.progress import Bar, Lines
 
 
 class SmallDisk:
@@ -61,6 +61,20 @@ def test_a_torn_line_does_not_spoil_the_next(tmp_path: Path) -> None:
         file.write(line)
         file.close()
     assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_no_escape_sequence_in_the_name_of_a_metric_reaches_the_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    values = {"val/\x1b]52;c;Zg==\x07[red]": 1.0}
+    Lines(1).update(1, 0, values)
+    assert "\x1b" not in (printed := capsys.readouterr().out) and "val/\\x1b" in printed
+    drawn = tmp_path / "drawn"
+    bar = Bar(drawn.open("w"), "title", 1, 0)
+    bar.update(1, 0, values)
+    bar.say("\x1b]0;title\x07")
+    bar.close()
+    assert "\x1b]" not in drawn.read_text() and "[red]" in drawn.read_text()
 
 
 def test_a_full_disk_behind_the_output_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

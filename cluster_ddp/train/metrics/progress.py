@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 from cluster_ddp.launch.variables import TERMINAL_VARIABLE
+from cluster_ddp.printing import printable, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -88,8 +88,7 @@ class Lines:
         self.say(f"step {step}/{self._total}  epoch {epoch}  {describe(values, seconds_left=left)}")
 
     def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk behind the output must not end the training
-            print(text, flush=True)
+        say(text, sys.stdout)
 
     def close(self) -> None:
         pass
@@ -109,7 +108,7 @@ class Bar:
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=Console(file=terminal, force_terminal=True, highlight=False),
             auto_refresh=False,
             transient=True,
@@ -123,11 +122,11 @@ class Bar:
             return
         self._next = now + _SECONDS_BETWEEN_DRAWINGS
         left = values.get("seconds_per_step", 0.0) * (self._total - step)
-        self._progress.update(self._task, completed=step, text=describe(values, seconds_left=left))
+        self._progress.update(self._task, completed=step, text=printable(describe(values, seconds_left=left)))
         self._progress.refresh()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False)
+        self._progress.console.print(printable(text), markup=False)
 
     def close(self) -> None:
         self._progress.stop()
