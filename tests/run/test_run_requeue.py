@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -323,11 +324,10 @@ def test_a_lost_node_explains_what_the_ranks_of_the_others_say(
     assert "of the program's own" in decide(run, attempt).reason
 
 
-def test_a_full_disk_does_not_change_the_verdict(
+def test_a_full_disk_does_not_change_the_decision(
     run: RunDirectory, attempt: AttemptDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    attempt.record_file.unlink()
-    attempt.path.rmdir()
+    shutil.rmtree(attempt.path)
     attempt.path.write_text("")
     assert conclude(attempt).action == "requeue"
     printed = capsys.readouterr()
