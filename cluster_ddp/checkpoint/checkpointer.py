@@ -188,13 +188,7 @@ class Checkpointer:
             self._digest = None
 
     def finish(self) -> bool:
-        """Wait for the save in flight; whether it is durable (True when there is none).
-
-        Raises
-        ------
-        RanksDiverged
-            What must be alike on all ranks is not.
-        """
+        """Wait for the save in flight; whether it is durable (True if there is none). `RanksDiverged` as by `save`."""
         self._join()
         self._check_alike()
         return self._durable

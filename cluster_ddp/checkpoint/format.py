@@ -100,13 +100,7 @@ def header_length(prefix: bytes | bytearray, file_bytes: int) -> int:
 
 
 def read_header(header: bytes | bytearray, file_bytes: int) -> tuple[Entry, ...]:
-    """The tensors of a shard in the order of their bytes; they must fill the file exactly.
-
-    Raises
-    ------
-    ShardDamaged
-        The header cannot be read, or does not describe a file of that size without gaps.
-    """
+    """The tensors of a shard in the order of their bytes; `ShardDamaged` unless they fill the file without gaps."""
     start = 8 + len(header)
     try:
         described = json.loads(header)

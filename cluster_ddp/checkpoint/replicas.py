@@ -45,11 +45,6 @@ class ReplicaDigest:
 
     On the CPU `take` computes it, in the background, and nothing may change before that; on a device it is computed
     there at once, in the order of what is queued.
-
-    Parameters
-    ----------
-    tensors
-        By name, ``<kind>.<rest>``.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

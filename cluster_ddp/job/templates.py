@@ -17,13 +17,7 @@ def template_names() -> list[str]:
 
 
 def template_file(name: str) -> Path:
-    """Return the file of a template.
-
-    Raises
-    ------
-    JobFileError
-        When there is none of this name; the message names the nearest, and all.
-    """
+    """Return the file of a template; the error names the nearest, and all, when there is none of this name."""
     names = template_names()
     if name not in names:
         hint = nearest(name, names)

@@ -17,13 +17,7 @@ SLURM_TIME_FORMS = (
 
 
 def parse_duration(text: str) -> int:
-    """Return the seconds of ``"90s"``, ``"10m"``, ``"1h 30m"``, ``"2d"``; a bare number is seconds.
-
-    Raises
-    ------
-    ValueError
-        When `text` has no such form.
-    """
+    """Return the seconds of ``"90s"``, ``"10m"``, ``"1h 30m"``, ``"2d"``, ``"90"``; a `ValueError` for other forms."""
     text = text.strip()
     if text.isascii() and text.isdigit() and len(text) <= 9:
         return int(text)

@@ -50,13 +50,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on.
-
-    Raises
-    ------
-    NoFreePort
-        There is none among many that were tried.
-    """
+    """A port on loopback that nobody listens on; `NoFreePort` when none of many is free."""
     for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), TRIES):
         if _is_free(LOOPBACK, port):
             return port

@@ -150,13 +150,7 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
 
 
 def _judge_late(history: History, last: AttemptRecord) -> Decision | None:
-    """Judge an attempt that was killed before anyone could: None when that was done, or is forgiven.
-
-    Raises
-    ------
-    RunEnded
-        The stall guard forbids another attempt.
-    """
+    """Judge an attempt killed before anyone could; None where that was done or is forgiven, `RunEnded` if it stalls."""
     if last.ended is not None or last.number < history.first_number:
         return None
     attempt = history.run.attempt(last.number)

@@ -28,13 +28,7 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
 
 
 def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
-    """Make the folder of a new run and everything in it that is known before it starts.
-
-    Raises
-    ------
-    RunError
-        The folder cannot be written.
-    """
+    """Make the folder of a new run and everything in it that is known before it starts; or a `RunError`."""
     from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
 
     storage = Storage()

@@ -151,13 +151,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def open_append(path: Path) -> int:
-    """Open a regular file for reading and appending, made if it is not there; never through a link.
-
-    Raises
-    ------
-    OSError
-        It cannot be opened, or is no regular file: a named pipe without a reader would hold up its writer for ever.
-    """
+    """Open a regular file for reading and appending, made if it is not there; see `open_without_links`."""
     return open_without_links(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 

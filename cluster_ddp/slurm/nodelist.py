@@ -25,13 +25,7 @@ class NodeListError(ClusterDDPError):
 
 
 def expand(text: str) -> list[str]:
-    """The hosts of a node list, in its order, with leading zeros kept.
-
-    Raises
-    ------
-    NodeListError
-        The string is malformed, or names more than a million hosts.
-    """
+    """The hosts of a node list, in its order, with leading zeros kept; a `NodeListError` for anything else."""
     hosts: list[str] = []
     for item in _items(text):
         hosts.extend(_hosts(item, text))

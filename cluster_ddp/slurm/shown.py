@@ -99,11 +99,6 @@ def unseen_grace_end(job: ShownJob, grace: float) -> str:
     """When the grace of a preemption would have ended, in Slurm's form, of a job that is first asked about at its end.
 
     Empty where nothing speaks for a cancel: newer Slurms call the end of the grace the time of the preemption.
-
-    Parameters
-    ----------
-    grace
-        Seconds that the job's partition gives.
     """
     preempted, ended = unix_time(job.preempt_time), unix_time(job.end_time)
     if job.state in LETS_RUN or preempted is None or ended is None or ended - preempted < 2:

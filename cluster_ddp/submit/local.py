@@ -179,13 +179,7 @@ def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunSt
 
 
 def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunStatus:
-    """Run one attempt to its end and judge it.
-
-    Raises
-    ------
-    RunAlive, RunEnded
-        As `begin_attempt` says.
-    """
+    """Run one attempt to its end and judge it; `RunAlive` and `RunEnded` as from `begin_attempt`."""
     attempt = begin_attempt(run, host=os.uname().nodename, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
     supervisor = Supervisor(attempt, start, show=show)
     supervisor.run()

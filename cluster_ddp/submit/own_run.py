@@ -24,13 +24,7 @@ from cluster_ddp.submit.sbatch import SbatchSubmission
 
 
 def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) -> RunDirectory:
-    """The run that a Slurm job has made, or a new one of a job file or template.
-
-    Parameters
-    ----------
-    script
-        The batch script as it runs, which the run keeps: what a person edited in it serves `resume` too.
-    """
+    """The run that a Slurm job has made, or a new one, which keeps `script` as it runs, with a person's edits."""
     from cluster_ddp.job import load_job
 
     spec = load_job(job, settings).spec

@@ -204,15 +204,7 @@ set +eu +o pipefail # whatever those lines have set: this script looks at each s
 
 
 def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[str]:
-    """What a batch script does before its keeper: `fail`, the signals that come too early, and launch.setup.
-
-    Parameters
-    ----------
-    run
-        The run directory, as bash.
-    setup
-        The lines of launch.setup, or what stands for them.
-    """
+    """What a batch script does before its keeper: `fail`, the signals that come too early, and launch.setup."""
     yield f"cluster_ddp_run={run}"
     yield ""
     yield _FAIL.replace("@tries@", str(_STARTS_WITHOUT_ATTEMPT))

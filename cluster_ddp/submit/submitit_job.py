@@ -39,13 +39,7 @@ def warning_name() -> str:
 
 
 class SubmititJob:
-    """A run, as submitit's executors call it.
-
-    Parameters
-    ----------
-    run_directory
-        Absolute path. It is all that is pickled: whatever else is needed is read there.
-    """
+    """A run, as submitit's executors call it; the absolute path of its directory is all that is pickled."""
 
     def __init__(self, run_directory: str) -> None:
         self.run_directory = run_directory

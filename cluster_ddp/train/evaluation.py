@@ -74,8 +74,6 @@ class Evaluation:
 
         Parameters
         ----------
-        model
-            The bare model; it is in evaluation mode for the time being.
         go_on
             Asked after each batch, as often on every rank, with the batch's number; the answer must be the same on all.
 

@@ -30,17 +30,7 @@ class NonFiniteCheck:
         self.check_weights = FiniteWeights(model).check
 
     def check(self, step: int) -> int:
-        """Judge the updates made before this step, the same on all ranks.
-
-        Returns
-        -------
-        The number of updates left out so far.
-
-        Raises
-        ------
-        NonFiniteError
-            There were more in a row than allowed. Nothing of them is in the weights.
-        """
+        """The updates left out before this step, the same on all ranks; a `NonFiniteError` after too many in a row."""
         skipped, in_a_row = self._update.left_out()
         if in_a_row >= self._max_in_a_row and not self._scale_may_be_too_high():
             raise NonFiniteError(self._message(step, in_a_row))

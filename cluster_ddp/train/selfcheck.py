@@ -36,11 +36,6 @@ _REMEDIES = {
 def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> None:
     """Compare the state with what a resume after this step would make of it.
 
-    Parameters
-    ----------
-    fresh
-        Makes the state once more, as at the beginning of an attempt.
-
     Raises
     ------
     TaskError

@@ -59,13 +59,7 @@ class Counts:
 
 
 class State:
-    """Collects the state for a save, and puts back what was restored.
-
-    Attributes
-    ----------
-    counts
-        Saved with the rest; whoever counts keeps them up to date.
-    """
+    """Collects the state for a save, and puts back what was restored."""
 
     def __init__(
         self,
@@ -76,7 +70,7 @@ class State:
         ema: Ema | None = None,
         also: Stateful | None = None,
     ) -> None:
-        self.counts = Counts()
+        self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date
         self._model = model
         self._scaler = scaler
         self._ema = ema

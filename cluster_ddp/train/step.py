@@ -24,11 +24,6 @@ class Gradients:
 
     A loss that is not finite makes gradients NaN, so that every rank comes to know, also where the way back to the
     weights would hide it, as a clamp does.
-
-    Parameters
-    ----------
-    compressed
-        Whether a hook sends the gradients in fewer bits: they are then given the size of a mean before they are sent.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class Gradients:
         *,
         world_size: int,
         device: torch.device,
-        compressed: bool = False,
+        compressed: bool = False,  # a hook sends gradients in fewer bits, so they get the size of a mean before
     ) -> None:
         self.last: Tensor | float = 0.0  # the loss of the last micro-batch, a number where it is on the host
         self._parameters = parameters

@@ -24,8 +24,6 @@ class Update:
 
     Parameters
     ----------
-    parameters
-        All parameters that may have a gradient.
     clip_norm
         The largest norm of all gradients together; None: no clipping.
 

@@ -21,11 +21,6 @@ class LineFile:
 
     What the storage refuses is kept, and written before the next line that it takes: a full disk costs no line and does
     not end the training. A line that a killed process left half written is ended first.
-
-    Raises
-    ------
-    OSError
-        The file cannot be opened. After that nothing is raised.
     """
 
     def __init__(self, path: Path) -> None:
