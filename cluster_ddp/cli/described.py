@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +13,12 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe, slurm_job_ids
-from cluster_ddp.slurm.commands import SlurmError, query_jobs
+from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs, query_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
 _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
 _FAILED_STATUS = 4
+_DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
 PATIENCE_SECONDS = 20.0
 """Seconds that a person who asks waits for squeue; the run directories tell most of it without."""
@@ -24,8 +26,24 @@ PATIENCE_SECONDS = 20.0
 
 def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
     """The state of each run, with Slurm's word where it can be had; where not, says so on standard error."""
-    jobs = ask_slurm(runs)
-    return [describe(run, jobs) for run in runs]
+    return describe_with(runs, ask_slurm(runs))
+
+
+def describe_with(runs: Sequence[RunDirectory], jobs: Mapping[str, SlurmJob] | None) -> list[RunStatus]:
+    """The state of each run with what squeue says; where that leaves a doubt, with what the accounting knows, too."""
+    found = [describe(run, jobs) for run in runs]
+    if jobs is None:
+        return found
+    forgotten = frozenset(s.slurm_job_id for s in found if s.slurm_job_id not in (None, *jobs) and s.state in _DOUBTFUL)
+    ended = _ended_jobs(forgotten)
+    known = {**jobs, **ended}
+    return [describe(run, known) if s.slurm_job_id in ended else s for run, s in zip(runs, found, strict=True)]
+
+
+@functools.cache
+def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
+    """What the accounting knows of jobs that are over; whoever watches asks once."""
+    return query_ended_jobs(job_ids, seconds=_PATIENCE)
 
 
 def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJob] | None:

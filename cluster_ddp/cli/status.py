@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import ask_slurm, show_metrics
+from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.status import RunStatus
 from cluster_ddp.slurm.states import SlurmJob
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _Look:
         if time.monotonic() - self._asked_at >= _ASK_SLURM_SECONDS:
             self._jobs = ask_slurm(runs)
             self._asked_at = time.monotonic()
-        return [describe(run, self._jobs) for run in runs]
+        return describe_with(runs, self._jobs)
 
     def json(self, found: list[RunStatus]) -> Any:
         """An object for one run that was named, a list for several."""

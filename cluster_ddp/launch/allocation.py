@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from cluster_ddp.launch.bad_hosts import enough_others
+from cluster_ddp.launch.bad_hosts import enough_others, host_list
 from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
+    down_nodes,
     exclude_hosts,
     excluded_hosts,
     forbid_requeue,
@@ -22,6 +23,8 @@ from cluster_ddp.slurm.control import (
     usable_nodes,
 )
 from cluster_ddp.slurm.shown import (
+    NODE_FAILURE,
+    REQUEUED,
     ShownJob,
     grace_end,
     is_ending,
@@ -123,15 +126,18 @@ class SlurmAllocation:
             return None
         if self._kill_wait is None:
             self._kill_wait = kill_wait(seconds=_SHORT_SECONDS)
+        why = why_it_ends(job, self._start.restart_count, self._grace_end)
+        if why == REQUEUED and down_nodes(host_list(self._start)):
+            why = NODE_FAILURE
         waits = max(0.0, self.kill_wait - (time.monotonic() - since))
-        return why_it_ends(job, self._start.restart_count, self._grace_end), seconds_until_kill(job, waits)
+        return why, seconds_until_kill(job, waits)
 
     def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
         job = show_job(self._start.job_id, seconds=seconds)
         if job is not None:
             self._grace_end = grace_end(job) or self._grace_end
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
-                self._grace_end = unseen_grace_end(job, grace_time(self._start.partition))
+                self._grace_end = unseen_grace_end(job, grace_time(self._start.partition, job.qos))
         return job
 
     def queue_again(self) -> None:

@@ -96,7 +96,7 @@ def record_failed_nodes(attempt: AttemptDirectory, writer: EventWriter, start: S
     come up, because another had failed or the job was stopped, is none of them.
     """
     history = read_history(attempt.run)
-    hosts = _host_list(start)
+    hosts = host_list(start)
     for node in step.lost:
         host = hosts[node] if node < len(hosts) else f"number {node}"
         reason = f"node {host} was lost: no sign of life, while others had signed off"
@@ -147,7 +147,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     if record_lost_nodes(history, run.attempt(last.number), events):
         history = read_history(run)
     bad = suspects(history, last.number)
-    new = (set(bad) & set(_host_list(start)) if bad else set()) - _named_before(history)
+    new = (set(bad) & set(host_list(start)) if bad else set()) - _named_before(history)
     # What cannot be recorded (a full disk) could be asked for ever.
     recorded = [
         events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.job_id) for host in sorted(new)
@@ -161,9 +161,9 @@ def _named_before(history: History) -> set[str]:
     return {str(event.get("host")) for event in events if (event.get("attempt") or 0) >= history.first_number}
 
 
-def _host_list(start: SlurmStart) -> list[str]:
+def host_list(start: SlurmStart) -> list[str]:
     """The hosts of this start in the order of their node ranks; none where Slurm's list cannot be read."""
-    from cluster_ddp.slurm.nodelist import NodeListError, expand  # only where there are suspects
+    from cluster_ddp.slurm.nodelist import NodeListError, expand  # only where a node is suspected
 
     try:
         return expand(start.node_list)

@@ -36,7 +36,7 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter
 from cluster_ddp.run.history import read_history
-from cluster_ddp.slurm.shown import CANCEL, REQUEUED
+from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class Keeper:
 
         self._host.ignore(signal.SIGTERM)  # what Slurm sends for the requeue would end scontrol, too
         try:
-            queued = self._end.reason == REQUEUED or queue_again(  # Slurm has queued it again already
+            queued = self._end.reason in (REQUEUED, NODE_FAILURE) or queue_again(  # Slurm has queued it again already
                 self._allocation,
                 known=self._end.reason,
                 until=self._end.give_up_at(),

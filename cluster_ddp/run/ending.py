@@ -26,12 +26,21 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.reading import as_whole
-from cluster_ddp.run.stopfile import AGENT_LOST, CANCEL, PERSON, PREEMPTION, TERMINATED, TIME_LIMIT, read_stop
+from cluster_ddp.run.stopfile import (
+    AGENT_LOST,
+    CANCEL,
+    NODE_FAILURE,
+    PERSON,
+    PREEMPTION,
+    TERMINATED,
+    TIME_LIMIT,
+    read_stop,
+)
 
 # What stands behind a stop, what explains most first. A SIGTERM reaches every process at once, so the ranks may have
 # stopped for "terminated" before the batch script found out what it meant and said so in the stop file. Ranks whose
 # agent was killed get one from the kernel, too.
-_STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, AGENT_LOST)
+_STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_LOST)
 
 # Errors that a program gets from its surroundings: a peer that died, the network, the machine. Starting again helps,
 # unlike after an error of the program itself.
@@ -128,7 +137,9 @@ def outcome_of(history: History, number: int) -> Outcome:
         return Outcome(Ending.NOT_REQUEUED, f"requeue failed: {why}. To go on: cluster-ddp resume {history.run.id}")
     failures = failures_of(history, number)
     own_fault = any(not _is_surroundings(event) for event in failures)
-    if stop_reason == TERMINATED and any(event["event"] in (NODE_FAILED, NODE_LOST) for event in events):
+    if stop_reason in (TERMINATED, NODE_FAILURE) and any(
+        event["event"] in (NODE_FAILED, NODE_LOST) for event in events
+    ):
         stop_reason = None  # what Slurm does to the others when a node has failed is no stop
     if stop_reason is not None and (not own_fault or any(event["event"] == STOPPED for event in events)):
         return Outcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)

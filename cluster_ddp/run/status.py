@@ -23,6 +23,7 @@ from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
+from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
 _NEVER_BEGAN = "it was to start on this machine, and has not"
@@ -167,7 +168,7 @@ def _state(
 
 def _waiting(outcome: Outcome | None, job: SlurmJob) -> tuple[RunState, str | None]:
     """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
-    said = _said(job.reason)
+    said = in_words(job.reason)
     if outcome is None:
         return RunState.PENDING, said
     return RunState.REQUEUED, f"{outcome.reason} (Slurm: {said})" if said else outcome.reason
@@ -266,14 +267,10 @@ def _unseen(job_id: str | None, host: str) -> str:
 
 
 def _how_to_release(job: SlurmJob) -> str:
-    why = _said(job.reason) or job.state
+    why = job.state if job.reason in ("", "None") else job.reason
     if job.reason == "JobHeldAdmin":
         return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"
     return f"Slurm holds job {job.job_id} ({why}); release it with: scontrol release {job.job_id}"
-
-
-def _said(reason: str) -> str | None:
-    return None if reason in ("", "None") else reason
 
 
 def _own_jobs(

@@ -23,9 +23,10 @@ PERSON = "person"
 CANCEL = "cancel"
 HANG = "hang"
 AGENT_LOST = "agent-lost"
+NODE_FAILURE = "node-failure"
 
 # In the order of the codes on the heartbeat file; 0 there means none. A new one goes to the end.
-REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST)
+REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST, NODE_FAILURE)
 # Reasons behind which stands a person's decision that the run is not to go on by itself.
 FINAL_REASONS = frozenset({PERSON, CANCEL})
 

@@ -1,7 +1,7 @@
-"""Calls of Slurm's own commands: sbatch, squeue, scontrol, scancel.
+"""Calls of Slurm's own commands: sbatch, squeue, scontrol, scancel, sacct.
 
-Only options that Slurm 22.05 knows are used, no sacct (many clusters have no accounting), and many jobs are asked
-about with one call.
+Only options that Slurm 22.05 knows are used, nothing depends on sacct (many clusters have no accounting), and many jobs
+are asked about with one call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.slurm.states import SlurmJob, is_job_id
+from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
 QUEUE_FORMAT = "%i|%A|%T|%N|%r|%k"
 """What squeue is asked for each job: id, plain id, state, nodes, reason, comment."""
@@ -132,6 +132,22 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
         if "Invalid job id" in str(error):
             return {}
         raise
+
+
+def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, SlurmJob]:
+    """Ask the accounting, with one call of sacct, how jobs ended that squeue no longer knows.
+
+    Empty where there is no accounting. A job that is not over to it is left out: squeue knows better what is alive.
+    """
+    wanted = sorted(filter(is_job_id, set(job_ids)))
+    fields = "--format=JobID,JobIDRaw,State,NodeList,Reason,Comment"  # in the order of QUEUE_FORMAT
+    command = ["sacct", "--noheader", "--allocations", "--parsable2", fields, f"--jobs={','.join(wanted)}"]
+    try:
+        jobs = parse_queue(call_once(command, seconds=seconds)) if wanted else {}
+    except SlurmError:
+        return {}
+    ended = {job_id: job._replace(state=job.state.split(" ")[0]) for job_id, job in jobs.items()}  # CANCELLED by 1000
+    return {job_id: job for job_id, job in ended.items() if job.state not in ACTIVE | WAITING}
 
 
 def parse_queue(answer: str) -> dict[str, SlurmJob]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call, call_once
 from cluster_ddp.slurm.shown import ShownJob, parse_job
 
@@ -32,11 +33,20 @@ def kill_wait(*, seconds: float) -> float | None:
     return float(found[1]) if found else DEFAULT_KILL_WAIT
 
 
-def grace_time(partition: str) -> float:
-    """Seconds that a partition gives a job that is preempted; 0 where it gives none or Slurm does not answer."""
+def grace_time(partition: str, qos: str) -> float:
+    """Seconds that a job has when it is preempted, by its partition or by its QOS, whichever preemption here goes by.
+
+    0 where there is no grace, or Slurm does not answer.
+    """
+    seconds = _SECONDS / 4
     try:
-        answer = call_once(["scontrol", "show", "partition", "-o", partition], seconds=_SECONDS / 4)
-    except SlurmError:
+        if re.search(
+            r"^PreemptType\s*=.*qos", call_once(["scontrol", "show", "config"], seconds=seconds), re.MULTILINE
+        ):
+            shown = call_once(["sacctmgr", "-nP", "show", "qos", qos, "format=GraceTime"], seconds=seconds)
+            return float(parse_slurm_time(shown.strip()))
+        answer = call_once(["scontrol", "show", "partition", "-o", partition], seconds=seconds)
+    except (SlurmError, ValueError):
         return 0.0
     found = re.search(r"(?<!\S)GraceTime=(\d+)", answer)
     return float(found[1]) if found else 0.0

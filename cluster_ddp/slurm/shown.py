@@ -12,6 +12,7 @@ from cluster_ddp.slurm.states import LETS_RUN
 TIME_LIMIT = "time-limit"
 PREEMPTION = "preemption"
 REQUEUED = "requeued"
+NODE_FAILURE = "node-failure"
 CANCEL = "cancel"
 TERMINATED = "terminated"
 
@@ -29,6 +30,7 @@ class ShownJob:
     # When it was preempted; ``None`` where it was not. A job that is queued again shows no such field
     preempt_time: str
     excluded: str  # the node list that the job is kept from
+    qos: str
 
 
 def parse_job(answer: str) -> ShownJob | None:
@@ -46,6 +48,7 @@ def parse_job(answer: str) -> ShownJob | None:
         end_time=fields.get("EndTime", ""),
         preempt_time=fields.get("PreemptTime", ""),
         excluded="" if excluded.startswith("(") else excluded,
+        qos=fields.get("QOS", ""),
     )
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group, which defaults of its functions would hold to the end
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.job import load_resolved
@@ -145,12 +146,14 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
     _set_meeting_point(world)
     asked_backend, asked_timeout = _asked_for()
     chosen = backend or asked_backend or choose_backend()
+    limit = datetime.timedelta(seconds=timeout or asked_timeout)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen,
             rank=world.rank,
             world_size=world.world_size,
-            timeout=datetime.timedelta(seconds=timeout or asked_timeout),
+            timeout=limit,
+            store=_store_of_step(world, limit),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -191,6 +194,20 @@ def _set_meeting_point(world: World) -> None:
             )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.setdefault("MASTER_PORT", str(job_port(int(os.environ.get("SLURM_JOB_ID", 0)))))
+
+
+def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
+    """The store of ranks that srun has started, kept by the first task of the step's first node.
+
+    MASTER_ADDR names that node, and rank 0 need not be there: since Slurm 26.05 tasks are numbered by the topology. For
+    ranks of torchrun, none: PyTorch makes theirs.
+    """
+    if "RANK" in os.environ or "SLURM_NODEID" not in os.environ:
+        return None
+    keeps = os.environ["SLURM_NODEID"] == "0" and world.local_rank == 0
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: Store = TCPStore(address, port, world.world_size, is_master=keeps, timeout=timeout)
+    return store
 
 
 def cleanup_distributed() -> None:

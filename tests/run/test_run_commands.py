@@ -20,7 +20,7 @@ from run_builders import begin, begin_dead, job
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunEnded
-from cluster_ddp.run.events import read_events
+from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import read_stop
@@ -194,7 +194,26 @@ def test_one_call_of_squeue_serves_all_runs(ddp: Ddp, run: RunDirectory, runs_di
     calls = fake_slurm(tmp_path, "squeue", "echo '7|7|RUNNING|n1|None|x'; echo '8|8|PENDING||Priority|x'")
     found = {entry["run_id"]: entry for entry in json.loads(ddp("status", "--json").stdout)}
     assert (found[run.id]["state"], found[run.id]["slurm_job_id"]) == ("RUNNING", "7")
-    assert (found[other.id]["state"], found[other.id]["reason"]) == ("PENDING", "Priority")
+    assert (found[other.id]["state"], found[other.id]["reason"]) == (
+        "PENDING",
+        "jobs of a higher priority come first (Priority)",
+    )
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_the_accounting_tells_of_jobs_that_squeue_has_forgotten(
+    ddp: Ddp, run: RunDirectory, runs_dir: Path, tmp_path: Path
+) -> None:
+    waited, never_began = create_run(job(), runs_dir=runs_dir, via="sbatch", script=None), run
+    add_slurm_job(never_began, "7")
+    begin_dead(waited, slurm_job_id="8")
+    EventWriter(waited, "x").write("stopped", attempt=0, step=5, reason="preemption")
+    EventWriter(waited, "x").write("requeued", attempt=0, reason="stopped: preemption")
+    fake_slurm(tmp_path, "squeue", "exit 0")
+    calls = fake_slurm(tmp_path, "sacct", 'for n in 7 8; do echo "$n|$n|CANCELLED by 0|n1|None|"; done')
+    found = {entry["run_id"]: entry for entry in json.loads(ddp("status", "--json").stdout)}
+    assert {entry["state"] for entry in found.values()} == {"CANCELLED"}
+    assert "was cancelled while it waited to go on" in found[waited.id]["reason"]
     assert len(calls.read_text().splitlines()) == 1
 
 

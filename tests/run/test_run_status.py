@@ -65,7 +65,7 @@ def test_slurms_word_on_a_job_that_has_not_begun_an_attempt(run: RunDirectory, w
     found = describe(run, {"7": Job(word, "Priority")} if word else {})
     assert found.state.value == state
     if state == "PENDING":
-        assert found.reason == "Priority"
+        assert found.reason == "jobs of a higher priority come first (Priority)"
     assert found.slurm_job_id == "7"
 
 

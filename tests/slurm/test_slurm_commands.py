@@ -12,6 +12,7 @@ from cluster_ddp.slurm.commands import (
     cancel_job,
     child_environment,
     parse_job_id,
+    query_ended_jobs,
     query_jobs,
     submit_script,
 )
@@ -82,6 +83,26 @@ def test_no_question_no_call(slurm: Path) -> None:
 def test_a_job_that_slurm_has_forgotten(slurm: Path) -> None:
     stand_in(slurm, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert query_jobs(["11"]) == {}
+
+
+def test_the_accounting_is_asked_with_one_call_about_what_is_over(slurm: Path) -> None:
+    stand_in(
+        slurm,
+        "sacct",
+        "echo '11|11|CANCELLED by 1000|n[1-2]|None|cluster_ddp a-run'\n"
+        "echo '12|12|RUNNING|n1|None|'\n"  # a job whose end was never recorded
+        "echo '13|13|NODE_FAIL|n1|None|'",
+    )
+    jobs = query_ended_jobs(["11", "12", "13", "14"], seconds=5)
+    assert {job_id: job.state for job_id, job in jobs.items()} == {"11": "CANCELLED", "13": "NODE_FAIL"}
+    assert jobs["11"].comment == "cluster_ddp a-run"
+    assert len(calls(slurm)) == 1 and "--jobs=11,12,13,14" in calls(slurm)[0]
+
+
+def test_without_accounting_there_is_no_answer_and_no_error(slurm: Path) -> None:
+    assert query_ended_jobs(["11"], seconds=5) == {}
+    stand_in(slurm, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert query_ended_jobs(["11"], seconds=5) == {}
 
 
 def test_a_busy_controller_is_asked_again(slurm: Path) -> None:

@@ -187,6 +187,14 @@ def test_a_job_that_slurm_has_queued_again_itself(stage: Stage) -> None:
     assert not stage.requeues()
 
 
+def test_a_node_failure_is_called_that(stage: Stage) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    stage.program("sinfo", "echo n2")
+    assert interrupt(stage, signal.SIGTERM, job=TAKEN_BACK, SLURM_JOB_NODELIST="n[1-2]") == 0, stage.output
+    assert reason(stage) == "node-failure"
+    assert not stage.requeues()
+
+
 def test_restarts_are_counted_from_this_start(stage: Stage) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
     job = CANCELLED.replace("Restarts=0", "Restarts=4")

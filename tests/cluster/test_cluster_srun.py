@@ -1,0 +1,41 @@
+"""What srun tells its tasks, which differs from release to release."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from slurm_cluster import SlurmCluster
+from test_cluster_faults import PATIENCE, submit
+
+MEET = """
+import torch
+from cluster_ddp.train import cleanup_distributed, reduce_tensor, setup_distributed
+
+world = setup_distributed(timeout=120)
+print(world.rank, reduce_tensor(torch.ones(1), "sum").item())
+cleanup_distributed()
+"""
+
+
+def test_ranks_of_srun_meet_on_the_first_node_wherever_rank_0_is(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm 26.05 numbers tasks by the topology; here they are numbered backwards on all releases."""
+    (tmp_path / "meet.py").write_text(MEET)
+    (tmp_path / "task.sh").write_text(
+        f"export SLURM_PROCID=$((1 - SLURM_PROCID))\nexec {sys.executable} {tmp_path}/meet.py\n"
+    )
+    address = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    job = cluster.sbatch(address, f"srun bash {tmp_path}/task.sh", nodes=2, output=tmp_path / "out")
+    cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout=PATIENCE)
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["0 2.0", "1 2.0"]
+
+
+def test_node_programs_have_the_cpus_that_the_job_asks_for(cluster: SlurmCluster, tmp_path: Path) -> None:
+    training = submit(cluster, tmp_path, slurm={"cpus_per_task": 3, "gpus_per_node": 1, "gpu_option": "gres"})
+    status = training.finish(timeout=PATIENCE)
+    assert (status["state"], status["attempts"]) == ("COMPLETED", 1), training.story()
+    reports = [json.loads(path.read_text()) for path in sorted(training.run.glob("attempts/000/environment-*.json"))]
+    assert len(reports) == 2
+    for report in reports:
+        assert report["variables"]["SLURM_CPUS_PER_TASK"] == "3"

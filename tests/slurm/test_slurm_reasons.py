@@ -1,0 +1,33 @@
+"""Slurm's reasons for a job's wait, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster_ddp.slurm.reasons import in_words
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("QOSMaxNodePerUserLimit", "the QOS limits the nodes of one user"),
+        ("QOSMaxCpuPerJobLimit", "does not start: the QOS allows one job less: CPUs"),
+        ("QOSMaxWallDurationPerJobLimit", "does not start: the QOS allows one job less: time"),
+        ("QOSGrpNodeLimit", "the QOS limits the nodes of all its jobs together"),
+        ("QOSMaxGRESPerUser", "the QOS limits the GPUs or other resources of one user"),
+        ("AssocGrpCPUMinutesLimit", "the account limits the CPU time of all its jobs together"),
+        ("AssocMaxJobsLimit", "the account limits the jobs of one user"),
+        ("DependencyNeverSatisfied", "never starts"),
+        ("BeginTime", "not before its begin time"),
+    ],
+)
+def test_what_a_reason_means(reason: str, words: str) -> None:
+    said = in_words(reason)
+    assert said is not None
+    assert said.startswith(words)
+    assert said.endswith(f"({reason})")
+
+
+def test_other_reasons_stay_as_they_are() -> None:
+    assert in_words("None") is None
+    assert in_words("ReqNodeNotAvail, UnavailableNodes:n7") == "ReqNodeNotAvail, UnavailableNodes:n7"
