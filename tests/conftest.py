@@ -16,10 +16,10 @@ RUNNING: list[SlurmCluster] = []
 DISTRIBUTED = "PYTEST_XDIST_WORKER" in os.environ
 
 
-def bring_up(proctrack: str) -> Iterator[SlurmCluster]:
-    if reason := why_unavailable():
+def bring_up(proctrack: str, *, accounting: bool = False) -> Iterator[SlurmCluster]:
+    if reason := why_unavailable(accounting=accounting):
         pytest.skip(reason)
-    with SlurmCluster(proctrack) as running:
+    with SlurmCluster(proctrack, accounting=accounting) as running:
         RUNNING.append(running)
         yield running
         RUNNING.remove(running)
@@ -35,6 +35,12 @@ def cluster() -> Iterator[SlurmCluster]:
 def pgid_cluster() -> Iterator[SlurmCluster]:
     """Another one, under which only the process group that srun started gets them."""
     yield from bring_up("pgid")
+
+
+@pytest.fixture(scope="module")
+def accounting_cluster() -> Iterator[SlurmCluster]:
+    """One with accounts, limits, and preemption by QOS."""
+    yield from bring_up("linuxproc", accounting=True)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cluster of its own, and those mostly wait for Slurm while the other workers compute.
     """
     for item in items:
-        if {"cluster", "pgid_cluster"} & set(getattr(item, "fixturenames", ())):
+        if {"cluster", "pgid_cluster", "accounting_cluster"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
     items.sort(key=lambda item: (item.get_closest_marker("cluster") is not None) is not DISTRIBUTED)
 

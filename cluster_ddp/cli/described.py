@@ -43,7 +43,7 @@ def describe_with(runs: Sequence[RunDirectory], jobs: Mapping[str, SlurmJob] | N
 @functools.cache
 def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     """What the accounting knows of jobs that are over; whoever watches asks once."""
-    return query_ended_jobs(job_ids, seconds=_PATIENCE)
+    return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
 
 
 def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJob] | None:

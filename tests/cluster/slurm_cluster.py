@@ -26,7 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from slurm_config import PREFIX, program, search_path, uses_munge, version_of, write_config
+from slurm_accounting import ACCOUNTING_PACKAGES, start_accounting, write_slurmdbd_conf
+from slurm_config import NO_ACCOUNTING, PREFIX, program, search_path, uses_munge, version_of, write_config
 from virtual_hosts import Host, Network, Process, sh, wait_until
 
 T = TypeVar("T")
@@ -45,13 +46,14 @@ OVER = frozenset(
 FOREIGN = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|CLUSTER_DDP|MASTER|TORCH|WANDB|GLOO|NCCL)_?")
 
 
-def why_unavailable() -> str | None:
+def why_unavailable(*, accounting: bool = False) -> str | None:
     """What this machine lacks for a cluster of its own, as a reason to read; None where it lacks nothing."""
     if sys.platform != "linux":
         return "a Slurm cluster for the tests needs Linux"
     if os.geteuid() != 0:
         return "a Slurm cluster for the tests needs root (it makes network namespaces and runs Slurm's daemons)"
-    missing = sorted({package for name, package in PACKAGES.items() if not shutil.which(name, path=search_path())})
+    needed = PACKAGES | (ACCOUNTING_PACKAGES if accounting else {})
+    missing = sorted({package for name, package in needed.items() if not shutil.which(name, path=search_path())})
     if PREFIX and not Path(PREFIX, "sbin/slurmctld").exists():
         return f"no Slurm for the tests: TEST_SLURM={PREFIX} has no sbin/slurmctld"
     if missing:
@@ -70,10 +72,13 @@ class SlurmCluster:
     ----------
     proctrack:
         How Slurm finds a step's processes, which decides who gets its signals: "linuxproc" or "pgid".
+    accounting:
+        With a database of accounts and limits, and preemption by QOS: see `slurm_accounting`.
     """
 
-    def __init__(self, proctrack: str = "linuxproc") -> None:
+    def __init__(self, proctrack: str = "linuxproc", *, accounting: bool = False) -> None:
         self.proctrack = proctrack
+        self.accounting = accounting
         self.nodes = ("node1", "node2", "node3")
         self._network = Network([*self.nodes, CONTROLLER])
         self._python_path: Path | None = None
@@ -102,10 +107,15 @@ class SlurmCluster:
                 nodes={name: hosts[name].address for name in self.nodes},
                 controller=CONTROLLER,
                 controller_address=hosts[CONTROLLER].address,
+                accounting=write_slurmdbd_conf(self.folder, self.version, self._controller)
+                if self.accounting
+                else NO_ACCOUNTING,
             )
             self.env = self._environment()
             if uses_munge(self.version):
                 self._start_munged()
+            if self.accounting:
+                start_accounting(self.folder, self._controller, self.env, self.logs)
             self.start_slurmctld()
             for node in self.nodes:
                 self.start_slurmd(node, wait=False)
@@ -241,6 +251,8 @@ class SlurmCluster:
         nodes = self.job_info(job)["NodeList"]
         count = len(self.run("scontrol", "show", "hostnames", nodes).split())
         options = ("--partition=urgent", "--exclusive", f"--nodelist={nodes}", "--job-name=urgent")
+        if self.accounting:
+            options = ("--qos=urgent", *options[1:])
         return self.sbatch(f"sleep {seconds}", nodes=count, options=options)
 
     # -- waiting -------------------------------------------------------------------------------------------------

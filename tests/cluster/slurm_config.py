@@ -28,14 +28,12 @@ MpiDefault=none
 ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 JobRequeue=1
 ReturnToService=2
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
+{accounting}PreemptMode=REQUEUE
 SchedulerType=sched/backfill
 {parameters}SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=100000
 KillWait=5
@@ -59,6 +57,11 @@ SlurmdParameters=config_overrides
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=10
 PartitionName=cancel Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=0 PreemptMode=CANCEL
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+NO_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/none
+PreemptType=preempt/partition_prio
 """
 
 NODE = (
@@ -93,6 +96,7 @@ def write_config(
     nodes: dict[str, str],
     controller: str,
     controller_address: str,
+    accounting: str = NO_ACCOUNTING,
 ) -> Path:
     """Write the configuration of a cluster into `folder` and return the path of its slurm.conf.
 
@@ -106,6 +110,8 @@ def write_config(
         "linuxproc" or "pgid": which processes of a step get a signal.
     nodes:
         Name and address of each node.
+    accounting:
+        What slurm.conf says of accounting, and of who preempts whom.
     """
     for name in ("state", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir()
@@ -134,6 +140,7 @@ def write_config(
             controller=controller,
             controller_address=controller_address,
             nodes="\n".join(rows),
+            accounting=accounting,
         )
     )
     return conf

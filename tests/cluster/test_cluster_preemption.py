@@ -7,6 +7,8 @@ the nodes would be given for nothing, and whoever waits for its end would wait. 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,6 @@ def preempt(training: TrainingJob, number: int) -> None:
 def stays_ended(training: TrainingJob, state: str, *, restarts: int) -> None:
     """The job ends in the state after so many restarts, and is not queued again."""
     cluster = training.cluster
-    states = (state, "PREEMPTED") if cluster.version > (23, 0) and restarts else (state,)
 
     def ended() -> bool:
         info = cluster.job_info(training.job)
@@ -41,23 +42,51 @@ def stays_ended(training: TrainingJob, state: str, *, restarts: int) -> None:
 
     cluster.wait_for(ended, PATIENCE, f"job {training.job} is over\n{training.story()}")
     time.sleep(3)
-    assert ended() and cluster.state(training.job) in states, training.story()
+    assert ended() and cluster.state(training.job) in training.names_of(state), training.story()
     assert training.job not in cluster.queue()
 
 
+@contextmanager
+def preemption(cluster: SlurmCluster, kind: str) -> Iterator[None]:
+    """Preemption of one kind: how the cluster is to be set, besides the partition that the job is submitted to."""
+    if kind == "no grace":
+        cluster.run("scontrol", "update", "PartitionName=debug", "GraceTime=0")
+    before = cluster.conf.read_text()
+    if kind == "user signal":
+        cluster.conf.write_text(before + "PreemptParameters=send_user_signal\n")
+        cluster.run("scontrol", "reconfigure")
+    try:
+        yield
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=debug", "GraceTime=10")
+        if kind == "user signal":
+            cluster.conf.write_text(before)
+            cluster.run("scontrol", "reconfigure")
+
+
 @both_ways
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        ("grace", 1),
+        *(pytest.param(kind, 1, marks=pytest.mark.chaos) for kind in ("cancel", "no grace", "user signal")),
+        *(pytest.param(kind, 10, marks=pytest.mark.chaos) for kind in ("grace", "cancel", "no grace", "user signal")),
+    ],
+)
 def test_completed_once_however_often_it_was_preempted(
-    cluster: SlurmCluster, tmp_path: Path, via: str, times: int
+    cluster: SlurmCluster, tmp_path: Path, via: str, kind: str, times: int
 ) -> None:
-    training = submit(cluster, tmp_path, "--via", via)
-    for number in range(1, times + 1):
-        preempt(training, number)
-    training.full_speed()
-    stays_ended(training, "COMPLETED", restarts=times)
+    with preemption(cluster, kind):
+        partition = "cancel" if kind == "cancel" else "debug"
+        training = submit(cluster, tmp_path, "--via", via, slurm={"partition": partition})
+        for number in range(1, times + 1):
+            preempt(training, number)
+        training.full_speed()
+        stays_ended(training, "COMPLETED", restarts=times)
     status = training.status()
     assert (status["state"], status["attempts"], status["step"]) == ("COMPLETED", times + 1, STEPS)
-    assert repeated_steps(training.run) == [], "work was lost although there was time to save"
+    if kind in ("grace", "user signal"):
+        assert repeated_steps(training.run) == [], "work was lost although there was time to save"
 
 
 @sbatch_first

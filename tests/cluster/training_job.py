@@ -71,8 +71,18 @@ class TrainingJob:
         """Wait for the job to complete; returns what ``status --json`` says then."""
         self.cluster.wait_for(self._over, timeout, f"job {self.job} is over\n{self.story()}")
         state = self.cluster.state(self.job)
-        assert state == "COMPLETED", f"job {self.job} is {state}\n{self.story()}"
+        assert state in self.names_of("COMPLETED"), f"job {self.job} is {state}\n{self.story()}"
         return self.status()
+
+    def names_of(self, state: str) -> set[str]:
+        """What Slurm may call the job when its last start has ended in a state.
+
+        Since 24.05 a job that was preempted with grace, and is kept from being started once more after its end, is
+        PREEMPTED, whatever has become of it.
+        """
+        started_again = self.cluster.job_info(self.job)["Restarts"] != "0"
+        preempted = any("preemption" in str(event.get("reason")) for event in self.events())
+        return {state, "PREEMPTED"} if started_again and preempted and self.cluster.version >= (24, 5) else {state}
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = json.loads(self.cluster.cli("status", str(self.run), "--json").stdout)
