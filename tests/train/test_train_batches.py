@@ -135,7 +135,7 @@ def test_other_world_sizes_go_on_with_the_same_global_batches(tmp_path: Path) ->
     assert ids_of(calm) == ids_of(moved) and len(ids_of(calm)) == 40
     whole, parts = losses(calm), losses(moved)
     assert [step for step, _ in whole] == [step for step, _ in parts] == list(range(1, 41))
-    assert max(abs(one - other) / one for (_, one), (_, other) in zip(whole, parts, strict=True)) < 1e-5
+    assert max(abs(before - after) / before for (_, before), (_, after) in zip(whole, parts, strict=True)) < 1e-5
 
 
 def test_a_rank_without_samples_changes_no_batchnorm_of_rank_0() -> None:

@@ -37,8 +37,8 @@ def test_a_sample_is_the_same_whoever_fetches_it() -> None:
     plans = [(0, [3, 4, 5]), (0, [9, 3]), (1, [3])]
     here = fetch(Noisy(), *plans)
     by_workers = fetch(Noisy(), *plans, workers=2)
-    for one, other in zip(here, by_workers, strict=True):
-        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    for own, other in zip(here, by_workers, strict=True):
+        assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])
     assert torch.equal(here[0][0][0], here[1][0][1])  # sample 3 in epoch 0, twice
     assert not torch.equal(here[0][0][0], here[2][0][0])  # and in epoch 1
 
