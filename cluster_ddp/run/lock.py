@@ -23,8 +23,8 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage, closing
 
-_PATIENCE = 30.0  # seconds that a change waits for its turn
-_SLOW = 5.0  # seconds after which the same holder, alive or not, has had its turn
+PATIENCE_SECONDS = 30.0  # seconds that a change waits for its turn
+SLOW_SECONDS = 5.0  # seconds after which the same holder, alive or not, has had its turn
 _PAUSE = 0.01
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _LOST = (errno.ENOENT, errno.ESTALE)
@@ -51,7 +51,7 @@ def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]
         The folder cannot be written.
     """
     lock = path.with_name(f".{path.name}.holder")
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         draft, fd = _take(storage, lock, deadline)
         try:
@@ -97,7 +97,7 @@ def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
             there = _holder(lock)
             if there != holder:
                 holder, since = there, time.monotonic()
-            if holder and (time.monotonic() - since > _SLOW or _is_gone(holder)):
+            if holder and (time.monotonic() - since > SLOW_SECONDS or _is_gone(holder)):
                 with contextlib.suppress(OSError):
                     storage.unlink(lock / holder)
             if time.monotonic() > deadline:

@@ -39,7 +39,7 @@ _UNREACHABLE = (
 )
 """In an answer: the controller is away, starting, or handing over to another. Anything else is a no."""
 
-_PAUSES = (1.0, 3.0)
+PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""
 
 _MAX_ANSWER = 4000
@@ -201,7 +201,7 @@ def call(command: list[str], *, environment: Mapping[str, str] | None = None, se
 
     A submission is tried only once: after a time-out sbatch's job may be in the queue all the same.
     """
-    pauses = () if command[0] == "sbatch" else _PAUSES
+    pauses = () if command[0] == "sbatch" else PAUSES
     for pause in pauses:
         try:
             return call_once(command, environment=environment, seconds=seconds)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from checkpoint_cases import checkpointer, save, state
 
-from cluster_ddp.checkpoint import staging
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.checkpoint.staging import Staging
 
@@ -57,7 +56,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver = Driver(status=2)
-    monkeypatch.setattr(staging, "_cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     buffer, tensors = staging_for(1)
     assert "cannot be pinned: cudaError 2" in capsys.readouterr().err
     buffer.copy(tensors, frozenset(tensors))
@@ -71,7 +70,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 def test_pinned_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, released: bool) -> None:
     """Also when a training ends by an error and nobody closes it."""
     driver = Driver()
-    monkeypatch.setattr(staging, "_cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     buffer, _ = staging_for(1)
     assert len(driver.pinned) == 1
     if released:

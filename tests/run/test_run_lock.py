@@ -82,7 +82,7 @@ def test_a_holder_that_is_overtaken_begins_again_and_nothing_is_lost(
 ) -> None:
     process = start_holder(run, tmp_path)
     os.kill(process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(lock, "_SLOW", 0.3)
+    monkeypatch.setattr(lock, "SLOW_SECONDS", 0.3)
     add_slurm_job(run, "2")
     add_slurm_job(run, "3")
     os.kill(process.pid, signal.SIGCONT)
@@ -108,7 +108,7 @@ def test_a_lock_that_cannot_be_had_says_who_has_it_and_since_when(
 ) -> None:
     folder_of_lock(run).mkdir()
     (folder_of_lock(run) / "gpu7~4711~ns~1~boot~abc").touch()
-    monkeypatch.setattr(lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)
     with pytest.raises(LockHeld, match=r"process 4711 on gpu7 since \d{4}-\d\d-\d\d") as caught:
         update_record(run, global_batch=8)
     assert re.search(r"remove the folder", str(caught.value))

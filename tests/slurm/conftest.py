@@ -17,5 +17,5 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             Path("/usr/bin") / tool if (Path("/usr/bin") / tool).exists() else Path("/bin") / tool
         )
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(commands, "_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(commands, "PAUSES", (0.01, 0.01))
     return folder
