@@ -7,6 +7,7 @@ import collections
 import contextlib
 import json
 import math
+import operator
 import threading
 import time
 import weakref
@@ -155,14 +156,14 @@ class Checkpointer:
             epoch=epoch,
             scalars=_as_json(scalars),
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-            plan=self._plan_for(tensors),
+            plan=self.plan_for(tensors),
             began=time.time(),
         )
         writes = self._rank in save.plan.layouts
         if writes:
             self._staging.prepare(save.plan.layouts[self._rank], _on_cuda(tensors))
             self._staging.copy(tensors, save.plan.replicated)
-        alike = sorted(save.plan.replicated) if self._coordinator.world_size > 1 else ()
+        alike = save.plan.alike if self._coordinator.world_size > 1 else ()
         self._digest = ReplicaDigest({name: tensors[name] for name in alike})
         self._durable = False
         if self._settings.background:
@@ -176,7 +177,7 @@ class Checkpointer:
         Call it after the first step, once the optimizer has its state.
         """
         self._join()
-        layout = self._plan_for(tensors).layouts.get(self._rank)
+        layout = self.plan_for(tensors).layouts.get(self._rank)
         if layout is not None:
             self._start(self._staging.prepare, layout, _on_cuda(tensors))
 
@@ -209,7 +210,7 @@ class Checkpointer:
         ----------
         tensors
             The live tensors, by the names under which they were saved. Stored names that begin with ``optimizer.``,
-            ``buffer.`` or ``task.`` and are not among them come back in `Restored.extra`.
+            ``buffer.``, ``extra.`` or ``task.`` and are not among them come back in `Restored.extra`.
 
         Returns
         -------
@@ -236,7 +237,8 @@ class Checkpointer:
             self.last_saved = restored.step
         return restored
 
-    def _plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
+    def plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
+        """Who writes which of these tensors; the plan before, as long as they are the same ones."""
         places = places_of(tensors)
         if self._plan is None or places is None or places != self._places:
             described = describe(tensors)
@@ -316,7 +318,7 @@ def _end_all() -> None:
 
 
 def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:
-    return any(tensor.is_cuda for tensor in tensors.values())
+    return any(map(operator.attrgetter("is_cuda"), tensors.values()))
 
 
 def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:

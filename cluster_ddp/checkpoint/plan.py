@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -37,6 +40,11 @@ class SavePlan:
     replicated: frozenset[str]
     signature: str  # equal on two ranks exactly when they made the same plan
 
+    @functools.cached_property
+    def alike(self) -> tuple[str, ...]:
+        """The names of `replicated` in the order in which all ranks go through them."""
+        return tuple(sorted(self.replicated))
+
 
 def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str, str], frozenset[str]]:
     """What is to be stored, the aliases, and the names whose values are the same on all ranks.
@@ -45,18 +53,13 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str,
     the same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and are stored from
     rank 0.
     """
-    items, aliases, seen = [], {}, dict[tuple[object, ...], str]()
-    for name in sorted(tensors):
-        tensor = tensors[name]
+    for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise CheckpointError(f"tensor {name} is {kind}, and a checkpoint holds only dense ones{_instead(name)}")
-        memory = memory_of(tensor)
-        if memory is not None and memory in seen:
-            aliases[name] = seen[memory]
-            continue
-        if memory is not None:
-            seen[memory] = name
+    items, aliases = [], find_aliases(tensors)
+    for name in sorted(tensors.keys() - aliases.keys()):
+        tensor = tensors[name]
         if tensor.dtype not in _CODES:
             raise CheckpointError(
                 f"tensor {name} has dtype {tensor.dtype}, which safetensors cannot hold: keep it in another dtype"
@@ -76,22 +79,37 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str,
     return tuple(items), aliases, replicated
 
 
+def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of the tensors that share their memory with another, and the first name of that one."""
+    aliases, first = {}, dict[tuple[object, ...], str]()
+    for name in sorted(tensors):
+        memory = memory_of(tensors[name])
+        if memory is not None and first.setdefault(memory, name) != name:
+            aliases[name] = first[memory]
+    return aliases
+
+
 def _instead(name: str) -> str:
     if not name.startswith("optimizer."):
         return ": keep it as one"
     return ": it follows from sparse gradients; use SparseAdam, SGD without momentum, or sparse=False for the embedding"
 
 
-def places_of(tensors: Mapping[str, Tensor]) -> list[tuple[object, ...]] | None:
+_LOOKS: tuple[Callable[[Any], Any], ...] = (
+    type,
+    Tensor.data_ptr,
+    *map(operator.attrgetter, ("dtype", "shape", "device")),
+    Tensor.stride,
+)
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> list[list[object]] | None:
     """All that `describe` goes by, in a fraction of its time: while it stays the same, so does what that gives.
 
     None where a tensor has no memory of its own, as sparse ones.
     """
     try:
-        return [
-            (name, type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-            for name, tensor in tensors.items()
-        ]
+        return [list(tensors), *(list(map(look, tensors.values())) for look in _LOOKS)]
     except RuntimeError:
         return None
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
@@ -30,7 +30,7 @@ def _hash(tensor: Tensor) -> int:
 
 def _sum(tensor: Tensor) -> Tensor:
     plain = _plain(tensor)
-    return plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
+    return plain.view(INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class ReplicaDigest:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._kinds = [name.partition(".")[0] for name in tensors]
+        self._names = list(tensors)
         self._tensors = list(tensors.values())
         self._digests = torch.empty(0, dtype=torch.int64)
         self._taken = threading.Event()
@@ -80,7 +80,8 @@ class ReplicaDigest:
         """A digest for each kind of tensor; waits for a device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        hashed = {kind: xxhash.xxh3_128() for kind in sorted(set(self._kinds))}
-        for kind, value in zip(self._kinds, self._digests.tolist(), strict=True):
+        kinds = [name.partition(".")[0] for name in self._names]
+        hashed = {kind: xxhash.xxh3_128() for kind in sorted(set(kinds))}
+        for kind, value in zip(kinds, self._digests.tolist(), strict=True):
             hashed[kind].update(value.to_bytes(8, "little", signed=True))
         return {kind: digest.hexdigest() for kind, digest in hashed.items()}

@@ -30,7 +30,7 @@ from cluster_ddp.run.directory import step_name, steps_in
 from cluster_ddp.run.storage import Storage
 
 # What whoever restores puts in place: it need not be there before the first step.
-_EXTRA = ("optimizer.", "buffer.", "task.")
+_EXTRA = ("optimizer.", "buffer.", "extra.", "task.")
 
 
 @dataclass(frozen=True)

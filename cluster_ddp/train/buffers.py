@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from cluster_ddp.checkpoint.replicas import INTEGERS
 
 
 class Buffers:
@@ -50,7 +50,7 @@ class Buffers:
         by_kind: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for live, copy in zip(self._live, self._copies, strict=True):
             parts = [torch.view_as_real(part) if part.is_complex() else part for part in (live, copy)]
-            kind = _INTEGERS[parts[0].element_size()]
+            kind = INTEGERS[parts[0].element_size()]
             lives, copies = by_kind.setdefault(kind, ([], []))
             lives.append(parts[0].view(kind))
             copies.append(parts[1].view(kind))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cluster_ddp.train.errors import TaskError
 
+EXTRA_STATE = "_extra_state"  # in state_dict(), what get_extra_state() of a module gives; after the module's name
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -27,6 +28,11 @@ class Ema:
         self._model = _copy(model)
         self._weights, self._held = ([weight.detach() for weight in _averaged(of)] for of in (model, self._model))
         self._others, self._copies = _places(model), _places(self._model)
+        self._with_extra_state = [
+            (of_model, copied)
+            for of_model, copied in zip(model.modules(), self._model.modules(), strict=True)
+            if type(of_model).get_extra_state is not nn.Module.get_extra_state
+        ]
         self._averages = [held.float() if held.dtype in _LOW else held for held in self._held]
         self._exact = {
             id(parameter): average
@@ -64,12 +70,18 @@ class Ema:
             for held, average in zip(self._held, self._averages, strict=True):
                 if held.dtype is not average.dtype:
                     held.copy_(average)
+        for of_model, copied in self._with_extra_state:
+            copied.set_extra_state(copy.deepcopy(of_model.get_extra_state()))
         return self._model
 
     def tensors(self) -> dict[str, Tensor]:
         """The averaged weights and the buffers by the names that they have in the model."""
         named = self.model().state_dict(keep_vars=True)
-        return {name: self._exact.get(id(tensor), tensor).detach() for name, tensor in named.items()}
+        return {
+            name: self._exact.get(id(tensor), tensor).detach()
+            for name, tensor in named.items()
+            if name.rpartition(".")[2] != EXTRA_STATE
+        }
 
     def restore(self, updates: int) -> None:
         """Say how many updates are in the average whose tensors have been put back."""

@@ -7,6 +7,7 @@ else there is (lists and dicts of tensors, tensors in the groups, state of no pa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
 _TORCHS = frozenset({"_step_count"})  # by which torch's schedulers see the order of calls
 _CPU = torch.device("cpu")
+_SHOWN = 5
 
 
 class OptimizerState:
@@ -59,6 +61,52 @@ class OptimizerState:
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
+        tensors = self._plain_states()
+        layouts: dict[str, dict[str, Any]] = {}
+        rest: dict[str, Any] = {}
+        if tensors is None:
+            tensors, layouts, rest = self._states()
+        packer = Packer(tensors)
+        return tensors, {
+            "optimizer_layouts": layouts,
+            "optimizer_state": {fqn: packer.pack(state, f"{_PREFIX}{fqn}") for fqn, state in rest.items()},
+            "optimizer_without": self._without(),
+            "optimizer_groups": self._changed_settings(packer),
+            "optimizer_shared": packer.pack(self._shared(), f"{_PREFIX}shared"),
+            "optimizer_own": packer.pack(self._own(), f"{_PREFIX}own"),
+        }
+
+    def _plain_states(self) -> dict[str, Tensor] | None:
+        """The tensors by name where there is nothing else to save, in a third of the time; None where there is.
+
+        That is so where all parameters have the same keys, and each key's tensors the strides and the device of their
+        parameters, or no dimension. Which keys are strings is seen in one state, for they are all alike.
+        """
+        states = self._optimizer.state
+        if not states or set(map(type, states.values())) != {dict} or not self._names.keys() >= set(map(id, states)):
+            return None
+        keys = next(iter(states.values())).keys()
+        if not all(type(key) is str and "." not in key for key in keys):
+            return None
+        if any(state.keys() != keys for state in states.values()):
+            return None
+        parameters, fqns = list(states), [self._names[id(parameter)] for parameter in states]
+        strides, devices = _places(parameters)
+        tensors: dict[str, Tensor] = {}
+        if len(devices) != 1 or ("step" in keys and devices != {_CPU}):
+            return None
+        for key in keys:
+            values = [state[key] for state in states.values()]
+            if set(map(type, values)) != {Tensor}:
+                return None
+            found, on = _places(values)
+            if on != devices or (found != strides and any(found)):
+                return None
+            tensors.update(zip([f"{_PREFIX}{fqn}.{key}" for fqn in fqns], values, strict=True))
+        return tensors
+
+    def _states(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], dict[str, Any]]:
+        """The tensors by name, the layouts of those that have an unusual one, and what is to be packed."""
         tensors: dict[str, Tensor] = {}
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
@@ -85,17 +133,11 @@ class OptimizerState:
                     }
             if others:
                 rest[fqn] = others
-        packer = Packer(tensors)
-        return tensors, {
-            "optimizer_layouts": layouts,
-            "optimizer_state": {fqn: packer.pack(state, f"{_PREFIX}{fqn}") for fqn, state in rest.items()},
-            "optimizer_groups": self._changed_settings(packer),
-            "optimizer_shared": packer.pack(self._shared(), f"{_PREFIX}shared"),
-            "optimizer_own": packer.pack(self._own(), f"{_PREFIX}own"),
-        }
+        return tensors, layouts, rest
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Put back what `collect` gave, with the tensors on the CPU and contiguous; a `TaskError` for other groups."""
+        """Put back what `collect` gave, with the tensors on the CPU and contiguous; or a `TaskError`."""
+        self._refuse_others(scalars.get("optimizer_without"))
         left = dict(tensors)
         device = next((parameter.device for _, parameter in self._parameters()), _CPU)
 
@@ -180,6 +222,8 @@ class OptimizerState:
 
     def _shared(self) -> dict[Any, Any]:
         """State under keys that are no parameters."""
+        if self._names.keys() >= set(map(id, self._optimizer.state)):
+            return {}
         for key in self._optimizer.state:
             if isinstance(key, Tensor) and id(key) not in self._names:
                 raise TaskError(
@@ -187,6 +231,24 @@ class OptimizerState:
                     "model(), which a checkpoint cannot name: key it by a parameter or by a string"
                 )
         return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
+
+    def _without(self) -> list[str]:
+        """The parameters of the model that the optimizer does not hold."""
+        held = {id(parameter) for _, parameter in self._parameters()}
+        return [name for known, name in self._names.items() if known not in held]
+
+    def _refuse_others(self, without: list[str] | None) -> None:
+        if without is None:  # as once was saved
+            return
+        now = set(self._without())
+        gone, added = sorted(now - set(without)), sorted(set(without) - now)
+        if gone or added:
+            changes = [f"without {_named(gone)}"] * bool(gone) + [f"with {_named(added)} besides"] * bool(added)
+            raise TaskError(
+                f"optimizer() now makes an optimizer {' and '.join(changes)}, other than the one that was saved: hold "
+                "the same parameters as before (those that are not to be trained with requires_grad=False), or start "
+                "a new run"
+            )
 
     def _own(self) -> dict[str, Any]:
         """What the optimizer's own `state_dict` gives besides."""
@@ -211,6 +273,14 @@ class OptimizerState:
                     found[key] = packed
             changed.append(found)
         return changed
+
+
+def _places(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], set[torch.device]]:
+    return list(map(Tensor.stride, tensors)), set(map(operator.attrgetter("device"), tensors))
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _packed_or_none(value: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -15,10 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
-from cluster_ddp.train.distributed import all_gather
+from cluster_ddp.train.distributed import all_gather, all_gather_object
 from cluster_ddp.train.errors import TaskError
 
 _SHOWN = 5  # names of what differs
+_MAX_TEXT = 60  # characters of a value that is shown
+_FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
@@ -163,6 +167,54 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
             "    each rank would train a model of its own: let loss() compute everything that has a gradient by "
             "model(...), the model that it is given, and let nothing that changes weights depend on the rank"
         )
+
+
+def refuse_own_state(when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    """Compare, over the ranks, what a checkpoint holds of rank 0 alone and gives to all; all ranks call it.
+
+    Parameters
+    ----------
+    when
+        For the message: "after step 2".
+    tensors, scalars
+        The whole state, as it is saved.
+
+    Raises
+    ------
+    TaskError
+        A rank has something of its own there, on all ranks.
+    """
+    if not dist.is_initialized():
+        return
+    named = {name: tensor for name, tensor in tensors.items() if name.startswith(_FROM_RANK_0)}
+    texts = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
+    texts |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
+    found = {name: _short(json.dumps(value)) for name, value in texts.items()}
+    if named:
+        found.update(zip(named, tensor_digests(list(named.values())).tolist(), strict=True))
+    first, *others = all_gather_object(found)
+    differing: dict[str, str] = {}
+    for rank, other in enumerate(others, start=1):
+        for name in first.keys() | other.keys():
+            if first.get(name) != other.get(name):
+                differing.setdefault(name, f"{name}{_shown(first.get(name), other.get(name), rank)}")
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise TaskError(
+            f"{when} each rank has a state of its own: {'; '.join(sorted(differing.values())[:_SHOWN])}{more}\n"
+            "    a checkpoint holds that of rank 0, and a resume would give it to all: let state_dict() give what is "
+            "the same on all ranks, such as a sum over them (reduce_tensor), or a list by rank (all_gather_object)"
+        )
+
+
+def _short(text: str) -> str | int:
+    return text if len(text) <= _MAX_TEXT else int(xxhash.xxh3_64_intdigest(text.encode()))
+
+
+def _shown(of_rank_0: str | int | None, other: str | int | None, rank: int) -> str:
+    if isinstance(of_rank_0, str) and isinstance(other, str):
+        return f" ({of_rank_0} on rank 0, {other} on rank {rank})"
+    return f" (other on rank {rank} than on rank 0)"
 
 
 _CALL_IT = (

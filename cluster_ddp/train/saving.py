@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from cluster_ddp.checkpoint.checkpointer import Checkpointer
 from cluster_ddp.checkpoint.restore import Restored
@@ -22,9 +22,11 @@ from cluster_ddp.run.history import read_history
 from cluster_ddp.run.unfinished import seconds_between_saves
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.refusals import refuse_own_state
 from cluster_ddp.train.selfcheck import check_comes_back
-from cluster_ddp.train.state import State
+from cluster_ddp.train.state import Collected, State
 
+_KIND = [operator.attrgetter(name) for name in ("dtype", "shape")]
 _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
 
 
@@ -42,7 +44,7 @@ class Saving:
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
         self._rank = world.rank
-        self._checked: dict[str, tuple[torch.dtype, torch.Size]] | None = None
+        self._checked: tuple[list[Any], ...] | None = None
         self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
         if run is None:
             return
@@ -113,8 +115,9 @@ class Saving:
         if self._checkpointer is None or (self._saved == step and not again):
             return
         self._saved = step
-        tensors, scalars = state.collect()
-        self._check(state, step, tensors, together=False)
+        tensors, scalars = collected = state.collect()
+        refuse_own_state(f"after step {step}", *collected)
+        self._check(state, step, collected, together=False)
         self._checkpointer.save(
             step=step,
             samples=samples,
@@ -141,18 +144,21 @@ class Saving:
         if self._steps_here == 1:
             self._checkpointer.prepare(state.collect()[0])
         if self._steps_here == _CHECKED_AFTER:
-            self._check(state, step, state.collect()[0], together=True)
+            collected = state.collect()
+            refuse_own_state(f"after step {step}", *collected)
+            self._check(state, step, collected, together=True)
 
-    def _check(self, state: State, step: int, tensors: Mapping[str, Tensor], *, together: bool) -> None:
+    def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:
         """Check on rank 0 that the state comes back, unless one with these tensors has; else raise a `TaskError`."""
-        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if self.fresh is None or kinds == self._checked:
+        tensors, _ = collected
+        kinds = list(tensors), *(list(map(look, tensors.values())) for look in _KIND)
+        if self.fresh is None or self._checkpointer is None or kinds == self._checked:
             return
         self._checked = kinds
         problem = None
         if self._rank == 0:
             try:
-                check_comes_back(state, step, self.fresh)
+                check_comes_back(state, step, collected, self._checkpointer.plan_for(tensors), self.fresh)
             except ClusterDDPError as error:
                 problem = str(error)
         if together:

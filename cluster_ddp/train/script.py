@@ -15,6 +15,7 @@ docs/own-script.md has a whole script, and says what each part is.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.data.order import SampleStream
-from cluster_ddp.train.distributed import barrier, find_world
+from cluster_ddp.train.distributed import World, barrier, find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
 from cluster_ddp.train.metrics.log import Report
@@ -42,6 +43,7 @@ from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.session import Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
+from cluster_ddp.train.twins import twins
 
 _RATES = "learning rates of the optimizer"
 
@@ -159,7 +161,10 @@ class ScriptRun:
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._stream, self._total_steps = stream, total_steps
         self._check_weights = FiniteWeights(bare).check
-        self._session.resume(State(bare, optimizer, also=_Own(optimizer, also)), stream, total_steps=total_steps)
+        state = State(bare, optimizer, also=_Own(optimizer, also))
+        self._session.resume(
+            state, stream, total_steps=total_steps, fresh=_Once(state, model, optimizer, also, self.world)
+        )
         if self.world.is_main:
             self._report = self._open_report()
         optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
@@ -219,6 +224,32 @@ class ScriptRun:
         if self._stream is None:
             raise TrainError("the script has not called resume(model, optimizer, stream, ...) of its run")
         return self._stream
+
+
+class _Once:
+    """Makes the state of a script once more, to see that it comes back: a script has nothing that makes its model anew.
+
+    It is a copy of model and optimizer as they are now, before anything is restored, on the CPU and on rank 0, which is
+    used once and let go of; later ones are copies of what they are then.
+
+    Raises
+    ------
+    TaskError
+        They cannot be copied.
+    """
+
+    def __init__(
+        self, state: State, model: nn.Module, optimizer: Optimizer, also: Stateful | None, world: World
+    ) -> None:
+        self._state, self._model, self._optimizer, self._also = state, model, optimizer, also
+        self._copies = twins(model, optimizer) if world.is_main else None
+
+    def __call__(self) -> State:
+        model, optimizer = self._copies or twins(self._model, self._optimizer)
+        self._copies = None
+        own = _Own(optimizer, copy.copy(self._also))
+        self._state.put_back_first(own)
+        return State(model, optimizer, also=own)
 
 
 class _Own:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
 from cluster_ddp.checkpoint.memory import MemoryCheckpoint
-from cluster_ddp.checkpoint.plan import describe
+from cluster_ddp.checkpoint.plan import SavePlan, find_aliases
+from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.state import State
+from cluster_ddp.train.state import Collected, State
 
 _SHOWN = 5  # differences that are named
 _MAX_TEXT = 120  # characters of each
@@ -33,7 +34,7 @@ _REMEDIES = {
 }
 
 
-def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> None:
+def check_comes_back(state: State, step: int, collected: Collected, plan: SavePlan, fresh: Callable[[], State]) -> None:
     """Compare the state with what a resume after this step would make of it.
 
     Raises
@@ -41,9 +42,9 @@ def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> Non
     TaskError
         Something does not come back; the message names it.
     """
-    tensors, scalars = state.collect()
+    tensors, scalars = collected
     try:
-        stored = MemoryCheckpoint(tensors, scalars)
+        stored = MemoryCheckpoint(tensors, scalars, plan)
         other = fresh()
         restored = stored.restore(other.live())
         other.load(step, restored.scalars, restored.extra)
@@ -65,9 +66,8 @@ def check_comes_back(state: State, step: int, fresh: Callable[[], State]) -> Non
         *_scalars_that_differ(scalars, scalars_again),
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
     ]
-    if not differing and describe(tensors)[1] != describe(again)[1]:
-        shared, shared_again = describe(tensors)[1], describe(again)[1]
-        differing = [f"{name}: shares its memory otherwise" for name in sorted(shared.keys() ^ shared_again.keys())]
+    if not differing and plan.aliases != (aliases := find_aliases(again)):
+        differing = [f"{name}: shares its memory otherwise" for name in sorted(plan.aliases.keys() ^ aliases.keys())]
     if differing:
         kinds = {name.partition(".")[0].partition("_")[0] for name in differing}
         raise _refusal(differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
@@ -90,13 +90,14 @@ def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]
             yield f"{name}: {was.dtype} {list(was.shape)} comes back as {now.dtype} {list(now.shape)}"
         elif was.stride() != now.stride():
             yield f"{name}: strides {list(was.stride())} come back as {list(now.stride())}"
-        elif not torch.equal(_bits(was), _bits(now)):
+        elif not torch.equal(_bits(was.cpu()), _bits(now.cpu())):
             yield f"{name}: other values come back"
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes, in which a NaN equals itself."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    """As integers, of which a NaN equals itself and zero has one sign."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.view(INTEGERS[plain.element_size()])
 
 
 def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:

@@ -21,10 +21,12 @@ from cluster_ddp.train.distributed import cleanup_distributed, find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure
 from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
+from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.saving import Saving
 from cluster_ddp.train.state import State
 from cluster_ddp.train.stop import StopConsensus, StopDecision
 
+_COMPARED_AFTER = 2  # steps: the second is the first that begins with what an update has left
 _RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds between the tries to save the last step
 
 
@@ -127,6 +129,7 @@ class Session:
         self._order: Order | None = None
         self._total_steps = 0
         self._resumed = False
+        self._compared_after: int | None = None
 
     @property
     def step(self) -> int:
@@ -153,6 +156,8 @@ class Session:
         if restored is not None:
             self._resumed = True
             self.beat.steps = restored.step
+        if self.world.world_size > 1:
+            self._compared_after = self.step + _COMPARED_AFTER
 
     def tell_start(self, **fields: Any) -> None:
         """Record that training begins, or goes on."""
@@ -174,6 +179,8 @@ class Session:
         assert self._state is not None
         self.beat.step(self.step + 1)
         self.saving.prepare(self._state, self.step)
+        if self.step == self._compared_after:
+            refuse_differences(f"after step {self.step} weights or optimizer", self._state.alike())
         self.decision = self._consensus.end(self.step - 1)
         return self.decision
 

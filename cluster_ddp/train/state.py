@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import describe
-from cluster_ddp.train.ema import Ema
+from cluster_ddp.train.ema import EXTRA_STATE, Ema
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.packing import Packer, unpack
 from cluster_ddp.train.task import expect_type
 
+Collected = tuple[dict[str, Tensor], dict[str, Any]]
+
 _BUFFER = "buffer."  # before the names of buffers that state_dict() leaves out
+_EXTRA = "extra."  # before those of tensors in what get_extra_state() of modules gives
 
 
 class Stateful(Protocol):
@@ -75,18 +79,17 @@ class State:
         self._scaler = scaler
         self._ema = ema
         self._also = also
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._first_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        self._optimizer = OptimizerState(optimizer, names)
+        self._parameters = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
+        self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = _hidden_buffers(model)
         self._first_of_task = copy.deepcopy(self._task_state())
-        self._model_tensors()  # what can be refused is refused before the first step
+        self.collect()  # what can be refused is refused before the first step
 
-    def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def collect(self) -> Collected:
         """All tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
-        tensors = self._model_tensors()
+        tensors, extra_state = self._model_state()
         of_optimizer, scalars = self._optimizer.collect()
         tensors |= of_optimizer
         tensors |= self._changed_buffers()
@@ -96,9 +99,10 @@ class State:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "requires_grad": {  # of the layers that were frozen or unfrozen in training
                 name: parameter.requires_grad
-                for name, parameter in self._model.named_parameters()
-                if parameter.requires_grad != self._first_trained.get(name)
+                for name, parameter, first in self._parameters
+                if parameter.requires_grad != first
             },
+            "extra_state": {name: packer.pack(value, _EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
         return tensors, scalars
@@ -108,10 +112,14 @@ class State:
         self.counts = Counts(**scalars["counts"])
         self._optimizer.restore(_with_prefix("optimizer.", extra), scalars)
         changed = scalars.get("requires_grad", {})
-        for name, parameter in self._model.named_parameters():
+        for name, parameter, _ in self._parameters:
             if name in changed:
                 parameter.requires_grad_(changed[name])
         self._load_buffers(_with_prefix(_BUFFER, extra))
+        of_modules = _with_prefix(_EXTRA, extra)
+        for name, packed in scalars.get("extra_state", {}).items():
+            module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
+            module.set_extra_state(unpack(packed, of_modules.pop, self._device))
         if self._scaler is not None and scalars["scaler"]:
             # Where the scale stands is state; how it moves is the job file's.
             kept = {key: scalars["scaler"][key] for key in ("scale", "_growth_tracker")}
@@ -132,20 +140,40 @@ class State:
 
     def live(self) -> dict[str, Tensor]:
         """The tensors to fill in place at a restore: the model's and the average's."""
-        return self._model_tensors()
+        return self._model_state()[0]
 
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
         """Numbers that the optimizer keeps in itself, outside its state, and that are others in another's optimizer."""
         return self._optimizer.hidden_differences(other._optimizer)
 
-    def first_of_task(self) -> dict[str, Any]:
-        """The state of the task before the first step."""
-        return copy.deepcopy(self._first_of_task)
+    def put_back_first(self, also: Stateful) -> None:
+        """Give another task the state that the one here had before the first step.
 
-    def _model_tensors(self) -> dict[str, Tensor]:
+        Raises
+        ------
+        TaskError
+            It does not take it.
+        """
+        if not self._first_of_task:
+            return
+        also.load_state_dict(copy.deepcopy(self._first_of_task))
+        first, taken = _as_texts(self._first_of_task), _as_texts(also.state_dict())
+        if first != taken:
+            lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
+            raise TaskError(
+                "load_state_dict() of the task (in a script, of what is given to also=) does not take back what its "
+                f"state_dict() gave before the first step: {', '.join(lost)}"
+            )
+
+    def _model_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of the model and the average, and what modules have besides."""
+        extra_state: dict[str, Any] = {}
         held = {id(weight) for group in self._groups for weight in group["params"]}
         named: dict[str, Tensor] = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                extra_state[name] = value
+                continue
             if not isinstance(value, Tensor):
                 raise TaskError(
                     f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
@@ -160,7 +188,7 @@ class State:
             named[f"model.{name}"] = value if id(value) in held else value.detach()
         if self._ema is not None:
             named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
-        return named
+        return named, extra_state
 
     def _task_state(self) -> dict[str, Any]:
         if self._also is None:
@@ -195,6 +223,10 @@ def _hidden_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor 
         for key, buffer in module._buffers.items()
         if key in module._non_persistent_buffers_set
     }
+
+
+def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:
+    return {str(key): json.dumps(Packer({}).pack(value, "task"), sort_keys=True) for key, value in state.items()}
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -19,17 +19,16 @@ from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
-from cluster_ddp.train.errors import NonFiniteError, TaskError
+from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation import Evaluation
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
-from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.precision import choose_precision, make_scaler, set_backends
 from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_closures, refuse_differences
+from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_closures
 from cluster_ddp.train.saving import synchronise_buffers
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
@@ -38,8 +37,6 @@ from cluster_ddp.train.step import Gradients, scalar_loss
 from cluster_ddp.train.stop import AT_ONCE
 from cluster_ddp.train.task import Task, expect_type, load_task
 from cluster_ddp.train.update import Update
-
-_COMPARED_AFTER = 2  # steps: the second is the first that begins with what an update has left
 
 
 class Trainer:
@@ -143,8 +140,6 @@ class Trainer:
             self.single_samples.end()
 
             decision = self.session.end_step()
-            if self.step == self._compared_after:
-                refuse_differences(f"after step {self.step} weights or optimizer", self.state.alike())
             self.log.end(self.step, micro.epoch, self.update, self.schedule.lr(micro.step - left_out))
             if decision.synced:  # the ranks have just exchanged their votes: a moment at which all of them are here
                 self.log.exchange()
@@ -203,13 +198,7 @@ class Trainer:
             model = expect_type(task.model(), nn.Module, "model()")
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
             optimizer = task.optimizer(model, scaled_lr(train, self.plan.global_batch))
-        first = self.state.first_of_task()
-        if first:
-            task.load_state_dict(copy.deepcopy(first))
-            if Packer({}).pack(dict(task.state_dict()), "task") != Packer({}).pack(first, "task"):
-                raise TaskError(
-                    "load_state_dict() of the task does not take back what its state_dict() gave before the first step"
-                )
+        self.state.put_back_first(task)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=ema, also=task)
 
     # What is resumed.
@@ -223,7 +212,6 @@ class Trainer:
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
         self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
-        self._compared_after = self.step + _COMPARED_AFTER
         self.log.open(self.step)
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))

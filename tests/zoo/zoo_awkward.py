@@ -102,7 +102,8 @@ class Lazy(nn.Sequential):
 
 # By name; those of the first table are exact.
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
-    kind: partial(WithoutExtra, kind) for kind in ("buffer that is not persistent", "buffer replaced")
+    **{kind: partial(WithoutExtra, kind) for kind in ("buffer that is not persistent", "buffer replaced")},
+    "extra state that is no tensor": partial(WithState, "extra state that is no tensor"),
 }
 REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
     **{
@@ -112,7 +113,6 @@ REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
             "complex128 buffer", "lambda in state_dict",
         )
     },
-    "extra state that is no tensor": partial(WithState, "extra state that is no tensor"),
     "pruned": _pruned,
     "old weight norm": _old_weight_norm,
     "lazy": Lazy,

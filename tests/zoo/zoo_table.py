@@ -75,7 +75,6 @@ REFUSED = [
     (Case(model="state_dict of copies"), "state_dict() of a module has to give its tensors themselves"),
     (Case(model="complex128 buffer"), "which safetensors cannot hold"),
     (Case(model="lambda in state_dict"), "the model's state 'function' is a function"),
-    (Case(model="extra state that is no tensor"), "the model's state '_extra_state' is a dict"),
     (Case(model="pruned"), "call prune.remove"),
     (Case(model="old weight norm"), "use torch.nn.utils.parametrizations"),
     (Case(model="lazy"), "run a batch through the model in model()"),
