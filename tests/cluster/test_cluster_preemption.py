@@ -78,7 +78,8 @@ def test_completed_once_however_often_it_was_preempted(
 ) -> None:
     with preemption(cluster, kind):
         partition = "cancel" if kind == "cancel" else "debug"
-        training = submit(cluster, tmp_path, "--via", via, slurm={"partition": partition})
+        small = {"slurm": {"partition": partition}, "launch": {"procs_per_node": 1}}
+        training = submit(cluster, tmp_path, "--via", via, **small)
         for number in range(1, times + 1):
             preempt(training, number)
         training.full_speed()

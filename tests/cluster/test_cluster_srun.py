@@ -28,7 +28,8 @@ def test_ranks_of_srun_meet_on_the_first_node_wherever_rank_0_is(cluster: SlurmC
     address = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     job = cluster.sbatch(address, f"srun bash {tmp_path}/task.sh", nodes=2, output=tmp_path / "out")
     cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout=PATIENCE)
-    assert sorted((tmp_path / "out").read_text().splitlines()) == ["0 2.0", "1 2.0"]
+    said = (tmp_path / "out").read_text()
+    assert {"0 2.0", "1 2.0"} <= set(said.splitlines()), said
 
 
 def test_node_programs_have_the_cpus_that_the_job_asks_for(cluster: SlurmCluster, tmp_path: Path) -> None:
