@@ -72,7 +72,7 @@ def _option(name: object, setting: object) -> Option:
         raise refused("cannot be set here", allowed=_RENDERED[name], at=at)
     if "ntasks" in name or name == "tasks-per-node":
         raise refused("cannot be set here", allowed="one task a node starts them: use launch.procs_per_node", at=at)
-    if name == "gres" and str(setting).startswith("gpu"):
+    if name == "gres" and any(kind.startswith("gpu") for kind in str(setting).split(",")):
         raise refused("has a place of its own", allowed="use slurm.gpus_per_node with gpu_option: gres", at=at)
     if setting is None or isinstance(setting, (bool, int, float)):
         return setting

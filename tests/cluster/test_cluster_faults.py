@@ -103,6 +103,8 @@ def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJo
     training.wait_for_restart(1)
     finish(training, calm, attempts=2)
     assert lost_nodes(training) == [(0, started)]
+    said = [str(event.get("reason")) for event in training.events() if event["attempt"] == 0]
+    assert not [reason for reason in said if "preemption" in reason], "a node failure is called that"
     second = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 1}
     assert started not in second
     cluster.boot_node(started)

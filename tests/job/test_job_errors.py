@@ -106,6 +106,7 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(errors_of: Err
         ("{job-name: x}", "use name"),
         ("{gpus: 3}", "use slurm.gpus_per_node"),
         ("{gres: 'gpu:4'}", "use slurm.gpus_per_node with gpu_option: gres"),
+        ("{gres: 'lustre:1,gpu:4'}", "use slurm.gpus_per_node with gpu_option: gres"),
         ("{ntasks-per-node: 4}", "use launch.procs_per_node"),
         ("{requeue: true}", "use requeue.max_requeues"),
         ("{export: ALL}", "use network.env"),
