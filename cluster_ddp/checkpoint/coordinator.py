@@ -33,8 +33,6 @@ class SaveCoordinator:
 
     Parameters
     ----------
-    store
-        The store of the process group, or None for a single process.
     writing
         ``all``, ``node`` or ``one``: which ranks write.
     """

@@ -38,8 +38,6 @@ class Stopping:
 
     Parameters
     ----------
-    warning
-        The signal that the batch system sends ahead of the time limit.
     share
         Leave a stop file for the other nodes when a signal asks this one: where no batch script does.
     """

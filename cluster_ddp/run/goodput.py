@@ -30,8 +30,6 @@ def goodput_of(history: History, metrics: LatestMetrics, *, created: float | Non
     ----------
     created
         When the run was made (Unix seconds), when that is known; waiting counts from there.
-    alive
-        Whether the last attempt is alive; its time then runs to this moment.
     """
     productive = lost = waiting = 0.0
     free_since = created

@@ -17,22 +17,12 @@ _SAVES_APART = 2.0  # times what a save takes, at the least: training goes on be
 
 @dataclass(frozen=True)
 class UnfinishedSave:
-    """A save at the end of an attempt that was begun and is not there.
-
-    Attributes
-    ----------
-    reason
-        What asked the attempt to stop.
-    grace
-        Seconds that there were; None where nobody said.
-    trained
-        Seconds from the beginning of training in this attempt to the request.
-    """
+    """A save at the end of an attempt that was begun and is not there."""
 
     step: int
-    reason: str
-    grace: float | None
-    trained: float
+    reason: str  # what asked the attempt to stop
+    grace: float | None  # seconds that there were; None where nobody said
+    trained: float  # seconds from the beginning of training in this attempt to the request
 
     def describe(self, takes: float | None) -> str:
         """What happened and what to set, for people.

@@ -68,10 +68,6 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
 
     Parameters
     ----------
-    job
-        What Slurm says of it.
-    restart_count
-        Which of the job's starts asks (SLURM_RESTART_COUNT).
     grace_end
         The EndTime that was shown while the grace of a preemption lasted; empty when none was seen. A job that ends
         before it was cancelled: nothing else that Slurm shows tells this from the preemption itself.

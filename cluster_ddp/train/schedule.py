@@ -22,8 +22,6 @@ class Schedule:
 
     Parameters
     ----------
-    optimizer
-        As the task made it, with each group's peak rate.
     peak
         The peak rate that `train.min_lr` is measured against.
     total
