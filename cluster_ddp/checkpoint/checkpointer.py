@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from cluster_ddp.checkpoint.coordinator import SaveCoordinator
-from cluster_ddp.checkpoint.errors import CheckpointError, RanksDiverged
+from cluster_ddp.checkpoint.errors import AttemptSuperseded, CheckpointError, RanksDiverged
 from cluster_ddp.checkpoint.plan import SavePlan, describe, make_plan, places_of
 from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.restore import Restore, Restored
@@ -28,6 +28,8 @@ from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.checkpoint.writer import Report, Save, Writer
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.lineage import Origin, record_origin
 from cluster_ddp.run.storage import Storage
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ class Checkpointer:
         ``<run>/checkpoints``, on storage that all ranks see.
     run_id, job_digest
         Recorded in each checkpoint; one of another run is never loaded, renamed or removed.
+    attempt
+        The number of this attempt of the run, recorded as well. What it goes on from is recorded in the attempt's
+        folder, where there is one; once a newer attempt has begun, this one changes nothing any more.
     settings
         The job's ``checkpoint:`` section.
     store
@@ -68,6 +73,7 @@ class Checkpointer:
         run_id: str,
         job_digest: str,
         settings: CheckpointSpec,
+        attempt: int = 0,
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
@@ -77,6 +83,7 @@ class Checkpointer:
     ) -> None:
         self.last_saved: int | None = None  # the step of the last checkpoint known to be durable: restored, or saved
         self._directory, self._run_id, self._settings, self._rank = directory, run_id, settings, rank
+        self._attempt = RunDirectory(directory.parent).attempt(attempt)
         self._storage = storage or Storage()
         self._record = report
         self._unreported = collections.deque[tuple[str, dict[str, Any]]](maxlen=_MAX_UNREPORTED)
@@ -90,6 +97,7 @@ class Checkpointer:
         self._writer = Writer(
             directory,
             run_id=run_id,
+            attempt=self._attempt,
             job_digest=job_digest,
             settings=settings,
             coordinator=self._coordinator,
@@ -138,6 +146,8 @@ class Checkpointer:
             A tensor or a scalar is of a kind that no checkpoint can hold.
         RanksDiverged
             At the save before, what must be alike on all ranks was not. Nothing was published then.
+        AttemptSuperseded
+            At the save before, a newer attempt had begun. Nothing was published then.
         """
         number = self._saves
         self._saves += 1
@@ -148,7 +158,7 @@ class Checkpointer:
                 self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": reason})
             return
         self._join()
-        self._check_alike()
+        self._check_goes_on()
         save = Save(
             number=number,
             step=step,
@@ -189,9 +199,9 @@ class Checkpointer:
             self._digest = None
 
     def finish(self) -> bool:
-        """Wait for the save in flight; whether it is durable (True if there is none). `RanksDiverged` as by `save`."""
+        """Wait for the save in flight; whether it is durable (True if there is none). Raises as `save` does."""
         self._join()
-        self._check_alike()
+        self._check_goes_on()
         return self._durable
 
     def close(self) -> None:
@@ -200,11 +210,12 @@ class Checkpointer:
         self._staging.release()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Restored | None:
-        """Fill the live tensors from the newest intact checkpoint; all ranks take the same one.
+        """Fill the live tensors from the newest intact checkpoint that counts; all ranks take the same one.
 
         A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
         files, and the one before it is taken. One that another run has saved is reported and passed over, and stays
-        where it is. All bytes are read and verified in one pass.
+        where it is. All bytes are read and verified in one pass. Which one it was is recorded before this returns: what
+        earlier attempts do beyond it does not count from then on.
 
         Parameters
         ----------
@@ -220,7 +231,7 @@ class Checkpointer:
         Raises
         ------
         CheckpointError
-            There are checkpoints, but none is intact. Nothing was deleted.
+            There are checkpoints, but none is intact, or what was restored cannot be recorded. Nothing was deleted.
         CheckpointMismatch
             The checkpoint is intact, but of another model or optimizer; no live tensor was touched.
         """
@@ -233,9 +244,23 @@ class Checkpointer:
             report=self._report,
         )
         restored = restore.into(tensors)
+        self._record_origin(restored)
         if restored is not None:
             self.last_saved = restored.step
         return restored
+
+    def _record_origin(self, restored: Restored | None) -> None:
+        problem = None
+        if self._rank == 0 and self._attempt.path.is_dir():
+            manifest = None if restored is None else restored.manifest
+            origin = Origin(None) if manifest is None else Origin(manifest.step, manifest.digest)
+            try:
+                record_origin(self._attempt, origin, self._storage)
+            except OSError as error:
+                problem = f"cannot record in {self._attempt.origin_file} what it goes on from: {error.strerror}"
+        problem = self._coordinator.from_rank_0(problem)
+        if problem is not None:
+            raise CheckpointError(f"attempt {self._attempt.number} {problem}")
 
     def plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
         """Who writes which of these tensors; the plan before, as long as they are the same ones."""
@@ -247,7 +272,10 @@ class Checkpointer:
             self._places = places
         return self._plan
 
-    def _check_alike(self) -> None:
+    def _check_goes_on(self) -> None:
+        """Raise what the save before has found, on all ranks."""
+        if self._writer.superseded:
+            raise AttemptSuperseded(self._attempt.number)
         if self._writer.diverged is not None:
             raise RanksDiverged(
                 f"the ranks no longer train the same model: {self._writer.diverged}\n"

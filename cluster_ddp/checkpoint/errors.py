@@ -37,6 +37,16 @@ class CheckpointOfAnotherRun(CheckpointError):
         super().__init__(f"checkpoint {folder} is {self.problem}")
 
 
+class AttemptSuperseded(CheckpointError):
+    """A newer attempt of the run has begun: this one saves and removes nothing any more."""
+
+    def __init__(self, attempt: int) -> None:
+        super().__init__(
+            f"a newer attempt of this run has begun: attempt {attempt} ends, and what it did beyond the checkpoint "
+            "that the newer one goes on from does not count"
+        )
+
+
 class RanksDiverged(CheckpointError):
     """The ranks do not hold the same weights: no checkpoint can be made of them."""
 

@@ -2,8 +2,9 @@
 
 Only a complete checkpoint has a name that begins with ``step-`` (run/directory.py). The others say what they are in
 their first word: ``tmp-`` is being written or removed, ``replaced-`` was set aside for a newer save of the same step,
-``damaged-`` was found damaged. The first two name their owner, the process that works on them (host, pid, pid
-namespace, start time and boot), which distinguishes the leftovers of a dead attempt from the work of a live one.
+``damaged-`` was found damaged, ``abandoned-`` was saved by an attempt beyond the place from which a newer one went on.
+The first two name their owner, the process that works on them (host, pid, pid namespace, start time and boot), which
+distinguishes the leftovers of a dead attempt from the work of a live one.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster_ddp.run.directory import step_name, step_of
+from cluster_ddp.run.directory import MANIFEST, step_name, step_of
 from cluster_ddp.run.liveness import identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage
 
+_SET_ASIDE = ("damaged-", "abandoned-")
+_ABANDONED = re.compile(r"abandoned-step-(?P<step>\d{8,18})(-.*)?")
 _OWNED = re.compile(r"(?P<kind>tmp|tmp-removed|replaced)-step-(?P<step>\d{8,18})~(?P<owner>[^~]*(?:~[^~]*){4})")
 # A process on another machine cannot be looked up: what it left counts as dead when nothing in it changed for so long.
 _FOREIGN_AGE = 3600.0  # seconds
@@ -47,33 +50,86 @@ def damaged_in(directory: Path) -> list[str]:
     return sorted(name for name in _names_in(directory) if name.startswith("damaged-"))
 
 
+def abandoned_in(directory: Path) -> dict[str, int]:
+    """The names of the checkpoints that were set aside because they do not count, with their steps."""
+    found = (_ABANDONED.fullmatch(name) for name in sorted(_names_in(directory)))
+    return {match[0]: int(match["step"]) for match in found if match}
+
+
 def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
     """Rename a damaged checkpoint so that nothing takes it for an intact one; returns its new path."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    target = directory / f"damaged-{step_name(step)}-{stamp}"
-    number = 1
-    while target.exists():
-        number += 1
-        target = directory / f"damaged-{step_name(step)}-{stamp}-{number}"
+    target = _free(directory / f"damaged-{step_name(step)}-{time.strftime('%Y%m%d-%H%M%S')}")
     storage.rename(directory / step_name(step), target)
     storage.fsync_dir(directory)
     return target
 
 
-def put_back_replaced(storage: Storage, directory: Path, own: str = "") -> None:
-    """Undo a replacement that was interrupted: the checkpoint that was set aside gets its name back.
+def abandoned_path(directory: Path, step: int, attempt: int | None) -> Path:
+    """A free name for a checkpoint that an attempt has saved and that does not count."""
+    whose = "" if attempt is None else f"-attempt-{attempt:03d}"
+    return _free(directory / f"abandoned-{step_name(step)}{whose}")
+
+
+def _free(wanted: Path) -> Path:
+    target, number = wanted, 1
+    while target.exists():
+        number += 1
+        target = wanted.with_name(f"{wanted.name}-{number}")
+    return target
+
+
+def put_back_interrupted(storage: Storage, directory: Path, own: str) -> None:
+    """Give the checkpoints their names back that were being replaced, or removed by a process that is gone.
+
+    A replacement that is still under way, in an attempt that does not know yet of a newer one, fails then: a folder
+    cannot be renamed onto another.
 
     Parameters
     ----------
     own
-        The caller as an owner, when it has no save under way: what it set aside is put back too.
+        The caller as an owner. What it is removing itself is not put back.
     """
     for name, kind, step, owner in _owned_in(directory):
-        if kind != "replaced" or (directory / step_name(step)).exists():
+        if (directory / step_name(step)).exists() or kind == "tmp":
             continue
-        if owner == own or not _may_live(directory / name, owner):
-            storage.rename(directory / name, directory / step_name(step))
-            storage.fsync_dir(directory)
+        interrupted = kind == "replaced" or (owner != own and not _may_live(directory / name, owner))
+        if interrupted and _is_whole(directory / name):
+            _put_back(storage, directory / name, step)
+
+
+def put_back_removed(storage: Storage, directory: Path) -> bool:
+    """Undo all removals, for a run of which nothing else is left; whether there were any.
+
+    A removal first takes the name, and then looks whether a newer attempt may need the checkpoint; whoever removed it
+    may have been killed between the two.
+    """
+    removed = [
+        (name, step)
+        for name, kind, step, _ in _owned_in(directory)
+        if kind == "tmp-removed" and _is_whole(directory / name) and not (directory / step_name(step)).exists()
+    ]
+    for name, step in removed:
+        _put_back(storage, directory / name, step)
+    return bool(removed)
+
+
+def _put_back(storage: Storage, folder: Path, step: int) -> None:
+    storage.rename(folder, folder.with_name(step_name(step)))
+    storage.fsync_dir(folder.parent)
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
+def remove_checkpoint(storage: Storage, folder: Path) -> None:
+    """Remove a folder that has no final name any more, its manifest first: without one it is never put back.
+
+    Of a link only the link is removed.
+    """
+    if stat.S_ISDIR(folder.lstat().st_mode) and _is_whole(folder):
+        storage.unlink(folder / MANIFEST)
+    storage.rmtree(folder)
 
 
 def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[str, str]:
@@ -93,7 +149,7 @@ def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[s
             continue
         if owner == own or not _may_live(directory / name, owner):
             try:
-                storage.rmtree(directory / name)
+                remove_checkpoint(storage, directory / name)
             except OSError as error:
                 refused[name] = error.strerror or str(error)
     return refused
@@ -102,7 +158,7 @@ def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[s
 def strangers_in(directory: Path) -> list[str]:
     """The names of what is neither a checkpoint nor one that was set aside: unfinished, being removed, or not ours."""
     return sorted(
-        name for name in _names_in(directory) if step_of(name) is None and not name.startswith(("damaged-", ".nfs"))
+        name for name in _names_in(directory) if step_of(name) is None and not name.startswith((*_SET_ASIDE, ".nfs"))
     )
 
 

@@ -18,7 +18,6 @@ import xxhash
 
 from cluster_ddp.run.reading import as_time, as_whole
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_MANIFEST = 256 << 20  # bytes; a model of ten thousand tensors takes ten million
 
@@ -156,7 +155,8 @@ class Manifest:
     """Everything about one checkpoint except the tensors' bytes.
 
     `created` is Unix seconds. `aliases` maps the name of a tensor that shares its memory with another (tied weights)
-    to the name under which the bytes are stored. `metrics` are those known when it was saved.
+    to the name under which the bytes are stored. `metrics` are those known when it was saved. `attempt` is the one that
+    saved it; None where an older version of this package did.
     """
 
     run_id: str
@@ -172,6 +172,12 @@ class Manifest:
     scalars: dict[str, Any]
     aliases: dict[str, str]
     metrics: dict[str, float]
+    attempt: int | None = None
+
+    @property
+    def digest(self) -> str:
+        """What the manifest says of its own content; two checkpoints of one step differ in it."""
+        return digest(self._body())
 
     @property
     def size(self) -> int:
@@ -184,12 +190,18 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``, with the digest of itself."""
-        body: dict[str, Any] = {
+        body = self._body()
+        return encode({**body, "digest": digest(body)})
+
+    def _body(self) -> dict[str, Any]:
+        # What tells whose it is comes first: `run.lineage.steps_that_count` reads no further.
+        return {
             "format": FORMAT,
             "run_id": self.run_id,
             "step": self.step,
             "samples": self.samples,
             "epoch": self.epoch,
+            **({} if self.attempt is None else {"attempt": self.attempt}),
             "world_size": self.world_size,
             "created": self.created,
             "job_digest": self.job_digest,
@@ -203,7 +215,6 @@ class Manifest:
             },
             "aliases": self.aliases,
         }
-        return encode({**body, "digest": digest(body)})
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
@@ -273,6 +284,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         scalars=scalars,
         aliases=dict(aliases),
         metrics={str(name): float(value) for name, value in body.get("metrics", {}).items()},
+        attempt=_count(body["attempt"]) if "attempt" in body else None,
     )
 
 

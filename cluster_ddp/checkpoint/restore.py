@@ -20,13 +20,21 @@ from cluster_ddp.checkpoint.errors import (
     CheckpointUnreadable,
     Differences,
 )
-from cluster_ddp.checkpoint.folders import damaged_in, put_back_replaced, remove_leftovers, set_aside_damaged
+from cluster_ddp.checkpoint.folders import (
+    abandoned_in,
+    damaged_in,
+    put_back_interrupted,
+    put_back_removed,
+    remove_leftovers,
+    set_aside_damaged,
+)
 from cluster_ddp.checkpoint.format import Manifest, StoredTensor
 from cluster_ddp.checkpoint.plan import TORCH_DTYPES, memory_of
 from cluster_ddp.checkpoint.verify import PIECE, Place, open_checkpoint, read_shard
 from cluster_ddp.checkpoint.writer import Report
 from cluster_ddp.run import events
-from cluster_ddp.run.directory import step_name, steps_in
+from cluster_ddp.run.directory import RunDirectory, step_name
+from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.run.storage import Storage
 
 # What whoever restores puts in place: it need not be there before the first step.
@@ -159,26 +167,28 @@ class Restore:
 
     def into(self, tensors: Mapping[str, Tensor]) -> Restored | None:
         """Fill the tensors; see `Checkpointer.restore`."""
-        main = self._coordinator.rank == 0
+        main, storage, directory = self._coordinator.rank == 0, self._storage, self._directory
         if main:
             with contextlib.suppress(OSError):  # storage that cannot be written can still be read
-                put_back_replaced(self._storage, self._directory, own=self._coordinator.owner)
-                remove_leftovers(self._storage, self._directory, own=self._coordinator.owner)
+                put_back_interrupted(storage, directory, own=self._coordinator.owner)
         while True:
             step, failure = self._coordinator.from_rank_0(self._choose() if main else None)
             if failure:
                 raise CheckpointError(failure)
             if step is None:
-                return None
+                break
             finding = self._read(step, tensors)
             if self._accepted(step, finding):
-                return finding.restored
+                break
+        if main:
+            with contextlib.suppress(OSError):
+                remove_leftovers(storage, directory, own=self._coordinator.owner)
+        return None if step is None else finding.restored
 
     def _choose(self) -> tuple[int | None, str]:
         """The next checkpoint to try, or why there is none; neither when there never was one."""
         try:
-            there = steps_in(self._directory)
-            damaged = damaged_in(self._directory)
+            there, damaged, abandoned = self._steps(), damaged_in(self._directory), list(abandoned_in(self._directory))
         except OSError as error:
             return None, f"cannot read {self._directory}: {error.strerror}"
         wanted = [step for step in there if step not in self._refused]
@@ -186,12 +196,23 @@ class Restore:
             return max(wanted), ""
         if self._refused or damaged:
             found = [f"{step_name(step)}: {why}" for step, why in self._refused.items()] or damaged
+            found += [f"{name}: intact perhaps, but a newer attempt has gone on without it" for name in abandoned]
             return None, (
                 f"no intact checkpoint is left in {self._directory}; nothing was deleted:\n  "
                 + "\n  ".join(found)
                 + "\nPut an intact copy back under its step- name, or move the folder away to start from the beginning."
             )
         return None, ""
+
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints that count; when none is left to try, also of those that were being removed."""
+        lineage = read_lineage(RunDirectory(self._directory.parent))
+        there = steps_that_count(self._directory, lineage)
+        if set(there) <= self._refused.keys():
+            with contextlib.suppress(OSError):
+                put_back_removed(self._storage, self._directory)
+            there = steps_that_count(self._directory, lineage)
+        return there
 
     def _read(self, step: int, tensors: Mapping[str, Tensor]) -> _Finding:
         try:
@@ -212,6 +233,7 @@ class Restore:
                 "damage": finding.damage,
                 "unreadable": finding.unreadable,
                 "mismatch": str(finding.mismatch or ""),
+                "digest": finding.restored.manifest.digest if finding.restored else "",
             }
         )
         decision = self._coordinator.from_rank_0(self._decide(step, findings) if self._coordinator.rank == 0 else None)
@@ -227,6 +249,8 @@ class Restore:
         damage = list(dict.fromkeys(problem for finding in findings for problem in finding["damage"]))
         unreadable = next((finding["unreadable"] for finding in findings if finding["unreadable"]), "")
         mismatch = next((finding["mismatch"] for finding in findings if finding["mismatch"]), "")
+        if not unreadable and not mismatch and len({finding["digest"] for finding in findings}) > 1:
+            unreadable = "another attempt has replaced it while it was read"
         if not damage and not unreadable:
             return {"refused": "", "mismatch": mismatch}
         moved = self._set_aside(step) if damage else None

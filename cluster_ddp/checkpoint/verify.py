@@ -5,6 +5,7 @@ No torch here: login nodes use it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -22,9 +23,8 @@ from cluster_ddp.checkpoint.errors import (
     CheckpointUnreadable,
     NoSuchCheckpoint,
 )
-from cluster_ddp.checkpoint.folders import damaged_in, strangers_in
+from cluster_ddp.checkpoint.folders import abandoned_in, damaged_in, strangers_in
 from cluster_ddp.checkpoint.format import (
-    MANIFEST,
     MAX_MANIFEST,
     Entry,
     Manifest,
@@ -36,8 +36,9 @@ from cluster_ddp.checkpoint.format import (
     read_header,
     read_manifest,
 )
-from cluster_ddp.run.directory import RunDirectory, step_name, step_of, steps_in
+from cluster_ddp.run.directory import MANIFEST, RunDirectory, step_name, step_of, steps_in
 from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.lineage import Lineage, attempt_in, read_lineage
 from cluster_ddp.run.reading import open_regular, read_file
 from cluster_ddp.run.record import read_record
 
@@ -165,12 +166,14 @@ class CheckpointInfo:
 
     path: Path
     # ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``, ``unreadable``
-    # (the storage refused), ``other-run`` (another run has saved it), ``set-aside`` (was found damaged before, and
+    # (the storage refused), ``other-run`` (another run has saved it), ``abandoned`` (an attempt has saved it beyond the
+    # place that a newer one went on from), ``set-aside`` (was found damaged before, and
     # renamed), or ``stray`` (takes room, and is no checkpoint)
     state: str
     step: int | None = None
     manifest: Manifest | None = None
     problems: tuple[str, ...] = ()  # what is wrong: one string per file, which begins with the file's name
+    attempt: int | None = None  # who saved it; None where that is not known
 
 
 def run_id_of(run: RunDirectory) -> str:
@@ -187,15 +190,17 @@ def run_id_of(run: RunDirectory) -> str:
 
 def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[CheckpointInfo]:
     """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and what else lies there."""
-    inspected = (_inspect(directory, step, run_id, read_all) for step in steps_in(directory))
+    lineage = _lineage(directory)
+    inspected = (_inspect(directory / step_name(step), step, run_id, read_all, lineage) for step in steps_in(directory))
     return [info for info in inspected if info is not None] + [
+        *(_abandoned(directory / name, step, lineage) for name, step in abandoned_in(directory).items()),
         *(CheckpointInfo(directory / name, "set-aside") for name in damaged_in(directory)),
         *(CheckpointInfo(directory / name, "stray", problems=(_WHAT_STRAYS,)) for name in strangers_in(directory)),
     ]
 
 
 def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tuple[Path, Manifest, list[CheckpointInfo]]:
-    """The newest checkpoint all of whose bytes are right, and those passed over for being damaged or another run's.
+    """The newest checkpoint that counts and all of whose bytes are right, and those newer ones that were passed over.
 
     Raises
     ------
@@ -206,9 +211,10 @@ def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tupl
     """
     tried: set[int] = set()
     passed_over: list[CheckpointInfo] = []
+    lineage = _lineage(directory)
     while (candidate := _newest(directory, step, tried)) is not None:
         tried.add(candidate)
-        info = _inspect(directory, candidate, run_id, read_all=True)
+        info = _inspect(directory / step_name(candidate), candidate, run_id, True, lineage)
         if info is None:
             continue  # training has removed it meanwhile, for a newer one
         if info.manifest is not None:
@@ -227,14 +233,30 @@ def _newest(directory: Path, step: int | None, tried: set[int]) -> int | None:
     return max((there for there in steps_in(directory) if there not in tried and step in (None, there)), default=None)
 
 
-def _inspect(directory: Path, step: int, run_id: str, read_all: bool) -> CheckpointInfo | None:
+def _lineage(directory: Path) -> Lineage:
+    return read_lineage(RunDirectory(directory.parent))
+
+
+def _inspect(path: Path, step: int, run_id: str, read_all: bool, lineage: Lineage) -> CheckpointInfo | None:
     """One checkpoint; None when training removed it meanwhile, because it keeps only so many."""
-    path = directory / step_name(step)
     try:
-        manifest = verify(path, run_id) if read_all else open_checkpoint(path, run_id)
+        manifest = open_checkpoint(path, run_id)
+        if why := lineage.why_abandoned(manifest.attempt, step):
+            return CheckpointInfo(path, "abandoned", step, problems=(why,), attempt=manifest.attempt)
+        if read_all:
+            manifest = verify(path, run_id)
     except (OSError, CheckpointError) as error:
         return _bad(path, step, error) if os.path.lexists(path) else None
-    return CheckpointInfo(path, "verified" if read_all else "complete", step, manifest)
+    return CheckpointInfo(path, "verified" if read_all else "complete", step, manifest, attempt=manifest.attempt)
+
+
+def _abandoned(path: Path, step: int, lineage: Lineage) -> CheckpointInfo:
+    """One that was set aside because it does not count; its bytes interest nobody any more."""
+    attempt = None
+    with contextlib.suppress(OSError):
+        attempt = attempt_in(path)
+    why = lineage.why_abandoned(attempt, step) or "set aside by another attempt"
+    return CheckpointInfo(path, "abandoned", step, problems=(why,), attempt=attempt)
 
 
 def _bad(path: Path, step: int, error: Exception) -> CheckpointInfo:

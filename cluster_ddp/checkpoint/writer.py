@@ -20,29 +20,13 @@ import xxhash
 
 import cluster_ddp
 from cluster_ddp.checkpoint.coordinator import SaveCoordinator
-from cluster_ddp.checkpoint.folders import (
-    put_back_replaced,
-    remove_leftovers,
-    removed_name,
-    replaced_name,
-    surplus,
-    temporary_name,
-)
-from cluster_ddp.checkpoint.format import (
-    MANIFEST,
-    MAX_MANIFEST,
-    Manifest,
-    ManifestDamaged,
-    Shard,
-    StoredTensor,
-    UnknownFormat,
-    read_manifest,
-    shard_name,
-)
+from cluster_ddp.checkpoint.errors import AttemptSuperseded, CheckpointOfAnotherRun
+from cluster_ddp.checkpoint.folders import put_back_interrupted, temporary_name
+from cluster_ddp.checkpoint.format import Manifest, Shard, StoredTensor, shard_name
 from cluster_ddp.checkpoint.plan import SavePlan
+from cluster_ddp.checkpoint.retention import Retention
 from cluster_ddp.run import events
-from cluster_ddp.run.directory import step_name, steps_in
-from cluster_ddp.run.reading import read_file
+from cluster_ddp.run.directory import MANIFEST, AttemptDirectory, step_name
 from cluster_ddp.run.storage import Storage, created
 
 if TYPE_CHECKING:
@@ -78,7 +62,8 @@ class SaveFailed(Exception):
 class Writer:
     """Carries out saves, one at a time, on the thread that calls `carry_out`.
 
-    `diverged` says which ranks did not hold the same as rank 0 at the last save, when there were any.
+    `diverged` says which ranks did not hold the same as rank 0 at the last save, when there were any; `superseded`, the
+    same on all ranks after a save, whether a newer attempt has begun.
 
     Nothing that goes wrong with the storage or another rank is raised: the save is given up, its folder removed, and
     rank 0 reports ``checkpoint-failed``.
@@ -89,6 +74,7 @@ class Writer:
         directory: Path,
         *,
         run_id: str,
+        attempt: AttemptDirectory,
         job_digest: str,
         settings: CheckpointSpec,
         coordinator: SaveCoordinator,
@@ -97,9 +83,13 @@ class Writer:
     ) -> None:
         self._refused: set[str] = set()  # names that could not be removed, and were reported
         self._directory, self._storage, self._coordinator, self._report = directory, storage, coordinator, report
-        self._run_id, self._job_digest, self._settings = run_id, job_digest, settings
-        self._metrics: dict[int, dict[str, float]] = {}
+        self._run_id, self._job_digest = run_id, job_digest
+        self._attempt = attempt.number
+        self._retention = Retention(
+            directory, run_id, attempt, settings=settings, owner=coordinator.owner, storage=storage
+        )
         self.diverged: str | None = None
+        self.superseded = False
 
     def carry_out(self, save: Save, shard: memoryview | None, alike: dict[str, str]) -> bool:
         """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`."""
@@ -110,13 +100,14 @@ class Writer:
         if coordinator.rank != 0:
             coordinator.send(save.number, receipt)
             outcome = coordinator.outcome(save.number)
-            self.diverged = outcome["diverged"]
+            self.diverged, self.superseded = outcome["diverged"], outcome["superseded"]
             return bool(outcome["durable"])
         durable = False
         try:
             durable = self._complete(save, receipt)
         finally:  # the others wait for it, whatever happened here
-            coordinator.announce(save.number, {"durable": durable, "diverged": self.diverged})
+            outcome = {"durable": durable, "diverged": self.diverged, "superseded": self.superseded}
+            coordinator.announce(save.number, outcome)
         return durable
 
     def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
@@ -146,12 +137,16 @@ class Writer:
             manifest = self._manifest(save, got)
             self._compare(save, {rank: receipt["alike"] for rank, receipt in got.items()})
             self._publish(save, manifest)
+        except AttemptSuperseded as error:
+            self.superseded = True
+            self._withdraw(save)
+            self._report(events.CHECKPOINT_SKIPPED, {"step": save.step, "reason": str(error)})
+            return False
         except Exception as error:  # the training goes on, whatever it is
             self._withdraw(save)
             details = error.details if isinstance(error, SaveFailed) else _failure(error)
             self._report(events.CHECKPOINT_FAILED, {"step": save.step, **details})
             return False
-        self._metrics[save.step] = save.metrics
         self._report(
             events.CHECKPOINT,
             {
@@ -212,6 +207,7 @@ class Writer:
             scalars=save.scalars,
             aliases=save.plan.aliases,
             metrics=save.metrics,
+            attempt=self._attempt,
         )
 
     def _check_visible(self, save: Save, rank: int, receipt: dict[str, Any]) -> None:
@@ -228,68 +224,29 @@ class Writer:
         with created(storage, temporary / MANIFEST) as fd:
             storage.write(fd, manifest.to_bytes())
         storage.fsync_dir(temporary)
-        if final.exists() and (theirs := self._other_run(save.step)):
-            raise SaveFailed(
-                {
-                    "file": MANIFEST,
-                    "rank": 0,
-                    "host": socket.gethostname(),
-                    "error": f"{final} belongs to another run, {theirs}, and is kept; move it out of this run's folder",
-                }
-            )
-        if final.exists():  # from before a crash or a fall-back; a folder that is not empty cannot be renamed onto
-            storage.rename(final, self._directory / replaced_name(save.step, self._coordinator.owner))
-            storage.fsync_dir(self._directory)
+        self._retention.refuse_superseded()
+        try:
+            self._retention.make_room(save.step)  # a folder that is not empty cannot be renamed onto
+        except CheckpointOfAnotherRun as error:
+            problem = f"{final} is {error.problem}, and is kept; move it out of this run's folder"
+            host = socket.gethostname()
+            raise SaveFailed({"file": MANIFEST, "rank": 0, "host": host, "error": problem}) from error
         storage.rename(temporary, final)
         storage.fsync_dir(self._directory)
+        self._retention.published(save.step, save.metrics)
 
     def _withdraw(self, save: Save) -> None:
         with contextlib.suppress(OSError):
-            put_back_replaced(self._storage, self._directory, own=self._coordinator.owner)
+            put_back_interrupted(self._storage, self._directory, own=self._coordinator.owner)
         with contextlib.suppress(OSError):
             self._storage.rmtree(self._temporary(save))
 
     def _tidy_up(self, newest: int) -> None:
         """Remove what is no longer kept. What the storage refuses is said once, and tried again after the next save."""
-        refused: dict[str, str] = {}
-        settings, owner = self._settings, self._coordinator.owner
-        with contextlib.suppress(OSError):
-            best = settings.keep_best
-            steps = [step for step in steps_in(self._directory) if not self._other_run(step)]
-            for step in surplus(
-                steps,
-                {step: self._metrics[step] for step in steps if step in self._metrics} if best else {},
-                newest_proven=newest,
-                keep_last=settings.keep_last,
-                keep_every=settings.keep_every,
-                best=(best.metric, best.mode) if best else None,
-            ):
-                # Renamed first: a folder with a final name is never half removed.
-                try:
-                    self._storage.rename(self._directory / step_name(step), self._directory / removed_name(step, owner))
-                except OSError as error:
-                    refused[step_name(step)] = _reason(error)
-            self._storage.fsync_dir(self._directory)
-            refused |= remove_leftovers(self._storage, self._directory, own=owner)
+        refused = self._retention.tidy_up(newest)
         for name in sorted(refused.keys() - self._refused):
             self._report(events.REMOVAL_FAILED, {"name": name, "reason": f"cannot remove {name}: {refused[name]}"})
         self._refused |= refused.keys()
-
-    def _other_run(self, step: int) -> str | None:
-        """The id of the run that saved a checkpoint, when it is another run: theirs is not ours to remove.
-
-        Records the metrics of our own.
-        """
-        if step in self._metrics:
-            return None
-        try:
-            manifest = read_manifest(read_file(self._directory / step_name(step) / MANIFEST, MAX_MANIFEST))
-        except (OSError, ManifestDamaged, UnknownFormat):
-            return None  # not rated: whether it is damaged is for a restore to find
-        if manifest.run_id != self._run_id:
-            return manifest.run_id
-        self._metrics[step] = manifest.metrics
-        return None
 
     def _temporary(self, save: Save) -> Path:
         return self._directory / temporary_name(save.step, self._coordinator.owner)

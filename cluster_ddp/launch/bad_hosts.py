@@ -44,7 +44,7 @@ _BROKEN = re.compile(
 
 
 def suspects(history: History, upto: int) -> list[str]:
-    """The hosts that ended more than one attempt, as far as can be told.
+    """The hosts that ended more than one attempt, as far as can be told, or ran on when a newer one had begun.
 
     Parameters
     ----------
@@ -52,7 +52,8 @@ def suspects(history: History, upto: int) -> list[str]:
         The last attempt to look at; those before a person's last request to resume do not count.
     """
     counts = Counter(host for number in range(history.first_number, upto + 1) for host in _culprits(history, number))
-    return sorted(host for host, count in counts.items() if count >= _ENOUGH)
+    cut_off = {_short(event.get("host")) for number, event in history.ran_on() if number <= upto and event.get("host")}
+    return sorted({host for host, count in counts.items() if count >= _ENOUGH} | cut_off)
 
 
 def _culprits(history: History, number: int) -> set[str]:

@@ -20,7 +20,6 @@ STOPPED = "stopped"
 FAILED = "failed"
 KILLED = "killed"
 HUNG = "hang"
-SUPERSEDED = "superseded"  # by a newer attempt of the run
 
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon

@@ -13,7 +13,7 @@ from cluster_ddp.launch import hang_dump
 from cluster_ddp.launch.address import LOOPBACK, local_address
 from cluster_ddp.launch.agent import SURVIVED, Agent
 from cluster_ddp.launch.agent_failure import agent_failure
-from cluster_ddp.launch.ending import DONE, FAILED, HUNG, STOPPED, SUPERSEDED, Ending
+from cluster_ddp.launch.ending import DONE, FAILED, HUNG, STOPPED, Ending
 from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.failures import Failures
@@ -171,7 +171,7 @@ class NodeProgram:
         stop_asked = self._stopping.reason is not None
         if self._superseded():
             say("cluster-ddp: a newer attempt has begun: ending without a save")
-            self._end(SUPERSEDED)
+            self._end(events.SUPERSEDED)
         elif self._stopping.reason == HANG:
             self._end_hung()
         elif stop_asked and (outcome := self._ending.after_stop()) is not None:

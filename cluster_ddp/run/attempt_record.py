@@ -59,12 +59,26 @@ def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
 
 
 def list_attempts(run: RunDirectory) -> list[AttemptDirectory]:
-    """The attempts of a run by number."""
+    """The attempts of a run by number; none where they cannot be listed."""
     try:
-        names = [path.name for path in run.attempts.iterdir()]
+        return [run.attempt(number) for number in attempt_numbers(run)]
     except OSError:
         return []
-    return [run.attempt(number) for number in sorted(int(name) for name in names if _NUMBER.fullmatch(name))]
+
+
+def attempt_numbers(run: RunDirectory) -> list[int]:
+    """The numbers of a run's attempts, ascending; none when it has no folder for them.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be read.
+    """
+    try:
+        names = [path.name for path in run.attempts.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
 def is_superseded(attempt: AttemptDirectory) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster_ddp.run.errors import RunError
 
+MANIFEST = "manifest.json"  # of a checkpoint, in its folder
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
 
@@ -31,6 +32,7 @@ class AttemptDirectory:
     path: Path
 
     record_file = _Inside("attempt.json")  # who began it, where and when
+    origin_file = _Inside("origin.json")  # the checkpoint that it goes on from, written before it trains
     stop_file = _Inside("stop")  # exists when training is to save and end
     rendezvous_key = _Inside("rendezvous.key")  # by which its nodes know each other; readable by its owner alone
 

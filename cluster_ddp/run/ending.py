@@ -235,7 +235,7 @@ def _is_surroundings(event: Event) -> bool:
 
 def _has_progressed(history: History, number: int) -> bool:
     """Whether any attempt since a person's last request to resume, up to this one, finished a step."""
-    logged = read_latest(history.run.metrics_file).steps
+    logged = read_latest(history.run.metrics_file, history.lineage).steps
     numbers = range(history.first_number, number + 1)
     return any(_finished_a_step(history, attempt, logged.get(attempt)) for attempt in numbers)
 

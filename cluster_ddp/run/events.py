@@ -54,6 +54,7 @@ REMOVAL_FAILED = "removal-failed"  # name, reason: a checkpoint that is no longe
 CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
 RESUME_REQUESTED = "resume-requested"
 HOST_SUSPECTED = "host-suspected"
+SUPERSEDED = "superseded"  # as the outcome of `node-finished`: a newer attempt of the run had begun
 WARNING = "warning"  # rank, host, message: training goes on, but a person should know
 
 # The values that others compute with, compare or look up; what is of another kind in a file is as good as not there.

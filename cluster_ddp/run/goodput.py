@@ -64,7 +64,7 @@ def _productive(history: History, record: AttemptRecord, end: float, *, going_on
         if event["event"] in (STARTED, RESUMED):
             productive += max(0.0, kept_until - training_since) if training_since is not None else 0.0
             training_since, kept_until = float(event["time"]), 0.0
-        else:
+        elif history.counts(event):
             kept_until = float(event["time"])
     if training_since is None:
         return productive

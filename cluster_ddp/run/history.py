@@ -8,7 +8,16 @@ from typing import Any
 
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import CANCELLED, CHECKPOINT, CHECKPOINT_DAMAGED, RESUME_REQUESTED, read_events
+from cluster_ddp.run.events import (
+    CANCELLED,
+    CHECKPOINT,
+    CHECKPOINT_DAMAGED,
+    NODE_FINISHED,
+    RESUME_REQUESTED,
+    SUPERSEDED,
+    read_events,
+)
+from cluster_ddp.run.lineage import Lineage, read_lineage
 from cluster_ddp.run.reading import as_whole
 
 Event = dict[str, Any]
@@ -60,10 +69,33 @@ class History:
             count = sum(cancel["time"] < request["time"] for cancel in self.cancels)
         return count
 
+    @cached_property
+    def lineage(self) -> Lineage:
+        """What counts of each attempt."""
+        return read_lineage(self.run)
+
+    def counts(self, event: Event) -> bool:
+        """Whether an event tells of a step that belongs to the run, or of none."""
+        attempt, step = event.get("attempt"), as_whole(event.get("step"))
+        return attempt is None or step is None or self.lineage.counts(attempt, step)
+
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """The events of one attempt by time; only those of the given names, if any are given."""
         return [
             event for event in self.events if event.get("attempt") == number and (not names or event["event"] in names)
+        ]
+
+    def ran_on(self) -> list[tuple[int, Event]]:
+        """Where an attempt was still alive when a newer one had begun: its number, and the last event of the node.
+
+        Those since a person last asked to resume, and the last attempt before that.
+        """
+        numbers = (record.number for record in self.attempts if record.number >= self.first_number - 1)
+        return [
+            (number, event)
+            for number in numbers
+            for event in self.of_attempt(number, NODE_FINISHED)
+            if event.get("outcome") == SUPERSEDED
         ]
 
     def current(self, name: str) -> Event | None:
@@ -87,8 +119,8 @@ class History:
         best = 0
         for number in sorted({record.number for record in self.attempts if record.number <= upto} | {upto}):
             for event in self.of_attempt(number, CHECKPOINT, CHECKPOINT_DAMAGED):
-                step = event.get("step")
-                if not isinstance(step, int):
+                step = as_whole(event.get("step"))
+                if step is None or not self.counts(event):
                     continue
                 if event["event"] == CHECKPOINT:
                     saved.add(step)

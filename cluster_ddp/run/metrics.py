@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster_ddp.run.lineage import Lineage
 from cluster_ddp.run.reading import as_number, as_time, as_whole, read_json_lines
 
 # A long run's file is too long to read at each look; this much of its end holds tens of thousands of lines.
@@ -17,7 +18,7 @@ _POSITION = frozenset({"step", "samples", "epoch", "attempt", "time"})
 class LatestMetrics:
     """Where training is and what it measured last."""
 
-    # step, samples: of the latest line; None before the first
+    # step, samples: of the latest line that counts; None before the first
     step: int | None = None
     samples: int | None = None
     attempt: int = -1
@@ -28,17 +29,22 @@ class LatestMetrics:
     times: dict[int, float] = field(default_factory=dict)
 
 
-def read_latest(path: Path) -> LatestMetrics:
-    """Read the end of a metrics file; steps that were done again after a crash count as the later attempt says."""
+def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
+    """Read the end of a metrics file.
+
+    What an attempt has logged beyond the place that a later one goes on from does not count.
+    """
     rows = [row for row in read_json_lines(path, _TAIL_BYTES) if as_whole(row.get("step")) is not None]
     rows.sort(key=lambda row: (as_whole(row.get("attempt")) or 0, row["step"]))
     latest = LatestMetrics()
     for row in rows:
-        latest.step, latest.attempt = row["step"], as_whole(row.get("attempt")) or 0
-        latest.samples = as_whole(row.get("samples"))
-        latest.steps[latest.attempt] = row["step"]
+        attempt = as_whole(row.get("attempt")) or 0
+        latest.steps[attempt] = row["step"]
         if (moment := as_time(row.get("time"))) is not None:
-            latest.times[latest.attempt] = max(moment, latest.times.get(latest.attempt, 0.0))
+            latest.times[attempt] = max(moment, latest.times.get(attempt, 0.0))
+        if not lineage.counts(attempt, row["step"]):
+            continue
+        latest.step, latest.attempt, latest.samples = row["step"], attempt, as_whole(row.get("samples"))
         for key, value in row.items():
             if key in _POSITION:
                 continue

@@ -13,11 +13,12 @@ from typing import Any
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
-from cluster_ddp.run.directory import RunDirectory, steps_in
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.lineage import steps_that_count
 from cluster_ddp.run.metrics import LatestMetrics, read_latest
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
@@ -72,7 +73,8 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
     slurm_jobs
         What squeue says, by job id; jobs that it no longer knows are missing. None when Slurm could not be asked.
     """
-    history, metrics = read_history(run), read_latest(run.metrics_file)
+    history = read_history(run)
+    metrics = read_latest(run.metrics_file, history.lineage)
     record, unreadable = _record_of(run)
     ids = _job_ids(record, history.attempts)
     job = _current_job(_own_jobs(run, record, ids, slurm_jobs or {}))
@@ -89,10 +91,10 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
         state=state,
         attempts=len(history.attempts),
         step=step,
-        total_steps=_latest_total(history),
+        total_steps=as_whole(_latest(history, "total_steps")),
         samples=samples,
-        training=next((str(event["training"]) for event in reversed(history.events) if "training" in event), None),
-        last_checkpoint=last_checkpoint(run),
+        training=None if (training := _latest(history, "training")) is None else str(training),
+        last_checkpoint=_last_checkpoint(history),
         metrics=metrics.values,
         slurm_job_id=job.job_id if job else _last_job_id(history, ids),
         reason=reason,
@@ -136,14 +138,6 @@ def _is_mine(path: Path) -> bool:
         return path.lstat().st_uid == os.geteuid()
     except OSError:
         return False
-
-
-def last_checkpoint(run: RunDirectory) -> int | None:
-    """Step of the newest checkpoint; a checkpoint is there when its folder has its final name."""
-    try:
-        return max(steps_in(run.checkpoints), default=None)
-    except OSError:
-        return None
 
 
 def _state(
@@ -314,7 +308,15 @@ def _position(history: History, metrics: LatestMetrics) -> tuple[int | None, int
 
 
 def _steps_in(history: History, number: int, *names: str) -> list[int]:
-    return [step for event in history.of_attempt(number, *names) if (step := as_whole(event.get("step"))) is not None]
+    counted = filter(history.counts, history.of_attempt(number, *names))
+    return [step for event in counted if (step := as_whole(event.get("step"))) is not None]
+
+
+def _last_checkpoint(history: History) -> int | None:
+    try:
+        return max(steps_that_count(history.run.checkpoints, history.lineage), default=None)
+    except OSError:
+        return None
 
 
 def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | None:
@@ -331,12 +333,25 @@ def _warnings(history: History) -> tuple[str, ...]:
     if unfinished := unfinished_saves(history):
         messages.append(unfinished[-1].describe(seconds_of_a_save(history)))
     said = dict.fromkeys(reversed(messages))
-    return tuple(reversed(list(said)[:_MAX_WARNINGS]))
+    return (*_ran_on(history), *reversed(list(said)[:_MAX_WARNINGS]))
 
 
-def _latest_total(history: History) -> int | None:
-    totals = (as_whole(event.get("total_steps")) for event in reversed(history.events))
-    return next((total for total in totals if total is not None), None)
+def _ran_on(history: History) -> list[str]:
+    """Which nodes still ran an attempt after a newer one had begun, which was none of the attempt's doing."""
+    told = []
+    for number, event in history.ran_on():
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(event["time"])))
+        by_slurm = any(record.number == number and record.slurm_job_id for record in history.attempts)
+        cut = ", cut from the controller" if by_slurm else ", beside a newer one"
+        told.append(f"node {event.get('host')} still ran attempt {number} until {until}{cut}")
+    return told
+
+
+def _latest(history: History, name: str) -> Any:
+    """The latest value of that name in an event, as the latest attempt has it: the clocks of two hosts may differ."""
+    told = (event for event in reversed(history.events) if event.get(name) is not None)
+    latest = max(told, key=lambda event: as_whole(event.get("attempt")) or 0, default=None)
+    return None if latest is None else latest[name]
 
 
 def _record_of(run: RunDirectory) -> tuple[RunRecord | None, str | None]:

@@ -16,7 +16,7 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, read_record
-from cluster_ddp.run.status import RunStatus, last_checkpoint
+from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import Submission, SubmitError, note_submitted
@@ -179,7 +179,8 @@ def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:
         return False
     before, after = job.before.train, job.spec.train
     grown = any((getattr(after, key) or 0) > (getattr(before, key) or 0) for key in ("epochs", "steps"))
-    return not grown and not _last_is_damaged(run)
+    saves = status.last_checkpoint is not None  # a script of the user's may keep its checkpoints itself
+    return not grown and not (saves and _last_is_damaged(run))
 
 
 def _weights_remarks(job: RunJob) -> tuple[str, ...]:
@@ -215,8 +216,6 @@ def _last_is_damaged(run: RunDirectory) -> bool:
     from cluster_ddp.checkpoint.errors import CheckpointError
     from cluster_ddp.checkpoint.verify import newest_intact, run_id_of
 
-    if last_checkpoint(run) is None:
-        return False  # a script of the user's keeps its checkpoints itself
     try:
         _, _, passed_over = newest_intact(run.checkpoints, run_id_of(run))
     except CheckpointError:

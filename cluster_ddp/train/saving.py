@@ -57,6 +57,7 @@ class Saving:
         self._checkpointer = Checkpointer(
             run.checkpoints,
             run_id=run_id_of(run),
+            attempt=attempt,
             job_digest=hashlib.sha256(job.model_dump_json().encode()).hexdigest(),
             settings=job.checkpoint,
             rank=world.rank,

@@ -14,6 +14,7 @@ from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.lineage import Lineage
 from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.run.record import read_record
@@ -62,7 +63,7 @@ def test_a_whole_number_beyond_all_floats_is_no_metric(run: RunDirectory) -> Non
         {"attempt": 0, "step": huge, "time": 6.0},
     ]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    latest = read_latest(run.metrics_file)
+    latest = read_latest(run.metrics_file, Lineage())
     assert latest.values == {"train/loss": 0.5, "train/tokens": 7}
     assert latest.times == {0: 5.0}
     assert describe(run, {}).step == 4
@@ -154,7 +155,7 @@ def test_no_reader_stumbles_over_garbage(run: RunDirectory, name: str, content: 
     try:
         path.write_bytes(content + b"\n" + content[: max(0, len(content) - torn)])
         read_events(run)
-        read_latest(run.metrics_file)
+        read_latest(run.metrics_file, Lineage())
         read_attempt(run.attempt(0))
         read_stop(run.attempt(0))
         status = describe(run, {}).to_json()
@@ -170,7 +171,7 @@ def test_missing_files_are_as_good_as_empty(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "nothing")
     assert read_events(run) == []
     assert read_json_lines(run.metrics_file) == []
-    assert read_latest(run.metrics_file).step is None
+    assert read_latest(run.metrics_file, Lineage()).step is None
     assert read_stop(run.attempt(0)) is None
     with pytest.raises(RunError, match="is not a run"):
         read_record(run)
