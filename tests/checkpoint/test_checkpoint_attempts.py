@@ -30,7 +30,7 @@ from cluster_ddp.run.storage import Storage
 
 
 class Hooked(Storage):
-    """Does something before its operation number `at`, and dies before number `dies`. No power goes: nothing is flushed."""
+    """Does something before its operation number `at`, and dies before number `dies`. Nothing is flushed."""
 
     def __init__(self) -> None:
         self.count, self.at, self.dies = 0, -1, -1

@@ -330,6 +330,10 @@ class SlurmCluster:
     def link_up(self, node: str) -> None:
         self._network.hosts[node].link("up")
 
+    def cut_from_controller(self, node: str) -> None:
+        """Let nothing of the node reach the controller any more; the storage and the other nodes it does reach."""
+        self.node_exec(node, "ip", "route", "add", "blackhole", self._controller.address)
+
     def kill_slurmd(self, node: str) -> None:
         """kill -9 of the node's slurmd; the jobs on the node live on."""
         for process in self._slurmds(node):
@@ -376,6 +380,7 @@ class SlurmCluster:
             if not host.running:
                 host.start()
             host.link("up")
+            self.node_exec(node, "ip", "route", "flush", "type", "blackhole")
             if not self._slurmds(node):
                 self.start_slurmd(node, wait=False)
                 mended = True

@@ -99,7 +99,14 @@ def _write_many(run: RunDirectory, index: int) -> None:
         EventWriter(run, "login").write("stop-requested", index=index, count=count, filling="x" * 500)
 
 
-SHARED_FILES = ["events/node-0.jsonl", "metrics.jsonl", "run.json", "attempts/000/attempt.json", "attempts/000/stop"]
+SHARED_FILES = [
+    "attempts/000/origin.json",
+    "events/node-0.jsonl",
+    "metrics.jsonl",
+    "run.json",
+    "attempts/000/attempt.json",
+    "attempts/000/stop",
+]
 KEYS = st.sampled_from(
     [
         "time",
