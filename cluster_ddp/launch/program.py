@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import stat
 import time
 from collections.abc import Sequence
 
@@ -103,6 +105,7 @@ class NodeProgram:
         self._next_look_for_newer = 0.0
         self._ticked = time.monotonic_ns()
         self._agent_lost = False
+        self._logs_are_shared = False
         self._outcome: str | None = None
         self._stopping.listen()
 
@@ -150,6 +153,7 @@ class NodeProgram:
         self._warnings.poll()
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
+            self._share_logs()
         if self._outcome is None:  # ranks that this program has ended have not failed
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
@@ -162,6 +166,17 @@ class NodeProgram:
         if self._outcome is None:
             self._stop_without_agent()
         return False
+
+    def _share_logs(self) -> None:
+        """torchrun makes the folder of the ranks' logs for its owner alone; a run that is shared shares it, too."""
+        if self._logs_are_shared:
+            return
+        with contextlib.suppress(OSError):  # storage that does not answer must not end the training
+            mode = stat.S_IMODE(self._log_dir.stat().st_mode)
+            folders = [folder for folder in self._log_dir.iterdir() if folder.is_dir() and not folder.is_symlink()]
+            for folder in folders if mode & stat.S_IWGRP else ():
+                folder.chmod(mode)
+        self._logs_are_shared = True
 
     def _end_if_due(self) -> None:
         """End what does not end by itself: after a hang, a stop request, or a completion; in this order.

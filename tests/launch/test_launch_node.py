@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,14 @@ def test_a_script_that_does_not_handle_sigterm_is_not_waited_for(start_node: Sta
     request_stop(node.attempt, reason=PERSON, by="test")
     status, _, _ = node.finish(8)
     assert (status, node.ended_as()) == (0, "stopped")
+
+
+def test_a_run_that_is_shared_shares_the_logs_of_its_ranks(start_node: Start) -> None:
+    node = start_node("heartbeat_rank.py", "10", storage={"mode": "group"})
+    assert node.finish()[0] == 0
+    run = node.attempt.run.path
+    closed = [path for path in run.rglob("*") if not path.stat().st_mode & stat.S_IWGRP]
+    assert closed == [node.attempt.rendezvous_key]
 
 
 def test_a_torch_that_refuses_its_environment_says_so(start_node: Start) -> None:
