@@ -12,7 +12,7 @@ import socket
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.launch.batch_host import Answer, BatchHost, News, Signal, say
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.slurm.shown import CANCEL, PREEMPTION, REQUEUED, TERMINATED, TIME_LIMIT
 
 _MARGIN_SECONDS = 3.0  # before SIGKILL: by then the decision must be made, whether all is saved or not
@@ -22,6 +22,7 @@ _SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended
 _NEARLY_OVER_SECONDS = 10.0  # before the time limit: time to say that the requeue has failed
 _ENDLESS_SECONDS = 24 * 3600.0  # of trying to be queued again where there is no time limit
 _QUICK_SECONDS = 5.0  # for an answer that can be done without
+_PATIENT_SECONDS = 40.0  # for one that decides whether the run goes on
 
 
 class EndOfJob:
@@ -37,7 +38,7 @@ class EndOfJob:
     reason
         One of the words of `cluster_ddp.slurm.shown`; None as long as nothing ends the job.
     lets_it_run
-        Slurm has sent no SIGTERM, or whoever did is not ending the job.
+        Slurm has said that it is not ending the job, whoever sent a SIGTERM.
     """
 
     def __init__(self, allocation: Allocation, host: BatchHost, *, warning: signal.Signals) -> None:
@@ -154,9 +155,22 @@ class EndOfJob:
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
+    @property
+    def known(self) -> str | None:
+        """The reason as far as it is sure: a SIGTERM that Slurm has not explained may be the owner's cancel."""
+        ends_at = self._allocation.ends_at
+        over = ends_at is not None and self._host.unix_time() >= ends_at
+        return None if self._unanswered is not None and not over else self.reason
+
     def out_of_time(self) -> bool:
         """Whether SIGKILL is so near that nothing may be waited for."""
         return self._decide_at is not None and self._host.now() >= self._decide_at
+
+    def job_runs(self) -> bool:
+        """Whether Slurm lets the job run on, though a SIGTERM has ended its step."""
+        if self.lets_it_run or self.reason is not None:
+            return self.lets_it_run
+        return self._allocation.why_it_ends(_PATIENT_SECONDS) == TERMINATED
 
     def give_up_at(self) -> float:
         """When trying to be queued again ends, on the monotonic clock: shortly before the allocation does."""
@@ -168,16 +182,23 @@ class EndOfJob:
 
     def find_out_why(self) -> None:
         """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again."""
-        if self.reason is None and self._allocation.why_it_ends(_QUICK_SECONDS) == PREEMPTION:
-            # Only the steps were told. Slurm does not requeue a preempted job whose script has ended.
-            self.reason = PREEMPTION
-            self._ask_to_stop(None)
+        if self.reason is None:  # maybe only the steps were told
+            why = self._allocation.why_it_ends(_QUICK_SECONDS)
+            self.lets_it_run = why == TERMINATED
+            if why == PREEMPTION:  # Slurm does not requeue a preempted job whose script has ended
+                self.reason = PREEMPTION
+                self._ask_to_stop(None)
         while self._unanswered is not None and self.reason == TERMINATED:
             left = self._unanswered + self._allocation.kill_wait + _SURVIVED_SECONDS - self._host.now()
             if left <= 0:
                 self._unanswered, self.lets_it_run = None, True
                 return
             self.react_to_next(min(left, _POLL_SECONDS))
+
+    def unwanted(self) -> bool:
+        """Whether a person has asked that the run is not to go on, maybe when the attempt was over already."""
+        request = None if self._attempt is None else read_stop(self._attempt)
+        return request is not None and request.reason in FINAL_REASONS
 
     def cancelled(self) -> None:
         """The owner has cancelled the job meanwhile, which beats whatever else ends it."""

@@ -205,9 +205,7 @@ class Keeper:
 
         def judged() -> tuple[Decision | None, list[str]]:
             try:
-                decision = judge(
-                    attempt, self._allocation.start, job_runs=lambda: self._end.lets_it_run, writer=self._writer
-                )
+                decision = judge(attempt, self._allocation.start, job_runs=self._end.job_runs, writer=self._writer)
                 bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
             except (ClusterDDPError, OSError) as error:
                 say(f"attempt {attempt.number} cannot be judged: {error}")
@@ -242,9 +240,10 @@ class Keeper:
         try:
             queued = self._end.reason in (REQUEUED, NODE_FAILURE) or queue_again(  # Slurm has queued it again already
                 self._allocation,
-                known=self._end.reason,
+                known=self._end.known,
                 until=self._end.give_up_at(),
                 delayed=self._say_delayed,
+                unwanted=self._end.unwanted,
                 clock=self._host.now,
                 sleep=self._host.sleep,
             )
@@ -252,10 +251,11 @@ class Keeper:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
         if not queued:
-            self._end.cancelled()
+            if not self._end.unwanted():
+                self._end.cancelled()
             if attempt is not None:
-                self._record(attempt, Decision("stop", "cancelled meanwhile"))
-            return Kept("end", "stop", "cancelled meanwhile")
+                self._record(attempt, Decision("stop", "ended by its owner meanwhile"))
+            return Kept("end", "stop", "ended by its owner meanwhile")
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):

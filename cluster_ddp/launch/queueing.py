@@ -31,10 +31,13 @@ def queue_again(
     known: str | None,
     until: float,
     delayed: Callable[[str], None],
+    unwanted: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Have the job queued again; False when its owner has cancelled it meanwhile: a requeue would bring it back.
+    """Have the job queued again; False when its owner has cancelled or stopped it meanwhile.
+
+    A requeue would bring a cancelled job back.
 
     Parameters
     ----------
@@ -45,6 +48,8 @@ def queue_again(
         When to give up, on the clock.
     delayed
         Called once, with the reason, when it does not work at the first try.
+    unwanted
+        Whether a person has asked meanwhile that the run is not to go on.
 
     Raises
     ------
@@ -55,7 +60,7 @@ def queue_again(
     explained = known not in (None, TERMINATED)
     while True:
         now = allocation.why_it_ends(_ASIDE_SECONDS if explained else _ANSWER_SECONDS)
-        if now == CANCEL:
+        if now == CANCEL or unwanted():
             return False
         if now == REQUEUED:  # a call that was given up had been accepted
             return True

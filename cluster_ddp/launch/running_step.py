@@ -65,10 +65,13 @@ class RunningStep:
         self.lost: list[int] = []
 
     def has_ended(self) -> bool:
-        """Whether it is over. One that waits for a node that has died without a word is ended here."""
+        """Whether it is over. One that waits for a node that has died without a word is ended here.
+
+        So is one whose node programs have all signed off: srun then waits for nothing but Slurm's controller.
+        """
         if self._process.poll() is None and not self.lost:
             self.lost = self._silent.look()
-            if self.lost:
+            if self.lost or self._silent.all_signed_off:
                 self._end()
         if self._process.poll() is None:
             return False

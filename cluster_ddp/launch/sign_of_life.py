@@ -17,6 +17,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 
 TOUCH_SECONDS = 5.0
 SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a file half a minute late
+SIGNED_OFF_SECONDS = 30.0  # after all have: srun may wait for Slurm's controller, which is away
 _LOOK_SECONDS = 5.0
 _FILE_NAME = "alive"
 
@@ -51,6 +52,12 @@ class SilentNodes:
         self._began: set[int] = set()
         self._touched: dict[int, tuple[int, float]] = {}  # what the file said, and since when on our own clock
         self._first_end: float | None = None
+        self._last_end: float | None = None
+
+    @property
+    def all_signed_off(self) -> bool:
+        """Whether all nodes have signed off, as of the last look, and a while ago."""
+        return self._last_end is not None and self._clock() - self._last_end > SIGNED_OFF_SECONDS
 
     def look(self) -> list[int]:
         """The ranks of the nodes that are to be given up; none as long as nobody has signed off."""
@@ -62,6 +69,8 @@ class SilentNodes:
         if not ended:
             return []
         self._first_end = now if self._first_end is None else self._first_end
+        if len(ended) == len(self._files):
+            self._last_end = now if self._last_end is None else self._last_end
         return [node for node in self._files if node not in ended and self._silent_for(node, now) > SILENT_SECONDS]
 
     def _there(self, node: int, file: Path, now: float) -> bool:

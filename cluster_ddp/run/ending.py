@@ -21,6 +21,7 @@ from cluster_ddp.run.events import (
     RESUMED,
     STALLED,
     STARTED,
+    STOP_REQUESTED,
     STOPPED,
 )
 from cluster_ddp.run.history import Event, History
@@ -152,6 +153,9 @@ def outcome_of(history: History, number: int) -> Outcome:
         at_start = own_fault and not _has_progressed(history, number)
         ending = Ending.FAILED_AT_START if at_start else Ending.FAILED
         return Outcome(ending, describe_failure(root_failure(failures)))
+    asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
+    if asked:
+        return Outcome(Ending.UNKNOWN, f"it was killed before it had saved, after {asked[0]}")
     return Outcome(Ending.UNKNOWN, "it ended without a word (killed, or its node failed)")
 
 

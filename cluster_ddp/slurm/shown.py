@@ -34,10 +34,10 @@ class ShownJob:
 
 
 def parse_job(answer: str) -> ShownJob | None:
-    """Read the line of ``scontrol show job -o``; None for an empty answer."""
-    if not answer.strip():
-        return None
+    """Read the line of ``scontrol show job -o``; None for an answer that is empty or only a part of one."""
     fields = dict(reversed(re.findall(r"(?<!\S)(\w+)=(\S*)", answer)))  # the first counts: a comment may hold anything
+    if not {"JobState", "Restarts"} <= fields.keys():
+        return None
     excluded = fields.get("ExcNodeList", "")
     return ShownJob(
         state=fields.get("JobState", ""),

@@ -165,6 +165,15 @@ class SlurmCluster:
         command = [program("slurmctld"), "-D", "-f", str(self.conf)]
         self._controller.spawn(command, log=self.folder / "slurmctld.out", env=self.env)
 
+    def kill_slurmctld(self) -> None:
+        """kill -9 of the controller; jobs live on, and nobody answers until `start_slurmctld`."""
+        for process in self._slurmctlds():
+            self.kill(process)
+        wait_until(lambda: not self._slurmctlds(), 10, "slurmctld is gone")
+
+    def _slurmctlds(self) -> list[Process]:
+        return [p for p in self._controller.processes() if Path(p.arguments[0]).name == "slurmctld"]
+
     def _all_idle(self) -> bool:
         states = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", "--partition=debug", check=False).split()
         return states == [word for node in self.nodes for word in (node, "idle")]
@@ -348,7 +357,7 @@ class SlurmCluster:
         command = [program("slurmd"), "-D", "-N", node, "-f", str(self.conf)]
         self._network.hosts[node].spawn(command, log=self.folder / f"slurmd-{node}.out", env=self.env)
         if wait:
-            self.wait_for(lambda: self.node_state(node) in {"IDLE", "MIXED", "ALLOCATED"}, 60, f"{node} is back")
+            self.wait_for(lambda: self.node_state(node) in {"IDLE", "MIXED", "ALLOCATED"}, 180, f"{node} is back")
 
     def node_state(self, node: str) -> str:
         """IDLE, ALLOCATED, DOWN, ...: the state without its flags; a trailing * means no answer."""
@@ -371,6 +380,9 @@ class SlurmCluster:
 
     def reset(self) -> None:
         """Between tests: no job left, all links up, all nodes idle. Raises when the cluster cannot be mended."""
+        if not self._slurmctlds():
+            self.start_slurmctld()
+            self.wait_for(lambda: self.call("scontrol", "ping").returncode == 0, 60, "the controller answers")
         if jobs := self.queue():
             self.run("scancel", *map(str, jobs))
             self.run("scancel", "--signal=KILL", "--full", *map(str, jobs), check=False)

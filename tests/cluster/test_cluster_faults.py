@@ -82,19 +82,6 @@ def end(training: TrainingJob, *states: str) -> dict[str, Any]:
 
 
 @both_ways
-def test_preemption_that_slurm_answers_with_a_cancel(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
-) -> None:
-    """The partition gives no grace and does not requeue: within KillWait (5 s) our script saves and requeues."""
-    training = submit(cluster, tmp_path, "--via", via, braked=True, slurm={"partition": "cancel"})
-    training.wait_for_step(12, timeout=PATIENCE)
-    cluster.preempt(training.job)
-    training.wait_for_restart(1)
-    finish(training, calm, attempts=2)
-    assert max(repeated_steps(training.run), default=0) < 20, "more is lost than since the last checkpoint"
-
-
-@both_ways
 def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True)
     training.wait_for_step(12, timeout=PATIENCE)
@@ -189,9 +176,11 @@ def test_stop_is_final_until_a_person_resumes(
     assert status["state"] == "STOPPED", training.story()
     assert status["last_checkpoint"] == status["step"] >= 12
     assert restarts(training) == 0
-    answer = json.loads(cluster.cli("resume", str(training.run), "--json").stdout.splitlines()[-1])
+    elsewhere = ("--set", "slurm.partition=urgent")
+    answer = json.loads(cluster.cli("resume", str(training.run), "--json", *elsewhere).stdout.splitlines()[-1])
     assert answer["run_id"] == training.run.name
     again = replace(training, job=int(answer["slurm_job_id"]))
+    assert cluster.job_info(again.job)["Partition"] == "urgent"
     finish(again, calm, attempts=2)
     assert repeated_steps(training.run) == []
 
@@ -263,6 +252,18 @@ def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path
     status = end(training, "FAILED")
     assert (status["state"], status["attempts"], restarts(training)) == ("FAILED", 1, 0), training.story()
     assert "a_package_that_nobody_has" in status["reason"]
+
+
+@pytest.mark.chaos
+@both_ways
+def test_what_is_to_come_after_a_run_that_failed_comes(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
+    (tmp_path / "first").mkdir()
+    first = submit(cluster, tmp_path / "first", "--via", via, fault={"fault": "import"})
+    second = submit(cluster, tmp_path, "--via", via, "--after", str(first.run))
+    finish(second, calm, attempts=1)
+    assert first.status()["state"] == "FAILED"
 
 
 @both_ways

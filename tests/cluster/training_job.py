@@ -85,7 +85,7 @@ class TrainingJob:
         return {state, "PREEMPTED"} if started_again and preempted and self.cluster.version >= (24, 5) else {state}
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.cluster.cli("status", str(self.run), "--json").stdout)
+        status: dict[str, Any] = json.loads(self.cluster.cli("status", str(self.run), "--json", timeout=180).stdout)
         return status
 
     def events(self) -> list[dict[str, Any]]:
@@ -95,7 +95,8 @@ class TrainingJob:
 
     def story(self) -> str:
         """What a person would look at when the run did not do as expected."""
-        parts = [f"--- Slurm: {self.cluster.job_info(self.job)}", "--- events"]
+        shown = self.cluster.call("scontrol", "show", "job", "-o", str(self.job))
+        parts = [f"--- Slurm: {shown.stdout or shown.stderr}", "--- events"]
         parts += [json.dumps(event) for event in self.events()[-40:]]
         for output in sorted([*self.run.glob("*.out"), *self.run.glob("attempts/*/node-*/*.log")]):
             parts += [f"--- {output.relative_to(self.run)}", *output.read_text(errors="replace").splitlines()[-15:]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from documented import PROJECT
+from fault_page import page_with, read_results, table
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.attempt import ROOM_SECONDS
@@ -35,3 +36,7 @@ def test_seconds_are_those_of_the_program() -> None:
     assert f"have {SAVE_SECONDS:.0f} s to save" in PAGE
     assert f"waits {ROOM_SECONDS / 60:.0f} minutes for room" in PAGE
     assert SHORTEST_LEARNED == 60
+
+
+def test_the_table_is_that_of_the_faults_with_what_was_measured() -> None:
+    assert page_with(PAGE, table(read_results())) == PAGE, "python tests/cluster/fault_page.py build/chaos/faults"

@@ -47,7 +47,8 @@ def happened(run: RunDirectory, event: str, attempt: int = 0, **fields: Any) -> 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
     """Put commands of Slurm's into PATH that answer what they are told to."""
     for name, text in programs.items():
-        program = folder / name
-        program.write_text(f"#!/bin/sh\n{text}\n")
-        program.chmod(0o755)
+        beside = folder / f".{name}.new"
+        beside.write_text(f"#!/bin/sh\n{text}\n")
+        beside.chmod(0o755)
+        beside.replace(folder / name)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.launch.agent_failure import agent_failure, explain
-from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SignOfLife, SilentNodes
+from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
 from cluster_ddp.launch.step_output import StepOutput
 from cluster_ddp.run.directory import RunDirectory
 
@@ -89,6 +89,27 @@ def test_a_node_that_never_came_is_given_up_too(tmp_path: Path) -> None:
         clock.now += SILENT_SECONDS
         found = silent.look()
     assert found == [1]
+
+
+def test_a_step_whose_nodes_have_all_signed_off_is_over(tmp_path: Path) -> None:
+    """srun may wait on for Slurm's controller, which is away."""
+    attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
+    signs = []
+    for node in (0, 1):
+        attempt.logs(node).mkdir(parents=True)
+        signs.append(SignOfLife(attempt.logs(node)))
+        signs[node].give()
+    nodes = SilentNodes(attempt, 2, clock=clock)
+    for sign in signs:
+        nodes.look()
+        sign.end()
+        clock.now += 2 * SIGNED_OFF_SECONDS
+        assert not nodes.all_signed_off
+    nodes.look()
+    clock.now += SIGNED_OFF_SECONDS - 1
+    assert not nodes.all_signed_off
+    clock.now += 2
+    assert nodes.all_signed_off
 
 
 @pytest.mark.parametrize(

@@ -82,3 +82,13 @@ def test_saves_that_take_long_stay_apart(run: RunDirectory, say: Say) -> None:
     attempt_cut_short(run, say)
     say("checkpoint", 0, at=60, step=20, samples=200, seconds=30)
     assert seconds_between_saves(read_history(run)) == 60.0
+
+
+def test_an_attempt_that_was_killed_while_it_stopped_says_so(run: RunDirectory, say: Say) -> None:
+    end_attempt(begin_dead(run, slurm_job_id="7"))
+    say("stop-requested", 0, node=1, reason="terminated", by="SIGTERM to node 1 (n2)")
+    found = describe(run, {})
+    assert (found.state.value, found.reason) == (
+        "LOST",
+        "it was killed before it had saved, after SIGTERM to node 1 (n2)",
+    )

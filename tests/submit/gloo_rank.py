@@ -1,4 +1,7 @@
-"""A rank that trains nothing over gloo: gloo_rank.py STEPS. All ranks stop at one step when a node asks."""
+"""A rank that trains nothing over gloo: gloo_rank.py STEPS [BRAKE]. All ranks stop at one step when a node asks.
+
+As long as the file BRAKE exists, training does not come to its end.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,12 @@ events = EventWriter(RunDirectory(Path(os.environ["CLUSTER_DDP_RUN"])), f"rank-{
 attempt = int(os.environ["CLUSTER_DDP_ATTEMPT"])
 if rank == 0:
     events.write("started", attempt=attempt, step=0, world_size=dist.get_world_size(), total_steps=int(sys.argv[1]))
-step, stop = 0, torch.zeros(1)
-while step < int(sys.argv[1]) and not stop:
-    stop[0] = heartbeat.stop_level
-    dist.all_reduce(stop, dist.ReduceOp.MAX)
+brake = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+step, stop, wish = 0, False, torch.zeros(2)
+while not stop and (step < int(sys.argv[1]) or wish[1]):
+    wish[0], wish[1] = heartbeat.stop_level, brake is not None and brake.exists()
+    dist.all_reduce(wish, dist.ReduceOp.MAX)
+    stop = bool(wish[0])
     time.sleep(0.02)
     step += 1
     slot.beat(step)

@@ -24,6 +24,7 @@ from cluster_ddp.run.status import describe
 from cluster_ddp.submit.quote import quote
 from cluster_ddp.submit.script import render_script
 
+PATIENCE = 120.0  # for what takes a second where nothing else runs
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Everything that the script takes from the system. Slurm's own commands, which this machine may have, are not among it.
 TOOLS = ("bash", "realpath", "head", "date", "sleep", "cat", "env", "touch", "grep", "rm", "tr")
@@ -65,7 +66,7 @@ exec env PYTHONPATH=CHECKOUT PYTHON "$@"
 """
 )
 
-UNTIL_STOPPED = "for ((i = 0; i < 400; i++)); do [[ -e $run/attempts/000/stop ]] && exit 0; sleep 0.05; done"
+UNTIL_STOPPED = "until [[ -e $run/attempts/000/stop ]]; do sleep 0.05; done; exit 0"
 FOR_EVER = "sleep 60"
 
 
@@ -77,6 +78,14 @@ def event(name: str, *, attempt: int = 0, **fields: Any) -> str:
 
 DONE = event("completed", step=9)
 CRASH = f"{event('started', step=0, world_size=8, total_steps=9)}\n{event('checkpoint', step=5)}\nexit 1"
+
+
+def replace_file(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file that a stand-in may be reading: it finds the old one or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    beside.chmod(mode)
+    beside.replace(path)
 
 
 class Stage:
@@ -120,16 +129,13 @@ class Stage:
 
     def program(self, name: str, body: str) -> None:
         """Put one more stand-in into place."""
-        program = self.bin / name
-        program.unlink(missing_ok=True)
-        program.write_text(f"#!/bin/bash\n{body}\n")
-        program.chmod(0o755)
+        replace_file(self.bin / name, f"#!/bin/bash\n{body}\n", mode=0o755)
 
     def does(self, **files: str) -> None:
         """Say what a stand-in answers or does; training finds the run directory in $run."""
         for name, text in files.items():
             prefix = f'run="{self._quoted_run}"\n' if name.endswith(".sh") else ""
-            (self.folder / name).write_text(prefix + text + "\n")
+            replace_file(self.folder / name, prefix + text + "\n")
 
     def write(self, **job: Any) -> Path:
         """Render the script of a job."""
@@ -166,7 +172,7 @@ class Stage:
         """Run the script to its end; its status."""
         return self.finish(self.start(script, **variables))
 
-    def finish(self, process: subprocess.Popen[bytes], timeout: float = 120) -> int:
+    def finish(self, process: subprocess.Popen[bytes], timeout: float = PATIENCE) -> int:
         """Wait for the script and end what it has left behind, as Slurm does."""
         try:
             return process.wait(timeout)
@@ -176,7 +182,7 @@ class Stage:
 
     def wait_for_training(self) -> None:
         """Wait until srun is running."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not (self.folder / "training").exists():
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from stage import replace_file
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.ports import job_port
@@ -34,7 +35,7 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 PATIENCE = 120.0
 JOB_ID = str(os.getpid())  # the port to meet at comes from it, and others may be testing on this machine
-STEPS = 240
+STEPS = 10
 PREEMPTED = f"JobId={JOB_ID} JobState=RUNNING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
 TAKEN_BACK = f"JobId={JOB_ID} JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
 CANCELLED = f"JobId={JOB_ID} JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
@@ -51,8 +52,9 @@ class Place:
         for tool in ("bash", "env", "cat", "cp", "dirname", "git"):
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.job = folder / "job.yaml"
+        self.brake = folder / "brake"  # while it exists, training does not come to its end
         self.job.write_text(
-            f"name: small\nscript: {HERE / 'gloo_rank.py'}\nargs: ['{STEPS}']\n"
+            f"name: small\nscript: {HERE / 'gloo_rank.py'}\nargs: ['{STEPS}', '{self.brake}']\n"
             'launch: {procs_per_node: 2}\nslurm: {time: "00:10:00"}\nrequeue: {warning: 20s}\n'
         )
         strange = ("SLURM", "SBATCH", "CLUSTER_DDP", "SUBMITIT")
@@ -74,14 +76,11 @@ class Place:
 
     def says(self, job: str) -> None:
         """What ``scontrol show job`` answers."""
-        beside = self.bin / "job.new"
-        beside.write_text(job + "\n")
-        beside.rename(self.bin / "job")
+        replace_file(self.bin / "job", job + "\n")
 
     def program(self, name: str, body: str) -> None:
         """Put a stand-in into place."""
-        (self.bin / name).write_text(f'#!/bin/bash\nhere=$(dirname "$0")\n{body}\n')
-        (self.bin / name).chmod(0o755)
+        replace_file(self.bin / name, f'#!/bin/bash\nhere=$(dirname "$0")\n{body}\n', mode=0o755)
 
     def submit(self) -> RunDirectory:
         """Call ``cluster-ddp submit --via submitit``; the run."""
@@ -150,11 +149,14 @@ def names(run: RunDirectory, attempt: int) -> list[str]:
 
 
 def test_the_local_executor_stops_requeues_and_completes(place: Place) -> None:
+    place.brake.touch()
     run = place.submit()
     wait_for_steps(run)
     first = read_attempt(list_attempts(run)[0])
     assert first.process is not None
     os.kill(first.process.pid, signal.SIGUSR2)  # what submitit sends before the time limit
+    wait_for(lambda: "stopped" in names(run, 0), "the first attempt stops")
+    place.brake.unlink()
     wait_for(lambda: "completed" in names(run, 1), "the second attempt completes")
     assert "stopped" in names(run, 0)
     assert "requeued" in names(run, 0)
@@ -196,6 +198,7 @@ def test_what_submitit_asks_slurm_for(place: Place) -> None:
 def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
     """submitit itself passes SIGTERM by, and clusters that send nothing else would lose the run."""
     place.add_slurm()
+    place.brake.touch()
     run = place.submit()
     task = place.start_task(run)
     wait_for_steps(run)
@@ -209,6 +212,7 @@ def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
     assert place.requeues() == [JOB_ID], place.log()
     assert {"stopped", "requeued"} <= set(names(run, 0))
     place.says(QUIET.replace("Restarts=0", "Restarts=1"))
+    place.brake.unlink()
     again = place.start_task(run, restarts=1)
     assert again.wait(PATIENCE) == 0, place.log()
     assert "completed" in names(run, 1)
@@ -217,6 +221,7 @@ def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
 
 def test_the_warning_signal_requeues(place: Place) -> None:
     place.add_slurm()
+    place.brake.touch()
     run = place.submit()
     task = place.start_task(run)
     wait_for_steps(run)
@@ -231,6 +236,7 @@ def test_the_warning_signal_requeues(place: Place) -> None:
 )
 def test_what_is_not_ours_to_requeue(place: Place, says: str, reason: str) -> None:
     place.add_slurm()
+    place.brake.touch()
     run = place.submit()
     task = place.start_task(run)
     wait_for_steps(run)
@@ -248,7 +254,6 @@ def test_a_host_that_failed_twice_is_given_back_before_training_while_there_are_
 ) -> None:
     place.add_slurm()
     place.program("sinfo", f"printf '%s\\n' localhost {others}")
-    place.job.write_text(place.job.read_text().replace(f"'{STEPS}'", "'10'"))
     run = place.submit()
     for restarts in (0, 1):
         begin_attempt(run, slurm_job_id=JOB_ID, restart_count=restarts, host="localhost", pid=0, nodes=1, procs=2)
@@ -267,7 +272,6 @@ def test_a_host_that_failed_twice_is_given_back_before_training_while_there_are_
 
 def test_a_complete_run_is_not_trained_again(place: Place) -> None:
     place.add_slurm()
-    place.job.write_text(place.job.read_text().replace(f"'{STEPS}'", "'10'"))
     run = place.submit()
     assert place.start_task(run).wait(PATIENCE) == 0, place.log()
     assert place.start_task(run, restarts=1).wait(PATIENCE) == 0, place.log()
@@ -276,7 +280,6 @@ def test_a_complete_run_is_not_trained_again(place: Place) -> None:
 
 def test_the_step_is_that_of_our_own_script(place: Place) -> None:
     place.add_slurm()
-    place.job.write_text(place.job.read_text().replace(f"'{STEPS}'", "'10'"))
     run = place.submit()
     assert place.start_task(run).wait(PATIENCE) == 0, place.log()
     (step,) = (place.bin / "steps").read_text().splitlines()

@@ -1,0 +1,125 @@
+"""The keeper under every order of events: signals, deaths, stops, and answers of Slurm that are late, torn or missing.
+
+Whatever comes: never two attempts that count, never a requeue after a cancel or a stop, never an end without a reason,
+always an end; and where Slurm answers, no requeue that is wanted is lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from simulated_job import KILL_WAIT, KILLS, Life, World, live
+
+from cluster_ddp.job import JobSpec
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.launch.queueing import RequeueFailed
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.events import REQUEUED
+from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.status import RunStatus, describe
+
+SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
+FIRM = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+seconds = st.floats(min_value=1, max_value=200).map(round)
+words = st.sampled_from(sorted(KILLS))
+lives = st.builds(
+    Life,
+    events=st.lists(st.tuples(seconds, words), max_size=3).map(lambda events: tuple(sorted(events))),
+    training=st.sampled_from(["completes", "crashes", "dies"]),
+    lasts=seconds,
+    saves_in=st.one_of(st.none(), st.floats(min_value=0.5, max_value=60)),
+    answers=st.lists(st.sampled_from(["ok", "late", "half", "none"]), max_size=6).map(tuple),
+    requeues=st.lists(st.sampled_from(["ok", "unheard", "away", "refused"]), max_size=6).map(tuple),
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.fixture
+def fast_disk() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def play(folder: Path, story: list[Life]) -> tuple[RunDirectory, list[World], RunStatus]:
+    """Let a job have these starts, and further calm ones as long as it is queued again; where its run stands then."""
+    run = create_run(SPEC, runs_dir=folder, via="sbatch", script="#!/bin/bash\n")
+    worlds: list[World] = []
+    for restart, life in enumerate([*story, *[Life()] * 8]):
+        worlds.append(world := World(run, restart, life))
+        try:
+            live(world)
+        except (RunAlive, RunEnded, RequeueFailed):
+            pass
+        except ClusterDDPError as error:
+            raise AssertionError(f"the keeper cannot begin: {error}") from error
+        taken_back, cancelled = world.happened("requeue by Slurm"), world.happened("scancel")
+        world.queued |= taken_back is not None and (cancelled is None or cancelled > taken_back + 1)
+        if not world.queued or cancelled is not None:
+            return run, worlds, describe(run, {})
+    raise AssertionError("it is started again and again")
+
+
+@FIRM
+@given(st.lists(lives, min_size=1, max_size=3))
+@example([Life(((10, "warning"), (12, "scancel")), answers=("none", "none", "none"), saves_in=3.0)])
+@example([Life(((10, "kill -TERM"),), answers=("half",), saves_in=3.0)])
+@example([Life(((30, "stop"),), training="crashes", lasts=10, requeues=("away",) * 4)])
+@example([Life(((10, "second start"),), saves_in=2.0), Life()])
+def test_whatever_happens(fast_disk: Path, story: list[Life]) -> None:
+    run, worlds, status = play(fast_disk, story)
+    assert [fault for world in worlds for fault in world.faults] == []
+    assert not status.state.open, "it would be waited for, and has no job"
+    assert status.state.value == "COMPLETED" or status.reason
+    said = list(read_json_lines(run.events / "batch-77.jsonl"))  # by the keepers; another start judges those cut off
+    requeued = {event["attempt"] for event in said if event["event"] == REQUEUED}
+    queued = [world for world in worlds if world.queued or world.happened("requeue by Slurm") is not None]
+    assert len(requeued) <= len(queued), "an event of what was not"
+    shutil.rmtree(run.path)
+
+
+ending = st.sampled_from(["warning", "time limit", "preemption", "kill -TERM", "TERM to the step", "requeue by Slurm"])
+
+
+@FIRM
+@given(
+    st.lists(
+        st.builds(
+            Life,
+            events=st.tuples(st.tuples(seconds, ending)),
+            lasts=st.just(1000.0),
+            saves_in=st.floats(min_value=0.5, max_value=20),
+            answers=st.lists(st.sampled_from(["ok", "late"]), max_size=4).map(tuple),
+            requeues=st.lists(st.sampled_from(["ok", "unheard"]), max_size=2).map(tuple),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_no_requeue_that_is_wanted_is_lost(fast_disk: Path, story: list[Life]) -> None:
+    run, worlds, status = play(fast_disk, story)
+    assert (status.state.value, len(worlds)) == ("COMPLETED", len(story) + 1), status.reason
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.parametrize("word", ["time limit", "preemption"])
+@pytest.mark.parametrize("answers", [(), ("late",), ("none", "half", "late")])
+def test_a_save_that_takes_too_long_is_not_waited_for(fast_disk: Path, word: str, answers: tuple[str, ...]) -> None:
+    """Slurm kills after KillWait: the job is queued again 3 s before."""
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0,
+                  Life(((10, word),), lasts=1000, saves_in=None, answers=answers))  # fmt: skip
+    assert live(world) is not None
+    assert world.queued and 10 + KILL_WAIT - 3 <= world.now <= 10 + KILL_WAIT - 2
