@@ -135,7 +135,7 @@ def _place(tensor: Tensor, stored: StoredTensor, piece: Tensor) -> tuple[Place, 
     """Where the bytes of a stored tensor go, and the tensor that holds them afterwards."""
     if not tensor.is_contiguous():
         tensor = torch.empty(stored.shape, dtype=tensor.dtype)
-    flat = tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
     if tensor.device.type == "cpu":
         return flat.numpy().data, tensor
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 
 from cluster_ddp.job import TrainSpec
+from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import check_groups
 
 
@@ -26,10 +27,20 @@ class Schedule:
         The peak rate that `train.min_lr` is measured against.
     total
         Updates in the whole training; the end of the cosine and linear decay.
+
+    Raises
+    ------
+    TaskError
+        A group has no learning rate.
     """
 
     def __init__(self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int) -> None:
         self._optimizer = optimizer  # load_state_dict gives it new groups, so they are looked up each time
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise TaskError(
+                f"optimizer() gave {type(optimizer).__name__} without a learning rate, one that chooses it by itself: "
+                "the trainer sets the rate of each step; give it lr, and turn its own schedule off"
+            )
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self._peak = peak
         self._warmup = train.warmup_steps

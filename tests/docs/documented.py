@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +18,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 PATIENCE = 120.0
+_GAP = "\0"  # stands for what an f-string fills in
 FINDS_RANKS = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds the ranks in /proc, which only Linux has"
 )
@@ -26,6 +30,25 @@ def block(page: str, language: str, after: str = "") -> str:
     """The first block of code in this language on a page of the project, below the heading `after` if it is given."""
     text = (PROJECT / page).read_text()
     return text[text.index(after) :].split(f"```{language}\n")[1].split("```")[0]
+
+
+def is_message_of_the_program(message: str) -> bool:
+    """Whether the package has a string with this in it; an ellipsis stands for what is filled in."""
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
+    return any(pattern.search(string) for string in _strings())
+
+
+@functools.cache
+def _strings() -> list[str]:
+    """Every string of the package, of an f-string the parts that are always the same."""
+    found = []
+    for file in (PROJECT / "cluster_ddp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append(_GAP.join(part.value for part in node.values if isinstance(part, ast.Constant)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
 
 
 def finish(process: subprocess.Popen[str], status: int = 0) -> str:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset, TensorDataset
 from train_ranks import run_ranks
 from zoo_data import DATA, HF_DATA, REFUSED_DATA, Augmented, Stream, samples
 from zoo_training import Case, ZooTask, judge
 
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.distributed import find_world
 
 
@@ -83,6 +85,10 @@ def test_parts_by_rank_are_exact_where_the_task_says_so_and_else_refused(tmp_pat
     for refused, exact in run_ranks(judge_parts, 3, tmp_path):
         assert refused.startswith("refused after step 0: the ranks read different items")
         assert exact == "exact"
+
+
+def test_an_item_of_one_element_has_a_fingerprint_whatever_its_stride() -> None:
+    assert fingerprint(torch.ones(4)[::4]) == fingerprint(torch.ones(1))
 
 
 class Longer(Augmented):

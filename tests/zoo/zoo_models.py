@@ -268,6 +268,21 @@ class _Transposed(nn.Module):
         return self.head(torch.tanh(inputs @ self.weight.t()))
 
 
+class _Sliced(nn.Module):
+    """A parameter of one element, whose stride says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.scale = nn.Parameter(torch.ones(4)[::4])
+        self.register_buffer("passes", torch.ones(6, dtype=torch.float64)[::6])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        return self.layers(inputs) * self.scale * (1 + 0.01 * self.passes.float())
+
+
 class Unfreezes(nn.Module):
     """Its first layer is trained from the third pass of each run on; the count is a buffer."""
 
@@ -301,6 +316,7 @@ MODELS: dict[str, MakeModel] = {
     "conv": _conv,
     "conv channels_last": lambda: _conv().to(memory_format=torch.channels_last),
     "transposed weight": _Transposed,
+    "one element of another stride": _Sliced,
     "tied embeddings": partial(_Words, tied=True, sparse=False),
     "sparse embeddings": partial(_Words, tied=False, sparse=True),
     "attention": _Attention,

@@ -140,6 +140,14 @@ def keeps(kept: str, model: nn.Module, lr: float) -> Optimizer:
     return Keeps(trainable(model), lr, kept)
 
 
+class ChoosesItsRate(SGD):
+    """Has no learning rate."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.param_groups[0]["lr"] = None
+
+
 class GroupLater(SGD):
     """Takes its last parameter in after four updates."""
 
@@ -210,6 +218,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adagrad fused": plain(Adagrad, fused=True),
     "Adagrad from an initial value": plain(Adagrad, initial_accumulator_value=0.5, lr_decay=0.1),
     "a group added later": lambda model, lr: GroupLater(trainable(model), lr),
+    "no learning rate": lambda model, lr: ChoosesItsRate(trainable(model)),
     "a number in itself": lambda model, lr: keeps("a number in itself", model, lr),
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
 }

@@ -20,7 +20,7 @@ _IN_BF16 = (
     "ASGD", "NAdam", "NAdam foreach, decoupled", "state: fp32 master",
 )  # fmt: skip
 _ONLY_SPARSE = ("SparseAdam",)
-_REFUSED_OPTIMIZERS = ("a group added later", "a number in itself")
+_REFUSED_OPTIMIZERS = ("a group added later", "a number in itself", "no learning rate")
 _COMPLEX = ("SGD", "SGD momentum", "Adam", "AdamW", "RMSprop", "Adamax")
 
 OF_OPTIMIZERS = [
@@ -66,6 +66,7 @@ OF_STEPS = [
 # Each with a part of the message; all are refused before the third step is done.
 REFUSED = [
     (Case("a group added later"), "give all parameters to optimizer() from the beginning"),
+    (Case("no learning rate"), "give it lr, and turn its own schedule off"),
     (Case("SGD momentum fused", "bf16 parameters"), "use fused=False"),
     (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),
     (Case("a number in itself"), "optimizer.extra: 2 now, 0 after a resume"),
@@ -92,6 +93,7 @@ OF_RANKS = [
     Case(optimizer="SGD", model="sparse embeddings"),
     Case(model="bf16 parameters", train={"precision": "bf16"}),
     Case(model="frozen backbone", data="__getitems__", train={"drop_last": False}),
+    Case(model="one element of another stride"),
     Case(model="300 parameters", train={"gradient_as_bucket_view": False, "bucket_mb": 0.002}),
 ]
 

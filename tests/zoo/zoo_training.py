@@ -259,5 +259,5 @@ def tensor_digest(tensor: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    data = flat.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = flat.contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
     return str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), xxhash.xxh3_64_hexdigest(data)

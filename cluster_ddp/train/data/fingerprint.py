@@ -36,8 +36,9 @@ def _add(hashed: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_quantized:
-            value = value.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
-            hashed.update(value.view(torch.uint8).numpy().tobytes())
+            value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            flat = value.as_strided((value.numel(),), (1,))  # a single element may have any stride
+            hashed.update(flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         hashed.update(f"{array.dtype}{array.shape}".encode())

@@ -1,0 +1,135 @@
+"""The tables of docs/exactness.md, made of those that the tests run: python tests/zoo/zoo_document.py writes them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).parents[2]
+PAGE = PROJECT / "docs" / "exactness.md"
+MARK = "<!-- What follows is written by tests/zoo/zoo_document.py. -->\n"
+
+# Refused by tests of other files: what, a part of the message (… stands for what is filled in), and the test.
+ELSEWHERE = [
+    ("`loss()` calls `model.module`, `self.net`: not the wrapper", "loss() did not call the model that it was given",
+     "train/test_train_refusals.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+    ("`model.encode(x)` on several ranks", "on several ranks only model(...) sums the gradients",
+     "train/test_train_refusals.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+    ("gradients, or weights after two steps, that differ by rank", "differ between the ranks",
+     "train/test_train_refusals.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+    ("ranks that drift apart later: no checkpoint is published", "did not hold what rank 0 held",
+     "train/test_train_refusals.py::test_ranks_that_drift_apart_make_no_checkpoint"),
+    ("a layer unfrozen in training, several ranks", "was frozen when training began and is trained now",
+     "train/test_train_refusals.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
+    ("a layer frozen in training without `train.find_unused_parameters`, several ranks",
+     "was trained when training began and is frozen now",
+     "train/test_train_refusals.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
+    ("LBFGS and other optimizers that need a closure", "whose step() needs a closure",
+     "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
+    ("`train.clip_norm` with sparse gradients", "torch cannot limit the norm of sparse gradients",
+     "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
+    ("fp16 parameters with `train.precision: fp16`", "model() gives parameters in fp16",
+     "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
+    ("`train.drop_last: false` that leaves BatchNorm one sample", "for the last batch of an epoch",
+     "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
+    ("`train.compile` with `train.grad_checkpointing`", "train.compile: true, which cannot trace",
+     "train/test_train_refusals.py::test_compiled_blocks_are_not_computed_again"),
+    ("fused SGD with momentum and dampening, with fp16 or on a GPU",
+     "SGD with fused=True, momentum and dampening would be spoilt",
+     "train/test_train_nonfinite.py::test_a_fused_sgd_begins_without_momentum_when_its_first_update_is_left_out"),
+    ("updates that are not finite, more in a row than `train.max_bad_steps`", "updates in a row had a loss or",
+     "train/test_train_nonfinite.py::test_too_many_bad_updates_name_the_step_and_the_rank"),
+    ("weights or buffers that are not finite: never saved", "weights or buffers of the model are not finite",
+     "train/test_train_nonfinite.py::test_what_is_no_number_is_never_saved"),
+    ("the same, in a script of your own", "weights or buffers of the model are not finite",
+     "train/test_train_script_ways.py::test_weights_that_are_not_finite_are_not_saved_by_a_script"),
+    ("a task whose `load_state_dict` does not take its state back", "load_state_dict() of the task",
+     "zoo/test_zoo_alone.py::test_a_task_that_does_not_take_its_state_back_is_refused"),
+    ("an iterable set that gives each rank other items, without `sharded = True`",
+     "the ranks read different items from train_data()",
+     "zoo/test_zoo_data.py::test_parts_by_rank_are_exact_where_the_task_says_so_and_else_refused"),
+    ("random numbers drawn in threads of the set's own", "reads in threads of its own, and draws random numbers",
+     "zoo/test_zoo_data.py::test_what_cannot_be_exact_is_refused_before_the_first_step"),
+    ("a set whose length differs by rank", "train_data() has another length on each rank",
+     "zoo/test_zoo_data.py::test_a_length_of_each_rank_is_refused"),
+    ("a set that changed between attempts", "when the checkpoint was saved, and",
+     "zoo/test_zoo_data.py::test_a_data_set_that_changed_between_attempts_is_seen"),
+    ("`setup_distributed(rank, world_size)`", "Call setup_distributed()",
+     "train/test_train_distributed.py::test_a_rank_and_a_world_size_are_refused"),
+    ("`launch_distributed_training` with a lambda", "top level of a module",
+     "train/test_train_distributed.py::test_a_lambda_cannot_be_launched"),
+]  # fmt: skip
+
+
+def tables() -> str:
+    """What stands below the mark."""
+    from zoo_data import HF_DATA, REFUSED_DATA
+    from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_RANKS, OF_STEPS, REFUSED
+
+    def grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:
+        found: dict[str, list[str]] = {}
+        for key, value in pairs:
+            if value not in found.setdefault(key, []):
+                found[key].append(value)
+        return [(key, ", ".join(values)) for key, values in found.items()]
+
+    def settings(train: Mapping[str, Any]) -> str:
+        return ", ".join(f"`{key}: {_yaml(value)}`" for key, value in train.items()) or "-"
+
+    refused = [
+        *((f"{case.optimizer} with {case.model}", message, "the second step") for case, message in REFUSED),
+        *((f"data: {name}", "no resume could be exact", "the first step") for name in REFUSED_DATA),
+    ]
+    return "\n".join(
+        [
+            "\n## Exact: optimizers\n",
+            *_table("optimizer", "with the models", grouped((case.optimizer, case.model) for case in OF_OPTIMIZERS)),
+            "\n## Exact: models\n",
+            *_table("model", "with the optimizers", grouped((case.model, case.optimizer) for case in OF_MODELS)),
+            "\n## Exact: data, with 0 and 2 workers\n",
+            *(f"- {name}" for name in dict.fromkeys([*(case.data for case in OF_DATA), *HF_DATA])),
+            "\n## Exact: losses and settings\n",
+            *_table("loss", "settings of `train`", [(case.loss, settings(case.train)) for case in OF_STEPS]),
+            "\n## Exact: on 2 and 3 ranks\n",
+            *_table(
+                "optimizer, model, data, loss",
+                "settings of `train`",
+                [(", ".join((c.optimizer, c.model, c.data, c.loss)), settings(c.train)) for c in OF_RANKS],
+            ),
+            "\n## Refused\n",
+            "| what | before the end of | a part of the message |\n|---|---|---|",
+            *(f"| {what} | {when} | {_escaped(message)} |" for what, message, when in refused),
+            "\n## Refused or told, elsewhere\n",
+            *_table("what", "a part of the message", [(what, _escaped(message)) for what, message, _ in ELSEWHERE]),
+            "",
+        ]
+    )
+
+
+def _table(first: str, second: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"| {first} | {second} |\n|---|---|", *(f"| {one} | {other} |" for one, other in rows)]
+
+
+def _escaped(message: str) -> str:
+    return f"`{message}`".replace("|", "\\|")
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(part)}" for key, part in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    sys.path[:0] = [str(Path(__file__).parent), str(PROJECT)]
+    head, _, _ = PAGE.read_text().partition(MARK)
+    PAGE.write_text(head + MARK + tables())
+
+
+if __name__ == "__main__":
+    main()
