@@ -25,7 +25,7 @@ def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
 
 def _hash(tensor: Tensor) -> int:
     flat = _plain(tensor).contiguous().reshape(-1)
-    return int(xxhash.xxh3_64_intdigest(flat.view(_INTEGERS[flat.element_size()]).numpy().data)) - (1 << 63)
+    return int(xxhash.xxh3_64_intdigest(flat.view(INTEGERS[flat.element_size()]).numpy().data)) - (1 << 63)
 
 
 def _sum(tensor: Tensor) -> Tensor:
