@@ -213,12 +213,20 @@ def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
 def cleanup_distributed() -> None:
     """Leave the group, all ranks together; call it last, after every other use of the group."""
     if dist.is_initialized():
-        # A DDP model that outlives the group would be the last to hold it. Taking it down then joins Gloo's threads
-        # under Python's lock, which one of them may be waiting for to let go of a tensor: the process would never end.
-        # The group's own Python object gives the lock away first, so it has to be the last.
+        hold_group()
+        dist.destroy_process_group()
+
+
+def hold_group() -> None:
+    """Keep the group's Python object to the exit, whoever destroys the group.
+
+    A DDP model that outlives the group would be the last to hold it. Taking it down then joins Gloo's threads under
+    Python's lock, which one of them may be waiting for to let go of a tensor: the process would never end. The group's
+    own Python object gives the lock away first, so it has to be the last.
+    """
+    if dist.is_initialized():
         _left.append(dist.group.WORLD)
         atexit.register(_end_groups)
-        dist.destroy_process_group()
 
 
 def _end_groups() -> None:

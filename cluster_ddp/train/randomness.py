@@ -73,6 +73,11 @@ def seed_host(seed: int) -> None:
     _seed_libraries(seed)
 
 
+def drawn() -> tuple[float, ...]:
+    """Draw from torch's CPU generator, Python's random and NumPy: about 3 us."""
+    return torch.rand((), dtype=torch.float64).item(), random.random(), float(np.random.random_sample())
+
+
 def _seed_libraries(seed: int) -> None:
     random.seed(seed & _HALF_WORD)
     np.random.seed(seed & _HALF_WORD)
@@ -101,6 +106,9 @@ class OwnGenerators:
                     seen.add(id(value))
                     self._visit(value, inner)
             level = inner
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
 
     def seed(self, seed: int) -> None:
         """Seed each: 1 to 20 us."""
@@ -146,7 +154,7 @@ class StepSeeds:
     def __init__(self, seed: int, rank: int, device: torch.device, own: OwnGenerators | None = None) -> None:
         self._base = derive(Use.STEP, seed, rank)
         self._generator = _device_generator(device)
-        self._own = own or OwnGenerators()
+        self._own = OwnGenerators() if own is None else own
 
     def apply(self, step: int, micro_batch: int) -> None:
         """Put all generators where the forward pass of this micro-batch of this step begins."""

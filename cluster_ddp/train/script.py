@@ -1,65 +1,71 @@
 """A rank's side of a run for a training loop of one's own: what the trainer does around its loop, without the loop.
 
-    with join_run(folder="by-hand") as run:
-        ...                                  # model, optimizer, data
-        run.resume(model, optimizer, stream, total_steps=1000, first_loss=...)
-        for micro in rank_micro_batches(stream, plan, run.world.rank, run.step, 1000):
-            run.begin_step()
-            ...                              # forward, backward, optimizer.step()
-            if run.end_step():
-                break
+    with join_run() as run:
+        model, optimizer, loader, scheduler = ...          # as ever
+        loader = run.resumable(loader, model=model, optimizer=optimizer, scheduler=scheduler, epochs=20)
+        for epoch in loader.epochs():
+            for batch in loader:
+                ...                                        # as ever
 
-docs/own-script.md has a whole script, and says what each part is.
+docs/own-code.md says how, for the programs that people have.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.launch.processes import present
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
+from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.record import read_record
-from cluster_ddp.train.data.order import SampleStream
-from cluster_ddp.train.distributed import World, barrier, find_world
+from cluster_ddp.train.buckets import settle_layout
+from cluster_ddp.train.distributed import barrier, find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
 from cluster_ddp.train.metrics.log import Report
 from cluster_ddp.train.metrics.loggers import open_loggers
-from cluster_ddp.train.model import settle_buckets
 from cluster_ddp.train.nonfinite import FiniteWeights
+from cluster_ddp.train.own.batches import batches_of
+from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.loader import ResumableLoader
+from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
+from cluster_ddp.train.own.parts import Once, Own
+from cluster_ddp.train.randomness import Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.session import Session, joined_rank
+from cluster_ddp.train.session import Order, Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
-from cluster_ddp.train.twins import twins
-
-_RATES = "learning rates of the optimizer"
 
 
 @contextlib.contextmanager
-def join_run(folder: Path | str) -> Iterator[ScriptRun]:
+def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     """Make this process a rank of the run that it was started for, and join the other ranks.
 
-    Left without an exception, it saves the last step and records that the run is completed, or stopped when `end_step`
-    said so. An exception is printed and recorded as a failure, and the process ends with status 1.
+    Left without an exception, it saves the last step and records that the run is completed, or stopped where the ranks
+    agreed to stop: then a loop over `ScriptRun.resumable` or `ScriptRun.steps` ends the block, and nothing that follows
+    the loop in it is run. An exception is printed and recorded as a failure, and the process ends with status 1.
 
     Parameters
     ----------
     folder
-        Where checkpoints and metrics go when a bare torchrun started the script. Started by cluster-ddp they go to the
-        run directory.
+        Where checkpoints and metrics go when the script was not started by cluster-ddp, whose runs have a directory
+        of their own. None: ``<script>.run`` in the working directory.
 
     Raises
     ------
@@ -67,11 +73,12 @@ def join_run(folder: Path | str) -> Iterator[ScriptRun]:
         Something failed, here or on another rank; it has been reported.
     """
     place = os.environ.get(RUN_VARIABLE)
-    directory = RunDirectory(Path(place or folder).absolute())
+    directory = RunDirectory(Path(place or folder or f"{Path(sys.argv[0]).stem or 'python'}.run").absolute())
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
     writer = EventWriter(directory, f"rank-{find_world().rank}") if place else None
 
     left: SystemExit | None = None
+    handlers = {} if place else _handlers()
 
     def read_job() -> JobSpec:
         if place:
@@ -79,9 +86,13 @@ def join_run(folder: Path | str) -> Iterator[ScriptRun]:
         return JobSpec(name="script", script=Path(sys.argv[0]).name or "python")
 
     with joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
+        if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded by itself
+            seed_everything(derive(Use.BUILD, job.train.seed))
         run = ScriptRun(job, directory, attempt, process, writer)
         try:
             yield run
+        except LeaveBlock:
+            pass
         except SystemExit as end:
             if end.code not in (None, 0):
                 run.fail()
@@ -91,8 +102,16 @@ def join_run(folder: Path | str) -> Iterator[ScriptRun]:
             run.fail()
             raise
         run.end()
+    for number, handler in handlers.items():  # a notebook goes on
+        signal.signal(number, handler)
     if left is not None:
         raise left
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    """What signals do now."""
+    found = {number: signal.getsignal(number) for number in present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")}
+    return {number: handler for number, handler in found.items() if handler is not None}
 
 
 class ScriptRun:
@@ -117,8 +136,11 @@ class ScriptRun:
         self._directory, self._attempt, self._is_run = directory, attempt, writer is not None
         self._report = Report()
         self._check_weights: Callable[[int], None] = lambda step: None
-        self._stream: SampleStream | None = None
+        self._order: Order | None = None
         self._total_steps = 0
+        self._kept = KeptNumbers()
+        self._loop: Loop | None = None
+        self._loader: ResumableLoader | None = None
         self._session.beat.enter(Phase.READY)
 
     @property
@@ -126,14 +148,91 @@ class ScriptRun:
         """Steps that are finished."""
         return self._session.step
 
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self._session.decision.level > 0 or (self._loop is not None and self._loop.stops)
+
+    # Loops that stay as they are.
+
+    def resumable(
+        self, loader: Any, *, epochs: int, accumulate: int = 1, batches: int | None = None, **things: Any
+    ) -> ResumableLoader:
+        """Make a loop over a DataLoader resumable, and put everything back where the run was left.
+
+        Parameters
+        ----------
+        loader
+            A DataLoader with whatever data set, sampler, workers and collate function. It is left as it is; what is
+            returned takes its place.
+        epochs
+            Passes over the data in the whole training.
+        accumulate
+            Batches for one step of the optimizer, where it is more than one. Without it a batch counts as a step, and
+            saves and stops wait for a batch after which the optimizer has stepped.
+        batches
+            Batches of an epoch on each rank, where the loader has no length.
+        things
+            What is kept, by name: ``model=`` in DDP when there are several ranks, ``optimizer=``, and whatever else
+            has ``state_dict()`` and ``load_state_dict()``, such as ``scheduler=``, ``scaler=`` and averaged models;
+            also several models and optimizers, and lists of schedulers. None is left out.
+
+        Raises
+        ------
+        TrainError
+            Something cannot be resumed exactly: the order of the loader, or a thing that was handed over. Or the run
+            has another number of ranks now and the steps would have other samples.
+        """
+        world = self.world.world_size
+        found = batches_of(loader, world, batches)
+        geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
+        loop = self._take_over(things, geometry)
+        found.arrange(loop.seed)
+        self._loader = ResumableLoader(loader, found, loop, geometry, self.step)
+        return self._loader
+
+    def steps(self, total: int, **things: Any) -> Iterator[int]:
+        """Give the steps that are left of a loop that draws its batches itself, by number from 0.
+
+        torch, random and NumPy are seeded for each step and rank, so what the loop draws from them is exact.
+
+        Parameters
+        ----------
+        total
+            Where training ends.
+        things
+            What is kept, as in `resumable`.
+
+        Raises
+        ------
+        TrainError
+            A thing that was handed over cannot be kept.
+        """
+        return self._take_over(things, Draws(total)).steps()
+
+    def keep(self, **numbers: Any) -> Kept:
+        """Keep numbers of the loop's own in the checkpoint, such as the best accuracy so far.
+
+        Parameters
+        ----------
+        numbers
+            Their values in a fresh run. Numbers, strings, tensors, and lists and dicts of these; the same on all ranks.
+
+        Returns
+        -------
+        An object with these attributes, to read and to set: ``kept = run.keep(best=0.0)``, ``kept.best = accuracy``.
+        """
+        return self._kept.add(numbers)
+
+    # Loops that say themselves where a step begins and ends.
+
     def resume(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        stream: SampleStream,
+        stream: Order,
         *,
         total_steps: int,
-        first_loss: Callable[[], Tensor],
         also: Stateful | None = None,
     ) -> None:
         """Fill model and optimizer from the newest intact checkpoint, if there is one, and set `step`.
@@ -148,27 +247,15 @@ class ScriptRun:
             Tells how many samples and epochs a step stands for.
         total_steps
             Where training ends.
-        first_loss
-            Computes the loss of the first micro-batch of the whole training (``rank_micro_batches(..., 0, 1)``), with
-            the generators seeded. DDP settles its gradient buckets on it: without that, a resume on three ranks or more
-            adds in another order and ends with other bits.
         also
             What else is to be saved, such as a scheduler or a gradient scaler: its ``state_dict()`` holds tensors, or
             what JSON can hold.
         """
-        if self.world.world_size > 1:
-            settle_buckets(model, also, first_loss)
+        settle_layout(model, self.world.world_size)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
-        self._stream, self._total_steps = stream, total_steps
-        self._check_weights = FiniteWeights(bare).check
-        state = State(bare, optimizer, also=_Own(optimizer, also))
-        self._session.resume(
-            state, stream, total_steps=total_steps, fresh=_Once(state, model, optimizer, also, self.world)
-        )
-        if self.world.is_main:
-            self._report = self._open_report()
-        optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
-        self._session.tell_start()
+        state = State(bare, optimizer, also=Own(optimizer, also))
+        fresh = Once(state, model, optimizer, also, self.world)
+        self._begin(bare, state, [optimizer], stream, total_steps, fresh)
 
     def begin_step(self) -> None:
         """Call before the computation of a step."""
@@ -194,20 +281,79 @@ class ScriptRun:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line to metrics.jsonl; all ranks call it, with values that are the same on all."""
-        stream = self._resumed()
-        self._report.log(step=step, samples=stream.consumed(step), epoch=stream.epoch(step - 1), values=values)
+        order = self._resumed()
+        self._report.log(step=step, samples=order.consumed(step), epoch=order.epoch(max(0, step - 1)), values=values)
 
     def end(self) -> None:
         """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
-        self._resumed()
-        stopped = self._session.decision.level > 0 and self.step < self._total_steps
-        self._session.end(self._save, completed=not stopped)
+        self._close_loader()
+        self._expect_group()
+        if self._order is None:  # a program that only evaluates
+            self._session.tell(events.COMPLETED)
+        elif self._loop is not None:
+            is_stopped = self._loop.has_stopped
+            self._session.end(self._loop.save if is_stopped else self._save_at_end, completed=not is_stopped)
+        else:
+            is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
+            self._session.end(self._save, completed=not is_stopped)
         self._report.close(failed=False)
         self._session.close()
 
     def fail(self) -> None:
         """Close what keeps metrics, after an exception. `join_run` calls it."""
+        with contextlib.suppress(Exception):
+            self._close_loader()
         self._report.close(failed=True)
+
+    # What these have in common.
+
+    def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
+        if self._order is not None:
+            raise TrainError("a run has one loop: resumable(), steps() or resume() was called before")
+        loop = Loop(self._session, self._save, order, self._kept)
+        handed = Handed(things, loop, self.world.world_size)
+        for module in handed.wrapped:
+            settle_layout(module, self.world.world_size)
+        self._loop = loop
+        state = State(handed.model, handed.optimizers[0], also=handed)
+        self._begin(handed.model, state, handed.optimizers, order, order.total)
+        for optimizer in handed.optimizers:
+            optimizer.register_step_post_hook(loop.note_update)
+        if loop.is_over:
+            if self.world.is_main:
+                print(f"cluster_ddp: all {self.step} steps of this run are done: nothing to do", flush=True)
+            raise LeaveBlock
+        return loop
+
+    def _begin(
+        self,
+        bare: nn.Module,
+        state: State,
+        optimizers: Sequence[Optimizer],
+        order: Order,
+        total_steps: int,
+        fresh: Callable[[], State] | None = None,
+    ) -> None:
+        self._order, self._total_steps = order, total_steps
+        self._check_weights = FiniteWeights(bare).check
+        self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
+        if self.world.is_main:
+            self._report = self._open_report()
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
+        self._session.tell_start()
+
+    def _close_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+
+    def _expect_group(self) -> None:
+        if self.world.world_size > 1 and not dist.is_initialized():
+            raise TrainError(
+                "the process group was destroyed inside the block of join_run(), by dist.destroy_process_group() or "
+                f"accelerator.end_training(): without it the {self.world.world_size} ranks cannot agree on the last "
+                "save. Leave the call out, or put it behind the block"
+            )
 
     def _open_report(self) -> Report:
         file = MetricsFile(self._directory.metrics_file, self._attempt)
@@ -216,58 +362,18 @@ class ScriptRun:
         wandb_id = read_record(self._directory).wandb_id
         return Report(file, None, open_loggers(self.job, self._directory, wandb_id, self.step))
 
-    def _save(self) -> None:
+    def _save(self, *, again: bool = False) -> None:
         self._check_weights(self.step)
-        self._session.save(dict(self._report.latest))
+        self._session.save(dict(self._report.latest), again=again)
 
-    def _resumed(self) -> SampleStream:
-        if self._stream is None:
-            raise TrainError("the script has not called resume(model, optimizer, stream, ...) of its run")
-        return self._stream
+    def _save_at_end(self) -> None:
+        """Save what the code after the last step has changed, too; a run that was over before is left as it is."""
+        assert self._loop is not None
+        if not self._loop.is_over:
+            self._loop.is_finished = self._loop.is_dirty = True
+            self._loop.save()
 
-
-class _Once:
-    """Makes the state of a script once more, to see that it comes back: a script has nothing that makes its model anew.
-
-    It is a copy of model and optimizer as they are now, before anything is restored, on the CPU and on rank 0, which is
-    used once and let go of; later ones are copies of what they are then.
-
-    Raises
-    ------
-    TaskError
-        They cannot be copied.
-    """
-
-    def __init__(
-        self, state: State, model: nn.Module, optimizer: Optimizer, also: Stateful | None, world: World
-    ) -> None:
-        self._state, self._model, self._optimizer, self._also = state, model, optimizer, also
-        self._copies = twins(model, optimizer) if world.is_main else None
-
-    def __call__(self) -> State:
-        model, optimizer = self._copies or twins(self._model, self._optimizer)
-        self._copies = None
-        own = _Own(optimizer, copy.copy(self._also))
-        self._state.put_back_first(own)
-        return State(model, optimizer, also=own)
-
-
-class _Own:
-    """A script's own state, with the learning rates, which a script may change in whatever way."""
-
-    def __init__(self, optimizer: Optimizer, also: Stateful | None) -> None:
-        self._optimizer, self._also = optimizer, also
-
-    def state_dict(self) -> dict[str, Any]:
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        return {**({} if self._also is None else self._also.state_dict()), _RATES: rates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        rates = state.pop(_RATES, ())
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=False):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        if self._also is not None and state:
-            self._also.load_state_dict(state)
+    def _resumed(self) -> Order:
+        if self._order is None:
+            raise TrainError("the run has no loop yet: call resumable(), steps() or resume() before")
+        return self._order

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.train.distributed import cleanup_distributed, find_world
+from cluster_ddp.train.distributed import cleanup_distributed, find_world, hold_group
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure
 from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
@@ -79,6 +81,7 @@ def joined_rank(
     """
     world = find_world()
     process: RankProcess | None = None
+    is_joined = dist.is_initialized()  # by the program itself, which then leaves the group itself
     try:
         job = read_job()
         process = become_rank(world, directory.attempt(attempt) if writer else None, job.requeue.signal)
@@ -87,7 +90,10 @@ def joined_rank(
     except BaseException as error:
         record_failure(error, writer, attempt=attempt, world=world, process=process)
         raise SystemExit(1) from error
-    cleanup_distributed()
+    if is_joined:
+        hold_group()
+    else:
+        cleanup_distributed()
 
 
 class Order(Protocol):

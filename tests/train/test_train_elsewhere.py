@@ -31,7 +31,7 @@ assert Trainer(job, Small(), run).run().completed
 with join_run("by-hand") as run:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.resume(model, optimizer, SampleStream(8, 4, 0), total_steps=1, first_loss=lambda: model(torch.ones(1, 3)).sum())
+    run.resume(model, optimizer, SampleStream(8, 4, 0), total_steps=1)
     run.begin_step()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

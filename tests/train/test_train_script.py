@@ -64,7 +64,7 @@ def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple
                 own.sums += 1
                 return model(torch.ones(2, 3)).mean()
 
-            run.resume(model, optimizer, SampleStream(16, 4, 0), total_steps=STEPS, first_loss=loss, also=own)
+            run.resume(model, optimizer, SampleStream(16, 4, 0), total_steps=STEPS, also=own)
             begun = run.step
             while run.step < STEPS:
                 run.begin_step()
@@ -105,7 +105,7 @@ def test_stopped_script_goes_on_in_the_next_attempt(run: RunDirectory) -> None:
     ]  # fmt: skip
 
 
-def test_warm_up_leaves_no_trace_and_ranks_end_though_their_model_outlives_the_group(run: RunDirectory) -> None:
+def test_ranks_end_though_their_model_outlives_the_group(run: RunDirectory) -> None:
     results = run_ranks(script, 2, run.path, 0)
     assert [result[:4] for result in results] == [(0, STEPS, STEPS, [STEPS] * 2)] * 2
 
@@ -115,19 +115,3 @@ def test_failure_is_recorded_by_the_rank_that_failed_and_by_no_other(run: RunDir
     failed = [event for event in read_events(run) if event["event"] == "failed"]
     assert [(event["rank"], event["step"], event["phase"]) for event in failed] == [(1, 4, "training")]
     assert failed[0]["error"] == "ValueError: this script is wrong"
-
-
-def leave_early(place: Path) -> Any:
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
-    try:
-        with join_run(folder="nowhere"):
-            pass
-    except SystemExit as end:
-        return end.code
-
-
-def test_script_that_never_calls_resume_has_failed(run: RunDirectory) -> None:
-    assert run_ranks(leave_early, 1, run.path) == [1]
-    (event,) = read_events(run)
-    assert event["event"] == "failed"
-    assert "resume(" in event["error"]

@@ -45,7 +45,7 @@ def script(place: Path, attempt: int, name: str, crash: int | None, way: str = "
                 return model(torch.ones(2, 3)).square().mean()
 
             stream = SampleStream(16, 4, 0)
-            run.resume(model, optimizer, stream, total_steps=STEPS, first_loss=loss, also=scheduler)
+            run.resume(model, optimizer, stream, total_steps=STEPS, also=scheduler)
             while run.step < STEPS:
                 run.begin_step()
                 if run.step == crash:

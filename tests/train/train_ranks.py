@@ -12,22 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_SECONDS = 120
+_SECONDS = 240
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
 # milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "train_tasks"])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, gpus: bool = False) -> list[Any]:
-    """Call ``function(*arguments)`` on every rank of a group; what it returns, by rank. Without `gpus` they see none.
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, gpus: bool = False, **more: Any
+) -> list[Any]:
+    """Call ``function(*arguments, **more)`` on every rank of a group; what it returns, by rank.
+
+    Without `gpus` they see none.
 
     Raises AssertionError with the traceback of the first rank that failed, or when a rank hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         ranks = [
-            _server.Process(target=_be_rank, args=(function, rank, world_size, port, Path(folder), arguments, gpus))
+            _server.Process(
+                target=_be_rank, args=(function, rank, world_size, port, Path(folder), arguments, more, gpus)
+            )
             for rank in range(world_size)
         ]
         for rank in ranks:
@@ -55,6 +61,7 @@ def _be_rank(
     port: int,
     folder: Path,
     arguments: tuple[Any, ...],
+    more: dict[str, Any],
     gpus: bool,
 ) -> None:
     if not gpus:
@@ -75,7 +82,7 @@ def _be_rank(
     torch.set_num_threads(1)
     try:
         setup_distributed(timeout=60)
-        result = (True, function(*arguments))
+        result = (True, function(*arguments, **more))
         cleanup_distributed()
     except BaseException:
         result = (False, traceback.format_exc())

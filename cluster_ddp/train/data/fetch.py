@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -11,11 +12,12 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import OwnGenerators, derive, mix, seed_host
+from cluster_ddp.train.randomness import OwnGenerators, derive, drawn, mix, seed_host
 from cluster_ddp.train.task import Task
 
 _DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
+_WATCHED = 1  # a seed by which it is seen whether somebody draws
 
 Collate = Callable[[list[Any]], Any]
 
@@ -29,6 +31,11 @@ class Fetcher:
         What the random numbers of a sample depend on, besides the epoch and its index.
     exact
         Whether the first samples are fetched twice, in each process, to see that they come back the same.
+
+    Attributes
+    ----------
+    is_tried
+        Whether that has been done.
     """
 
     def __init__(self, data: Dataset[Any], collate: Collate, *seed_words: int, exact: bool = False) -> None:
@@ -36,7 +43,8 @@ class Fetcher:
         self._collate = collate
         self._base = derive(*seed_words)
         self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
-        self._untried = exact
+        self.is_tried = not exact
+        self._may_draw = True
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if _is_plain(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
@@ -55,8 +63,8 @@ class Fetcher:
             `collate` of the task's own raises is raised as it is.
         """
         places = indices if self._positions is None else self._positions[indices]
-        if self._untried:
-            self._untried = False
+        if not self.is_tried:
+            self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
         return self._read(epoch, places)
 
@@ -74,11 +82,25 @@ class Fetcher:
 
     def _one_by_one(self, epoch: int, indices: Indices) -> Any:
         base = mix(self._base ^ mix(epoch))
-        items = []
-        for index in indices.tolist():
+        chosen = indices.tolist()
+        items = [] if self._may_draw else self._undrawn(chosen)
+        if items:
+            if not self._collates_by_default:
+                self._seed(base ^ chosen[-1])  # as the last sample would have left it
+            return self._collated(items, indices)
+        for index in chosen:
             self._seed(base ^ index)
             items.append(self._data[index])
         return self._collated(items, indices)
+
+    def _undrawn(self, indices: list[int]) -> list[Any]:
+        """The samples, when none of them has drawn a random number, so that none needs a seed; else nothing."""
+        seed_host(_WATCHED)
+        items = [self._data[index] for index in indices]
+        if drawn() == _watched_draws():
+            return items
+        self._may_draw = True  # some samples do: from now on each is seeded
+        return []
 
     def _seed(self, word: int) -> None:
         seed = mix(word)
@@ -93,14 +115,17 @@ class Fetcher:
         except (RuntimeError, TypeError, KeyError, IndexError, ValueError) as error:
             raise DataError(
                 f"samples {_named(indices)} do not make a batch: {error}\n"
-                "    give items of the same structure and shapes, or write collate() of the task"
+                "    give items of the same structure and shapes, or a collate function of your own"
             ) from error
 
     def _try_twice(self, epoch: int, indices: Indices) -> None:
         """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
             return
-        if settled(lambda: fingerprint(self._read(epoch, indices))) is not None:
+        found = settled(lambda: fingerprint(self._read(epoch, indices)))
+        if found is not None:
+            # A set may take its seed from a generator without drawing from it.
+            self._may_draw = bool(self._own) or fingerprint(self._read(epoch + 1, indices)) != found
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
         what = f"sample {changing[0].item()}" if changing else "a batch"
@@ -113,6 +138,13 @@ class Fetcher:
 
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
+
+
+@functools.cache
+def _watched_draws() -> tuple[float, ...]:
+    """What the generators give first when they have been watched and nobody has drawn."""
+    seed_host(_WATCHED)
+    return drawn()
 
 
 def _is_plain(data: Dataset[Any]) -> bool:

@@ -128,7 +128,7 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=device.type == "cuda",
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
         )
     )
     processes = [child for child in multiprocessing.active_children() if child not in before]
@@ -139,10 +139,10 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
             yield batch
     finally:
         del batches  # asks them to end
-        _see_off(processes)
+        see_off(processes)
 
 
-def _see_off(workers: list[BaseProcess]) -> None:
+def see_off(workers: list[BaseProcess]) -> None:
     """Wait for workers to end. They ignore the signal that DataLoader ends them with, so what stays is killed."""
     for worker in workers:
         worker.join(_JOIN_SECONDS)
@@ -155,7 +155,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
     """A signal sent to the whole process group is for the rank; a worker that died of it would take the rank along."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

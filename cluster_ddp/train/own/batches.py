@@ -1,0 +1,358 @@
+"""A DataLoader of one's own as a function of (seed, epoch) that can begin at any batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import multiprocessing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import ignore_signals, see_off
+from cluster_ddp.train.errors import DataError, TrainError
+from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
+
+Key = tuple[int, Any]  # the epoch, and the indices of a batch
+
+# Their order follows from their generator, or from set_epoch.
+_KNOWN = (
+    torch_data.BatchSampler,
+    torch_data.RandomSampler,
+    torch_data.SequentialSampler,
+    torch_data.SubsetRandomSampler,
+    torch_data.WeightedRandomSampler,
+)
+_TRIED = 8
+_END = object()
+_INNER = ("sampler", "batch_sampler", "base_sampler")
+
+
+class Batches(Protocol):
+    """The batches of one rank."""
+
+    length: int
+    samples: int | None
+    batch: int | None
+
+    def arrange(self, seed: int) -> None:
+        """Make the order a function of this seed; once, before `begin`."""
+
+    def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
+        """Give the batches of an epoch from number `first` on."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
+    """Take a DataLoader over; the user's object stays as it is.
+
+    Parameters
+    ----------
+    length
+        Batches per epoch and rank; None: as long as the loader is.
+
+    Raises
+    ------
+    TrainError
+        Its order cannot be made a function of the epoch.
+    """
+    inner = getattr(loader, "base_dataloader", loader)  # in Accelerate's
+    if not isinstance(inner, DataLoader):
+        raise TrainError(f"resumable() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
+    length = length or _length(loader)
+    if isinstance(inner.dataset, IterableDataset):
+        return StreamBatches(_Copy(loader), length)
+    return MapBatches(_Copy(loader), length, world_size)
+
+
+class MapBatches:
+    """Batches of a map-style set, in the order of whatever sampler the loader has."""
+
+    def __init__(self, of: _Copy, length: int, world_size: int) -> None:
+        self._copy, self.length = of, length
+        self._by_batch = of.inner.batch_sampler is not None
+        self._order = _Order(of.inner.batch_sampler if self._by_batch else of.inner.sampler, length, world_size)
+        self.samples: int | None = len(of.inner.dataset) if hasattr(of.inner.dataset, "__len__") else None
+        size = of.inner.batch_size if self._by_batch else None
+        self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
+        self._keys = _Keys(self._order)
+        self._fetcher: Fetcher | None = None
+
+    def arrange(self, seed: int) -> None:
+        """Make the order a function of this seed."""
+        inner = self._copy.inner
+        self._order.seed = seed
+        if self._by_batch:
+            self._fetcher = Fetcher(inner.dataset, inner.collate_fn, Use.SAMPLE, seed, exact=True)
+            data = _ByBatch(inner.dataset, self._fetcher)
+            self._copy.put(dataset=data, batch_sampler=self._keys, collate_fn=_as_it_is)
+        else:
+            self._copy.put(dataset=_OneByOne(inner.dataset, derive(Use.SAMPLE, seed)), sampler=self._keys)
+
+    def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
+        """Give the batches of an epoch from number `first` on; those before are not read."""
+        self._keys.epoch, self._keys.first = epoch, first
+        with contextlib.closing(iter(self._copy)) as batches:
+            for batch in batches:
+                if isinstance(batch, DataError):
+                    raise batch
+                if self._fetcher is not None:
+                    self._fetcher.is_tried = True  # for the workers of the next epoch
+                yield batch
+
+    def close(self) -> None:
+        """End the workers."""
+        self._copy.close()
+
+
+class StreamBatches:
+    """Batches of an iterable set: a resume reads the batches before its place and drops them."""
+
+    def __init__(self, of: _Copy, length: int) -> None:
+        self._copy, self.length = of, length
+        self.samples: int | None = None
+        self.batch: int | None = None
+        self._data = of.inner.dataset
+        self._own = OwnGenerators(self._data)
+        self._seed = 0
+
+    def arrange(self, seed: int) -> None:
+        """Make the random numbers a function of this seed."""
+        self._seed = seed
+        # Workers that stay would go on with the generators of the epoch before.
+        self._copy.put(generator=torch.Generator(), persistent_workers=False)
+
+    def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
+        """Give the batches of an epoch from number `first` on."""
+        if callable(set_epoch := getattr(self._data, "set_epoch", None)):
+            set_epoch(epoch)
+        self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch))  # seeds the workers
+        base = derive(Use.SAMPLE, self._seed, epoch)
+        self._put_generators(base, 0)
+        with contextlib.closing(iter(self._copy)) as batches:
+            for number in itertools.count():
+                self._put_generators(base, number)
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                if number >= first:
+                    yield batch
+
+    def close(self) -> None:
+        """End the workers."""
+        self._copy.close()
+
+    def _put_generators(self, base: int, number: int) -> None:
+        if self._copy.inner.num_workers == 0:
+            seed_host(mix(base ^ number))
+            self._own.seed(mix(base ^ number))
+
+
+class _Copy:
+    """A loader like the user's, whose parts can be exchanged.
+
+    Attributes
+    ----------
+    inner
+        The DataLoader itself; inside another where a library wraps it.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = copy.copy(loader)
+        self.inner = self._loader
+        if isinstance(getattr(loader, "base_dataloader", None), DataLoader):
+            self.inner = copy.copy(loader.base_dataloader)
+            object.__setattr__(self._loader, "base_dataloader", self.inner)
+        self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn))
+        self._workers: list[BaseProcess] = []
+
+    def put(self, **parts: Any) -> None:
+        """Exchange parts, which DataLoader itself allows for no loader that has been made."""
+        for name, part in parts.items():
+            object.__setattr__(self.inner, name, part)
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        before = set(multiprocessing.active_children())
+        batches = iter(self._loader)
+        try:
+            for batch in batches:
+                self._note_workers(before)
+                yield batch
+        finally:
+            self._note_workers(before)
+            del batches
+            if not self.inner.persistent_workers:
+                self.close()
+
+    def close(self) -> None:
+        """End the workers: they ignore the signal by which torch would, and a process waits for its children."""
+        object.__setattr__(self.inner, "_iterator", None)
+        see_off(self._workers)
+        self._workers = []
+
+    def _note_workers(self, before: set[Any]) -> None:
+        if self.inner.num_workers and not self._workers:
+            self._workers = [child for child in multiprocessing.active_children() if child not in before]
+
+
+class _Order:
+    """The order of a sampler in each epoch."""
+
+    def __init__(self, sampler: Any, length: int, world_size: int) -> None:
+        self.sampler, self.seed = sampler, 0
+        self._length = length
+        self._chain = list(_chain(sampler))
+        self._is_known = all(
+            type(part) in _KNOWN or type(part) is torch_data.DistributedSampler for part in self._chain
+        )
+        if world_size > 1 and all(type(part) in _KNOWN for part in self._chain):
+            raise TrainError(
+                f"each of the {world_size} ranks would train on all samples: give the DataLoader "
+                "sampler=DistributedSampler(dataset), and shuffle there"
+            )
+        if not self._is_known and self._first() != self._first():
+            unknown = next(part for part in reversed(self._chain) if type(part) not in _KNOWN)
+            raise TrainError(
+                f"the DataLoader's {type(unknown).__name__} gives another order each time it is asked for the same "
+                "epoch, so that no resume could be exact: give it set_epoch(epoch), or an attribute `generator` "
+                "(a torch.Generator) that it draws from, or draw from the global generators"
+            )
+
+    def __call__(self, epoch: int) -> Iterable[Any]:
+        """The elements of an epoch, in order."""
+        key = derive(Use.ORDER, self.seed, epoch)
+        for part in self._chain:
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+            if "generator" in getattr(part, "__dict__", {}):
+                part.generator = torch.Generator().manual_seed(key)
+        if self._is_known:
+            return self.sampler  # type: ignore[no-any-return]
+        seed_host(key)
+        return list(itertools.islice(self.sampler, self._length))  # at once: it may draw from the global generators
+
+    def _first(self) -> list[list[int]]:
+        return [_indices(chosen) for chosen in itertools.islice(self(0), _TRIED)]
+
+
+class _Keys:
+    """Stands for the loader's sampler: gives (epoch, indices)."""
+
+    def __init__(self, order: _Order) -> None:
+        self._order = order
+        self.epoch = self.first = 0
+
+    def __iter__(self) -> Iterator[Key]:
+        for chosen in itertools.islice(self._order(self.epoch), self.first, None):
+            yield self.epoch, chosen
+
+    def __len__(self) -> int:
+        return len(self._order.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_order"].sampler, name)
+
+
+class _Seen(Dataset[Any]):
+    """The user's data set, whose 'index' is a key."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_data" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+
+class _ByBatch(_Seen):
+    def __init__(self, data: Any, fetcher: Fetcher) -> None:
+        super().__init__(data)
+        self._fetcher = fetcher
+
+    def __getitems__(self, key: Key) -> Any:
+        try:
+            return self._fetcher(key[0], np.array(_indices(key[1]), dtype=np.int64))
+        except DataError as error:
+            return error  # raised in a worker it would come with the worker's traceback
+
+
+class _OneByOne(_Seen):
+    """Where the loader makes no batches: an element of the sampler, which may be a list, is one of the set."""
+
+    def __init__(self, data: Any, base: int) -> None:
+        super().__init__(data)
+        self._base = base
+        self._own = OwnGenerators(data)
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, chosen = key
+        seed = mix(mix(self._base ^ mix(epoch)) ^ _indices(chosen)[0])
+        seed_host(seed)
+        self._own.seed(seed)
+        return self._data[chosen]
+
+
+class _WorkerInit:
+    def __init__(self, own: Callable[[int], None] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        ignore_signals(worker)
+        if self._own is not None:
+            self._own(worker)
+
+
+def _indices(chosen: Any) -> list[int]:
+    """The indices of an element of a sampler.
+
+    Raises
+    ------
+    TrainError
+        They are no integers.
+    """
+    try:
+        return [int(index) for index in (chosen if isinstance(chosen, (list, tuple)) else np.atleast_1d(chosen))]
+    except (TypeError, ValueError) as error:
+        raise TrainError(
+            f"the sampler gives {chosen!r}: only integer indices can be given their own random numbers"
+        ) from error
+
+
+def _chain(sampler: Any) -> Iterator[Any]:
+    """A sampler and those inside it."""
+    seen: list[Any] = []
+    todo = [sampler]
+    while todo:
+        part = todo.pop()
+        if part is None or isinstance(part, (list, tuple, range)) or any(part is other for other in seen):
+            continue
+        seen.append(part)
+        yield part
+        todo += [vars(part)[name] for name in _INNER if name in getattr(part, "__dict__", {})]
+
+
+def _length(loader: Any) -> int:
+    try:
+        length = len(loader)
+    except TypeError as error:
+        raise TrainError("the data set has no length: give resumable(..., batches=) the batches of an epoch") from error
+    if length == 0:
+        raise TrainError("the DataLoader has no batches: the data set is empty, or smaller than a batch (drop_last)")
+    return length
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,121 @@
+"""What a step of a loop of one's own stands for, and whether another attempt may go on from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster_ddp.train.errors import TrainError
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the samples of an epoch are divided into steps.
+
+    Attributes
+    ----------
+    epochs
+        Passes over the data.
+    steps
+        Steps per epoch.
+    batch
+        Samples of a batch of one rank; None where batches have no fixed size.
+    accumulate
+        Batches of one rank per step.
+    world
+        Ranks.
+    samples
+        Length of the data set; None where it has none.
+    """
+
+    epochs: int
+    steps: int
+    batch: int | None
+    accumulate: int
+    world: int
+    samples: int | None
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole training."""
+        return self.epochs * self.steps
+
+    def epoch(self, step: int) -> int:
+        """The epoch that is under way when `step` steps are finished."""
+        return step // self.steps
+
+    def consumed(self, step: int) -> int:
+        """The sample offset when `step` steps are finished."""
+        per_epoch = self.steps * self._global
+        if self.samples is not None and self.batch is not None:
+            per_epoch = min(per_epoch, self.samples)
+        epochs, within = divmod(step, self.steps)
+        return epochs * per_epoch + min(within * self._global, per_epoch)
+
+    def expect_same_batches(self, was: dict[str, Any]) -> None:
+        """See that a step has the same samples as in the attempt that saved the checkpoint.
+
+        Raises
+        ------
+        TrainError
+            It has not; the message says what to change.
+        """
+        now = asdict(self)
+        if was["samples"] != now["samples"]:
+            raise TrainError(
+                f"the data set has {now['samples']} samples, and had {was['samples']} when the checkpoint was saved; "
+                "the order depends on it: bring back the set as it was, or begin a new run"
+            )
+        if was["batch"] is None or self.batch is None:
+            same = [was[key] == now[key] for key in ("batch", "world", "accumulate")]
+        else:
+            same = [was["batch"] * was["world"] * was["accumulate"] == self._global]
+        if all(same) and was["steps"] == self.steps:
+            return
+        raise TrainError(
+            f"the checkpoint was saved with {_layout(was)}, now there are {_layout(now)}: the steps would have other "
+            f"samples{self._remedy(was)}"
+        )
+
+    @property
+    def _global(self) -> int:
+        return (self.batch or 1) * self.accumulate * self.world
+
+    def _remedy(self, was: dict[str, Any]) -> str:
+        if was["batch"] is None or self.batch is None:
+            return "; resume with the same number of ranks"
+        size, rest = divmod(was["batch"] * was["world"] * was["accumulate"], self.world * self.accumulate)
+        if rest == 0 and size != self.batch:
+            return f"; give the DataLoader batch_size={size}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Steps that draw their batches themselves: nothing is known of these.
+
+    Attributes
+    ----------
+    total
+        Steps of the whole training.
+    """
+
+    total: int
+
+    def epoch(self, step: int) -> int:
+        """Always the first."""
+        return 0
+
+    def consumed(self, step: int) -> int:
+        """The sample offset, of which no more is known than the number of steps."""
+        return step
+
+    def expect_same_batches(self, was: dict[str, Any]) -> None:
+        """Nothing: the loop itself says what its batches are."""
+
+
+def _layout(shape: dict[str, Any]) -> str:
+    batch = "batches" if shape["batch"] is None else f"batches of {shape['batch']}"
+    per_step = "" if shape["accumulate"] == 1 else f", {shape['accumulate']} to a step,"
+    ranks = "1 rank" if shape["world"] == 1 else f"{shape['world']} ranks"
+    return f"{ranks} with {batch}{per_step} and {shape['steps']} steps per epoch"

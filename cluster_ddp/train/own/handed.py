@@ -1,0 +1,196 @@
+"""What a loop of one's own hands over to be kept, by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.optimizer_state import OptimizerState
+from cluster_ddp.train.own.loop import OTHER_LOOP
+from cluster_ddp.train.packing import Packer
+from cluster_ddp.train.state import Stateful
+
+
+class Handed:
+    """Models, optimizers, schedulers and whatever else has a state, as one state for a checkpoint.
+
+    The module that an optimizer trains is saved as ``model.<name>``; where there are several, each under its own name.
+    What else there is, is saved by its ``state_dict()``.
+
+    Parameters
+    ----------
+    things
+        By the names under which they are handed over; None and empty lists are left out.
+    loop
+        The state of the loop itself.
+    world_size
+        Ranks; with several of them what is trained has to be wrapped in DDP.
+
+    Attributes
+    ----------
+    model
+        What is trained, without its wrappers.
+    optimizers
+        All of them; the first is the one that `State` saves.
+    wrapped
+        The modules in DDP.
+
+    Raises
+    ------
+    TrainError
+        Something cannot be kept; the message names it.
+    """
+
+    def __init__(self, things: Mapping[str, Any], loop: Stateful, world_size: int) -> None:
+        named = dict(_listed(things))
+        self.wrapped = [ddp for thing in named.values() if (ddp := _ddp_of(thing)) is not None]
+        bare = {name: _bare(thing) for name, thing in named.items()}
+        optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
+        if not optimizers:
+            raise TrainError("no optimizer is handed over: give optimizer=")
+        held = {id(weight) for opt in optimizers.values() for group in opt.param_groups for weight in group["params"]}
+        trained = {
+            name: thing
+            for name, thing in bare.items()
+            if isinstance(thing, nn.Module) and any(id(weight) in held for weight in thing.parameters())
+        }
+        self._refuse_strangers(optimizers, trained)
+        if world_size > 1:
+            _refuse_unwrapped(trained, named)
+        self.model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
+        self.optimizers = list(optimizers.values())
+        weights = {id(weight): name for name, weight in self.model.named_parameters()}
+        others = list(optimizers.items())[1:]
+        self._more = {name: OptimizerState(optimizer, weights) for name, optimizer in others}
+        self._rest: dict[str, Any] = {
+            name: thing for name, thing in bare.items() if name not in trained and name not in optimizers
+        }
+        self._loop = loop
+        for name, thing in self._rest.items():
+            _see_that_it_can_be_kept(name, thing)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the state of everything but the model and the first optimizer."""
+        return {
+            "rates": [rates(optimizer) for optimizer in self.optimizers],
+            "more": {name: list(state.collect()) for name, state in self._more.items()},
+            "rest": {name: dict(thing.state_dict()) for name, thing in self._rest.items()},
+            "loop": dict(self._loop.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises
+        ------
+        TrainError
+            Other things were handed over when the checkpoint was saved.
+        """
+        if "loop" not in state:
+            raise TrainError(OTHER_LOOP)
+        was = {*state["more"], *state["rest"]}
+        differing = sorted(was ^ {*self._more, *self._rest})
+        if differing:
+            raise TrainError(
+                f"the checkpoint and this program do not hand over the same: {', '.join(differing)} "
+                f"{'is' if len(differing) == 1 else 'are'} in one of the two only; hand over what was handed over "
+                "before, or begin a new run"
+            )
+        self._loop.load_state_dict(state["loop"])
+        for name, thing in self._rest.items():
+            thing.load_state_dict(state["rest"][name])
+        for name, kept in self._more.items():
+            tensors, scalars = state["more"][name]
+            kept.restore(tensors, scalars)
+        for optimizer, of_groups in zip(self.optimizers, state["rates"], strict=True):  # last: schedulers set them too
+            put_rates(optimizer, of_groups)
+
+    @staticmethod
+    def _refuse_strangers(optimizers: Mapping[str, Optimizer], trained: Mapping[str, nn.Module]) -> None:
+        known = {id(weight) for module in trained.values() for weight in module.parameters()}
+        for name, optimizer in optimizers.items():
+            if any(id(weight) not in known for group in optimizer.param_groups for weight in group["params"]):
+                raise TrainError(
+                    f"{name} trains parameters that are in no module that is handed over: give that module too, under "
+                    "a name of its own (head=head)"
+                )
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def put_rates(optimizer: Optimizer, of_groups: list[float]) -> None:
+    """Set the learning rate of each group."""
+    for group, rate in zip(optimizer.param_groups, of_groups, strict=False):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _listed(things: Mapping[str, Any]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, thing in things.items():
+        if isinstance(thing, (list, tuple)):
+            named.update({f"{name}{number}": part for number, part in enumerate(thing)})
+        elif thing is not None:
+            named[name] = thing
+    return named
+
+
+def _inner(thing: Any) -> Any:
+    """What is inside a wrapper of torch or Accelerate; None: it is no wrapper."""
+    if isinstance(thing, DistributedDataParallel):
+        return thing.module
+    if isinstance(thing, nn.Module):
+        return getattr(thing, "_orig_mod", None)  # torch.compile
+    if type(thing).__module__.partition(".")[0] == "accelerate":
+        return getattr(thing, "optimizer" if isinstance(thing, Optimizer) else "scheduler", None)
+    return None
+
+
+def _bare(thing: Any) -> Any:
+    while (inner := _inner(thing)) is not None:
+        thing = inner
+    return thing
+
+
+def _ddp_of(thing: Any) -> DistributedDataParallel | None:
+    while thing is not None and not isinstance(thing, DistributedDataParallel):
+        thing = _inner(thing)
+    return thing
+
+
+def _refuse_unwrapped(trained: Mapping[str, nn.Module], named: Mapping[str, Any]) -> None:
+    for name in trained:
+        if _ddp_of(named[name]) is None:
+            raise TrainError(
+                f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train weights "
+                f"of its own; hand over the wrapped {name}"
+            )
+
+
+def _see_that_it_can_be_kept(name: str, thing: Any) -> None:
+    if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
+        raise TrainError(
+            f"{name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(), so that it cannot "
+            f"be kept: give it both, or leave it out. Numbers of the loop's own: run.keep({name}=...)"
+        )
+    try:
+        first = Packer({}).pack(dict(thing.state_dict()), name)
+        if isinstance(thing, nn.Module):
+            return
+        thing.load_state_dict(copy.deepcopy(thing.state_dict()))
+        again = Packer({}).pack(dict(thing.state_dict()), name)
+    except TaskError as error:
+        raise TrainError(f"{name} cannot be kept: {error}") from error
+    if first != again:
+        raise TrainError(f"load_state_dict() of {name} does not take back what its state_dict() gives")

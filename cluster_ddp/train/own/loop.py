@@ -1,0 +1,228 @@
+"""Around the steps of a loop of one's own: seeds, saves, and the stop that all ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+
+from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.packing import Packer
+from cluster_ddp.train.randomness import StepSeeds, Use, derive, mix, seed_everything
+from cluster_ddp.train.session import Session
+from cluster_ddp.train.stop import StopDecision
+
+OTHER_LOOP = (
+    "the checkpoint was saved by another kind of loop (of resumable(), steps() and resume()): give this one a run of "
+    "its own, or a folder of its own"
+)
+
+
+class LeaveBlock(BaseException):
+    """Ends the block of `join_run` from within its loop: what follows the loop is not run."""
+
+
+class Save(Protocol):
+    """Saves the state of the step that is finished."""
+
+    def __call__(self, *, again: bool) -> None:
+        """`again`: also when this step has been saved."""
+
+
+class Kept(SimpleNamespace):
+    """Numbers of the loop's own, as attributes: `ScriptRun.keep`."""
+
+
+class Loop:
+    """One loop's steps and its own state.
+
+    Parameters
+    ----------
+    session
+        Of this rank.
+    save
+        Saves the state of the step that is finished.
+    kept
+        Numbers of the loop's own.
+
+    Attributes
+    ----------
+    seed
+        All random numbers follow from it: what the program gave `torch.manual_seed`, else the job file's.
+    is_closed
+        Whether the code after the last batch of the epoch before has run.
+    is_finished
+        Whether the block has come to its end.
+    is_over
+        Whether the checkpoint that was restored is of such an end, and there is no more to do.
+    is_dirty
+        Whether anything may have changed since the state was saved or restored.
+    has_stopped
+        Whether the block was left because all ranks agreed to stop.
+    """
+
+    def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
+        self._session, self._save_state, self._geometry, self._kept = session, save, geometry, kept
+        self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
+        self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
+        self._is_updated = self._save_is_due = False
+        self._stop = StopDecision()
+        self._seeds: StepSeeds | None = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self._stop.level > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what a resume needs to know of the loop."""
+        return {
+            "seed": self.seed,
+            "geometry": asdict(self._geometry),
+            "total": self._geometry.total,
+            "closed": self.is_closed,
+            "finished": self.is_finished,
+            "kept": self._kept.values(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises
+        ------
+        TrainError
+            A step has other samples now.
+        """
+        if state["geometry"].keys() != asdict(self._geometry).keys():
+            raise TrainError(OTHER_LOOP)
+        self._geometry.expect_same_batches(state["geometry"])
+        self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
+        self.is_over = self.is_finished and self._geometry.total <= state["total"]
+        self._kept.restore(state["kept"])
+
+    def note_update(self, *_: Any) -> None:
+        """Call after each step of an optimizer."""
+        self._is_updated = True
+
+    def begin(self, micro_batch: int) -> None:
+        """Call before the computation on a batch, with its number in the step."""
+        if self._seeds is None:
+            world = self._session.world
+            self._seeds = StepSeeds(self.seed, world.rank, world.device)
+        if micro_batch == 0:
+            self._session.beat.enter(Phase.TRAINING)
+            self._session.begin_step()
+        self._is_updated = self.is_closed = self.is_finished = False
+        self.is_dirty = True
+        self._seeds.apply(self._session.step, micro_batch)
+
+    def end(self, *, last: bool = False) -> None:
+        """Call when a step is done; saves when that is due.
+
+        With gradients that wait for an update nothing is saved: a save and a stop wait for the update too. After the
+        last batch of an epoch both wait for the code that follows the batches, which may use what they have left; but
+        a stop leaves a checkpoint there all the same, because that code may take longer than there is time.
+
+        Parameters
+        ----------
+        last
+            Whether code follows that belongs to the step.
+
+        Raises
+        ------
+        LeaveBlock
+            All ranks agreed to stop.
+        """
+        decision = self._session.end_step()
+        if decision.level > self._stop.level:
+            self._stop = decision
+        self._save_is_due |= self._session.save_is_due
+        if not last:
+            self._save_or_leave()
+        elif self._stop.level and self._is_updated:
+            self.save()
+
+    def jump(self, step: int) -> None:
+        """The code after an epoch has run; so many steps count as finished, also where its loop was left early.
+
+        Raises
+        ------
+        LeaveBlock
+            All ranks agreed to stop.
+        """
+        self._session.beat.step(step)
+        self.is_closed = self.is_dirty = True
+        self._save_or_leave()
+
+    def abandon(self) -> None:
+        """Call when the loop is left in the middle of a step: what has been updated counts as a step."""
+        if self._is_updated:
+            self._session.beat.step(self._session.step + 1)
+
+    def save(self) -> None:
+        """Save the state as it is now, unless that has been done."""
+        self._save_state(again=self.is_dirty)
+        self.is_dirty = False
+
+    def _save_or_leave(self) -> None:
+        if not self._is_updated:
+            return
+        if self._stop.level:
+            self._session.decision = self._stop
+            self.has_stopped = True
+            raise LeaveBlock
+        if self._save_is_due:
+            self._save_is_due = False
+            self.save()
+
+    def rest(self, epoch: int) -> None:
+        """Call when the batches of an epoch are through: what comes now draws the same numbers after a resume."""
+        seed = mix(derive(Use.EVALUATION, self.seed, epoch) ^ mix(self._session.world.rank))
+        seed_everything(seed)
+        self._session.beat.enter(Phase.EVALUATING)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, by number from 0."""
+        for step in range(self._session.step, self._geometry.total):
+            self.begin(0)
+            try:
+                yield step
+            except GeneratorExit:
+                self.abandon()
+                raise
+            self.end()
+        self.rest(0)
+
+
+class KeptNumbers:
+    """What the loop keeps by `ScriptRun.keep`, before or after the checkpoint is restored."""
+
+    def __init__(self) -> None:
+        self._kept = Kept()
+        self._restored: dict[str, Any] = {}
+
+    def add(self, initial: dict[str, Any]) -> Kept:
+        """Keep these, with what was restored in place of the initial values."""
+        for name, value in initial.items():
+            try:
+                Packer({}).pack(value, name)
+            except TaskError as error:
+                raise TrainError(f"run.keep({name}=...): {error}") from error
+            setattr(self._kept, name, self._restored.get(name, value))
+        return self._kept
+
+    def values(self) -> dict[str, Any]:
+        """What is kept, by name; what was restored and not asked for stays."""
+        return {**self._restored, **vars(self._kept)}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Take back what `values` gave."""
+        self._restored = values
+        for name in vars(self._kept).keys() & values.keys():
+            setattr(self._kept, name, values[name])

@@ -1,0 +1,57 @@
+"""The state of a loop that says itself where a step begins and ends: one model, one optimizer, and what else it has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cluster_ddp.train.distributed import World
+from cluster_ddp.train.own.handed import put_rates, rates
+from cluster_ddp.train.state import State, Stateful
+from cluster_ddp.train.twins import twins
+
+_RATES = "learning rates of the optimizer"
+
+
+class Once:
+    """Makes the state of a script once more, to see that it comes back: a script has nothing that makes its model anew.
+
+    It is a copy of model and optimizer as they are now, before anything is restored, on the CPU and on rank 0, which is
+    used once and let go of; later ones are copies of what they are then.
+
+    Raises
+    ------
+    TaskError
+        They cannot be copied.
+    """
+
+    def __init__(
+        self, state: State, model: nn.Module, optimizer: Optimizer, also: Stateful | None, world: World
+    ) -> None:
+        self._state, self._model, self._optimizer, self._also = state, model, optimizer, also
+        self._copies = twins(model, optimizer) if world.is_main else None
+
+    def __call__(self) -> State:
+        model, optimizer = self._copies or twins(self._model, self._optimizer)
+        self._copies = None
+        own = Own(optimizer, copy.copy(self._also))
+        self._state.put_back_first(own)
+        return State(model, optimizer, also=own)
+
+
+class Own:
+    """A script's own state, with the learning rates, which a script may change in whatever way."""
+
+    def __init__(self, optimizer: Optimizer, also: Stateful | None) -> None:
+        self._optimizer, self._also = optimizer, also
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**({} if self._also is None else self._also.state_dict()), _RATES: rates(self._optimizer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        put_rates(self._optimizer, state.pop(_RATES, []))
+        if self._also is not None and state:
+            self._also.load_state_dict(state)

@@ -1,0 +1,251 @@
+"""Loops of one's own, as people write them, to be stopped in the middle and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from cluster_ddp.job import CheckpointSpec, JobSpec
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.runs import create_run
+from cluster_ddp.train import join_run, session
+from cluster_ddp.train.rank import become_rank
+
+SAMPLES, EPOCHS = 44, 3
+
+
+class Images(Dataset[Any]):
+    """Augmented by all three generators; notes what is read."""
+
+    labels_are_indices = False
+
+    def __init__(self, log: str | None = None) -> None:
+        self._log = log
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self._log is not None:
+            with Path(self._log).open("a") as file:
+                file.write(f"{index}\n")
+        noise = torch.randn(6) + float(np.random.rand()) + random.random()
+        label = index if self.labels_are_indices else index % 3
+        return torch.full((6,), index / SAMPLES) + 0.1 * noise, label
+
+
+class Rows(IterableDataset[Any]):
+    """Each worker gives its part."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        info = get_worker_info()
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(first, SAMPLES, every):
+            yield torch.full((6,), index / SAMPLES) + 0.1 * torch.randn(6) + random.random(), index % 3
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of one's own that draws from a global generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        yield from order
+
+
+class Buckets(Sampler[list[int]]):
+    """A batch sampler of one's own, with set_epoch and batches of two sizes."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.default_rng(self.epoch).permutation(SAMPLES).tolist()
+        for number in range(8):
+            yield order[number * 5 : number * 5 + 4 + number % 2]
+
+
+def tensors() -> TensorDataset:
+    """Rows of tensors."""
+    return TensorDataset(torch.arange(SAMPLES * 6.0).reshape(SAMPLES, 6) / 100, torch.arange(SAMPLES) % 3)
+
+
+def mixed(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """A collate function that draws too."""
+    inputs = torch.stack([item[0] for item in items])
+    return inputs * (1 + 0.1 * torch.rand(())), torch.tensor([item[1] for item in items])
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": lambda: DataLoader(Images(), batch_size=6, shuffle=True),
+    "workers": lambda: DataLoader(Images(), batch_size=6, shuffle=True, num_workers=2, collate_fn=mixed),
+    "persistent": lambda: DataLoader(
+        Images(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True, drop_last=True
+    ),
+    "tensors": lambda: DataLoader(tensors(), batch_size=6, shuffle=True, drop_last=True),
+    "subset": lambda: DataLoader(Subset(Images(), range(3, 39)), batch_size=6, sampler=SubsetRandomSampler(range(36))),
+    "weighted": lambda: DataLoader(Images(), batch_size=6, sampler=WeightedRandomSampler(torch.rand(SAMPLES) + 1, 40)),
+    "own sampler": lambda: DataLoader(Images(), batch_size=6, sampler=Shuffled()),
+    "batch sampler": lambda: DataLoader(Images(), batch_sampler=Buckets()),
+    "lists of indices": lambda: DataLoader(
+        tensors(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 6, drop_last=True)
+    ),
+    "6 per rank": lambda: distributed(6)(),
+    "12 per rank": lambda: distributed(12)(),
+    "iterable": lambda: DataLoader(Rows(), batch_size=6),
+    "iterable, workers": lambda: DataLoader(Rows(), batch_size=6, num_workers=2, persistent_workers=True),
+}
+
+
+def new_run(folder: Path, every: int = 3) -> RunDirectory:
+    """A run with room for three attempts."""
+    checkpoint = CheckpointSpec(every_steps=every, background=False)
+    made = create_run(
+        JobSpec(name="own", script="own.py", checkpoint=checkpoint), runs_dir=folder, via="local", script=None
+    )
+    for number in range(3):
+        made.attempt(number).path.mkdir(parents=True)
+    return made
+
+
+def digest(*models: nn.Module) -> str:
+    """A hash of all weights and buffers."""
+    hashed = hashlib.sha256()
+    for model in models:
+        for value in model.state_dict().values():
+            hashed.update(value.numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def agree_in_each_step() -> None:
+    """Ranks agree to stop in each step, and not about once a second, in which a test's loop would be over."""
+    session.become_rank = lambda *setup: dataclasses.replace(become_rank(*setup), consensus_seconds=0.0)
+
+
+class Crash(Exception):
+    """What a KILL would end."""
+
+
+def interrupt(how: str) -> None:
+    """Ask for a stop, or fail."""
+    if how.startswith("stop"):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    else:
+        raise Crash
+
+
+def model_of(width: int = 6) -> nn.Module:
+    """Something with a buffer and dropout."""
+    layers = nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
+    return nn.Sequential(*layers)
+
+
+def loop(
+    place: Path,
+    attempt: int,
+    kind: str = "shuffled",
+    at: tuple[int, int] | None = None,
+    how: str = "stop",
+    *,
+    accumulate: int = 1,
+    told: bool = True,
+    batches: int | None = None,
+    epochs: int = EPOCHS,
+    make: Callable[[], DataLoader[Any]] | None = None,
+    first_input: bool = False,
+) -> dict[str, Any]:
+    """An ordinary loop; interrupted in batch `at` = (epoch, number). What it did, by step and after."""
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt))
+    agree_in_each_step()
+    done: dict[str, Any] = {"losses": [], "after epochs": [], "after the loop": 0, "indices": [], "status": None}
+    try:
+        with join_run() as run:
+            torch.manual_seed(5)
+            model: nn.Module = model_of()
+            averaged = AveragedModel(model)
+            several = run.world.world_size > 1
+            wrapped = DistributedDataParallel(model) if several else model
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            kept = run.keep(best=10.0, last=10.0, seen=0)
+            loader: Any = (make or LOADERS[kind])()
+            if first_input:
+                loader.dataset.labels_are_indices = True
+            loader = run.resumable(
+                loader, model=wrapped, optimizer=optimizer, scheduler=scheduler, averaged=averaged, epochs=epochs,
+                accumulate=accumulate if told else 1, batches=batches,
+            )  # fmt: skip
+            for epoch in loader.epochs():
+                wrapped.train()
+                for number, (inputs, labels) in loader.enumerate():
+                    loss = F.cross_entropy(wrapped(inputs), labels % 3)
+                    (loss / accumulate).backward()
+                    if (number + 1) % accumulate == 0 or number + 1 == len(loader):
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    kept.seen, kept.last = kept.seen + len(labels), loss.item()
+                    if first_input:
+                        done["indices"] += [(epoch, number, int(label)) for label in labels]
+                    done["losses"].append((epoch, number, loss.item()))
+                    if at == (epoch, number):
+                        interrupt(how)
+                if (at, how) == ((epoch, len(loader) - 1), "stop, and crash after the epoch"):
+                    raise Crash
+                scheduler.step()
+                averaged.update_parameters(model)
+                kept.best = min(kept.best, kept.last)
+                done["after epochs"].append((epoch, float(torch.rand(())), random.random()))
+            with torch.no_grad():
+                averaged.module[0].weight += 1.0  # as update_bn changes what is averaged
+            done["after the loop"] += 1
+            done["rate"] = optimizer.param_groups[0]["lr"]
+        done |= {"digest": digest(model, averaged), "kept": vars(kept), "step": run.step, "stopping": run.stopping}
+    except SystemExit as end:
+        done["status"] = end.code
+    return done
+
+
+def distributed(batch: int, **more: Any) -> Callable[[], DataLoader[Any]]:
+    """The same loader on any number of ranks: `batch` samples on each."""
+
+    def make() -> DataLoader[Any]:
+        world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        sampler: Any = DistributedSampler(Images(), num_replicas=world, rank=rank)
+        return DataLoader(Images(), batch_size=batch, sampler=sampler, **more)
+
+    return make

@@ -1,0 +1,335 @@
+"""run.resumable: ordinary loops over ordinary DataLoaders go on exactly where they were left, whatever they read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import EPOCHS, LOADERS, SAMPLES, Images, Rows, distributed, loop, model_of, new_run
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+from train_ranks import run_ranks
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.train import join_run
+
+
+def states(run: RunDirectory) -> list[str]:
+    return [event["event"] for event in read_events(run) if event["event"] not in ("checkpoint", "stop-requested")]
+
+
+def as_one(*parts: dict[str, Any]) -> dict[str, Any]:
+    """What several attempts did together: a batch done again after a crash counts once."""
+    whole = dict(parts[-1])
+    for what in ("losses", "after epochs"):
+        whole[what] = sorted({tuple(row) for part in parts for row in part[what]})
+    return whole
+
+
+# An iterable set has no length in batches that is right with several workers: 44 rows in two parts are 8 batches.
+BATCHES = {"iterable": 8, "iterable, workers": 8}
+
+
+def story(calm: Path, broken: Path, kind: str) -> list[dict[str, Any]]:
+    """A run that is left alone, and one that crashes in the second epoch and is stopped in the third."""
+    more = {"batches": BATCHES.get(kind)}
+    return [
+        loop(calm, 0, kind, **more),
+        loop(broken, 0, kind, (1, 1), "crash", **more),
+        loop(broken, 1, kind, (2, 3), "stop", **more),
+        loop(broken, 2, kind, **more),
+    ]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "per rank" not in kind])
+def test_a_loop_goes_on_exactly_after_a_crash_and_a_stop(kind: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path / "broken")
+    (told,) = run_ranks(story, 1, new_run(tmp_path / "calm").path, run.path, kind)
+    calm, first, second, third = told
+    assert (first["status"], first["after the loop"]) == (1, 0)
+    assert (second["status"], second["after the loop"], second["stopping"]) == (None, 0, True)
+    assert as_one(first, second, third) == as_one(calm)
+    assert len(third["losses"]) < len(calm["losses"]) / 2
+    assert states(run) == ["started", "failed", "resumed", "stopped", "resumed", "completed"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_go_on_exactly(ranks: int, tmp_path: Path) -> None:
+    calm = run_ranks(loop, ranks, new_run(tmp_path / "calm").path, 0, "6 per rank")
+    run = new_run(tmp_path / "broken").path
+    first = run_ranks(loop, ranks, run, 0, "6 per rank", (1, 1), "stop")
+    second = run_ranks(loop, ranks, run, 1, "6 per rank")
+    assert [as_one(*parts) for parts in zip(first, second, strict=True)] == [as_one(part) for part in calm]
+    assert 0 < len(second[0]["losses"]) < len(calm[0]["losses"])
+
+
+def test_a_stop_in_the_last_batch_leaves_what_follows_the_loop_to_the_resume(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    (told,) = run_ranks(ends, 1, run.path)
+    assert [[row[0] for row in part["after epochs"]] for part in told] == [[0, 1, 2], [], []]
+    assert [part["after the loop"] for part in told] == [0, 1, 0]
+    assert states(run) == ["started", "stopped", "resumed", "completed", "resumed", "completed"]
+
+
+def ends(place: Path) -> list[dict[str, Any]]:
+    """A stop in the last batch of all, the resume of that, and one more of a run that is over."""
+    last = (EPOCHS - 1, 7)
+    return [loop(place, 0, "shuffled", last, "stop"), loop(place, 1, "shuffled"), loop(place, 2, "shuffled")]
+
+
+def test_a_stop_that_comes_before_a_long_evaluation_is_not_lost_with_it(tmp_path: Path) -> None:
+    (told,) = run_ranks(evaluating, 1, new_run(tmp_path / "calm").path, new_run(tmp_path / "broken", every=50).path)
+    calm, first, second = told
+    assert (first["status"], second["losses"][0][:2]) == (1, (2, 0))
+    assert as_one(first, second) == as_one(calm)
+
+
+def evaluating(calm: Path, broken: Path) -> list[dict[str, Any]]:
+    """Stopped in the last batch of an epoch, and killed in the code that follows."""
+    how = "stop, and crash after the epoch"
+    return [loop(calm, 0, "shuffled"), loop(broken, 0, "shuffled", (1, 7), how), loop(broken, 1, "shuffled")]
+
+
+def test_more_epochs_go_on_where_a_completed_run_ended(tmp_path: Path) -> None:
+    (told,) = run_ranks(longer, 1, new_run(tmp_path / "calm").path, new_run(tmp_path / "grown").path)
+    calm, grown = told
+    assert grown["losses"] == calm["losses"][8:]
+
+
+def longer(calm: Path, grown: Path) -> list[dict[str, Any]]:
+    loop(grown, 0, "shuffled", epochs=1)
+    return [loop(calm, 0, "shuffled"), loop(grown, 1, "shuffled")]
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [("12 per rank", 1), ("6 per rank", 2)])
+def test_another_number_of_ranks_keeps_the_steps_and_their_samples(kind: str, accumulate: int, tmp_path: Path) -> None:
+    read = {}
+    for ranks, what, each in ((2, "6 per rank", 1), (1, kind, accumulate)):
+        run = new_run(tmp_path / str(ranks))
+        run_ranks(reading, ranks, run.path, 0, what, each, None)
+        read[ranks] = steps_of(run.path, 0)
+    assert read[1] == read[2]
+    run = new_run(tmp_path / "changed")
+    run_ranks(reading, 2, run.path, 0, "6 per rank", 1, (1, 1))
+    (told,) = run_ranks(reading, 1, run.path, 1, kind, accumulate, None)
+    assert told["status"] is None
+    assert steps_of(run.path, 0) | steps_of(run.path, 1) == read[2]
+
+
+def reading(place: Path, attempt: int, kind: str, accumulate: int, at: tuple[int, int] | None) -> dict[str, Any]:
+    """A loop whose losses are the sums of the samples' indices; noted by step."""
+    told = loop(place, attempt, kind, at, accumulate=accumulate, first_input=True)
+    with (place / f"read-{attempt}-{os.environ['RANK']}").open("w") as file:
+        file.writelines(f"{epoch} {number // accumulate} {index}\n" for epoch, number, index in told["indices"])
+    return told
+
+
+def steps_of(place: Path, attempt: int) -> dict[tuple[str, str], list[str]]:
+    """The samples of each step, of all ranks together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for file in place.glob(f"read-{attempt}-*"):
+        for line in file.read_text().splitlines():
+            epoch, step, index = line.split()
+            found.setdefault((epoch, step), []).append(index)
+    return {step: sorted(indices) for step, indices in found.items()}
+
+
+def test_another_number_of_ranks_that_would_change_the_steps_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(loop, 2, run.path, 0, "6 per rank", (1, 1), "stop")
+    assert run_ranks(loop, 1, run.path, 1, "6 per rank")[0]["status"] == 1
+    assert "2 ranks with batches of 6 and 4 steps per epoch, now there are 1 rank with batches of 6 " in failure(run)
+    assert "give the DataLoader batch_size=12" in failure(run)
+
+
+def failure(run: RunDirectory) -> str:
+    return str([event["error"] for event in read_events(run) if event["event"] == "failed"][-1])
+
+
+def test_accumulated_gradients_are_neither_saved_nor_lost(tmp_path: Path) -> None:
+    (told,) = run_ranks(accumulating, 1, tmp_path)
+    for calm, first, second in told:
+        assert as_one(first, second) == as_one(calm)
+
+
+def accumulating(folder: Path) -> list[list[dict[str, Any]]]:
+    """Told by `accumulate`, and seen."""
+    stories = []
+    for told in (True, False):
+        more: dict[str, Any] = {"accumulate": 3, "told": told}
+        calm, broken = (new_run(folder / f"{name}-{told}", every=1).path for name in ("calm", "broken"))
+        stories.append(
+            [
+                loop(calm, 0, "shuffled", **more),
+                loop(broken, 0, "shuffled", (1, 3), "stop", **more),  # the first of three
+                loop(broken, 1, "shuffled", **more),
+            ]
+        )
+    return stories
+
+
+class Restless(Sampler[int]):
+    """Its order depends on how often it was asked."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter([(index + self.asked) % SAMPLES for index in range(SAMPLES)])
+
+
+class Clocked(Images):
+    """Draws from what nothing seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.frombuffer(bytearray(os.urandom(24)), dtype=torch.int32).float(), 0
+
+
+def plain(data: Any = None, **more: Any) -> DataLoader[Any]:
+    return DataLoader(data or Images(), batch_size=6, **more)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sampler": (lambda run, model, opt: run.resumable(
+        plain(sampler=Restless()), model=model, optimizer=opt, epochs=1), "Restless gives another order each time"),
+    "samples": (lambda run, model, opt: loop_over(
+        run.resumable(plain(Clocked()), model=model, optimizer=opt, epochs=1)), "sample 0 of"),
+    "no length": (lambda run, model, opt: run.resumable(
+        plain(Rows()), model=model, optimizer=opt, epochs=1), "give resumable(..., batches=)"),
+    "no loader": (lambda run, model, opt: run.resumable(
+        [1, 2], model=model, optimizer=opt, epochs=1), "takes a torch.utils.data.DataLoader, not a list"),
+    "no state": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=opt, best=0.5, epochs=1), "run.keep(best=...)"),
+    "no optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, epochs=1), "give optimizer="),
+    "no module": (lambda run, model, opt: run.resumable(
+        plain(), model=nn.Linear(2, 2), optimizer=opt, epochs=1), "optimizer trains parameters that are in no module"),
+    "forgetful": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=opt, counter=Forgetful(), epochs=1),
+        "load_state_dict() of counter does not take back"),
+    "epochs left out": (lambda run, model, opt: list(run.resumable(
+        plain(), model=model, optimizer=opt, epochs=1)), "outside of its epochs"),
+    "iterated twice": (lambda run, model, opt: loop_over(
+        run.resumable(plain(), model=model, optimizer=opt, epochs=1), times=2), "twice in an epoch"),
+    "two loops": (lambda run, model, opt: [
+        run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
+}  # fmt: skip
+
+
+def loop_over(loader: Any, times: int = 1) -> None:
+    for _ in loader.epochs():
+        for _ in range(times):
+            for _ in loader:
+                pass
+
+
+class Forgetful:
+    """Takes nothing back."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def refused(folder: Path) -> dict[str, tuple[Any, str]]:
+    """How each of `REFUSED` ends."""
+    ends = {}
+    for name, (use, _) in REFUSED.items():
+        run = new_run(folder / name)
+        os.environ.update(CLUSTER_DDP_RUN=str(run.path), CLUSTER_DDP_ATTEMPT="0")
+        status = None
+        try:
+            with join_run() as joined:
+                model = model_of()
+                use(joined, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except SystemExit as end:
+            status = end.code
+        ends[name] = (status, failure(run) if status else "")
+    return ends
+
+
+def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
+    (ends,) = run_ranks(refused, 1, tmp_path)
+    for name, (_, message) in REFUSED.items():
+        status, error = ends[name]
+        assert status == 1, name
+        assert message in error, name
+
+
+def unsharded(place: Path, wrapped: bool) -> Any:
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    try:
+        with join_run() as run:
+            model = model_of()
+            loader = plain(shuffle=True) if wrapped else distributed(6)()
+            if wrapped:
+                model = nn.parallel.DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.resumable(loader, model=model, optimizer=optimizer, epochs=1)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "message"), [(True, "sampler=DistributedSampler(dataset)"), (False, "hand over the wrapped model")]
+)
+def test_ranks_that_would_not_train_one_model_are_refused(wrapped: bool, message: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(unsharded, 2, run.path, wrapped) == [1, 1]
+    assert message in failure(run)
+
+
+def left_alone(place: Path) -> int:
+    """A program that only evaluates."""
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    with join_run() as run:
+        model_of().eval()(torch.ones(1, 6))
+    return run.step
+
+
+def test_a_program_that_only_evaluates_is_no_failure(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(left_alone, 1, run.path) == [0]
+    assert states(run) == ["completed"]
+
+
+def destroying(place: Path) -> Any:
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    try:
+        with join_run():
+            torch.distributed.destroy_process_group()
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_group_destroyed_inside_the_block_is_named(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(destroying, 2, run.path) == [1, 1]
+    assert "the process group was destroyed inside the block of join_run()" in failure(run)
+
+
+def reads(place: Path) -> list[int]:
+    """A resume in the middle of an epoch."""
+    log = place / "read"
+    more: dict[str, Any] = {"make": lambda: DataLoader(Images(str(log)), batch_size=6)}
+    loop(place, 0, "", (1, 3), "stop", **more)
+    log.unlink()
+    loop(place, 1, "", (1, 7), "stop", **more)
+    return [int(line) for line in log.read_text().split()]
+
+
+def test_a_resume_reads_nothing_again(tmp_path: Path) -> None:
+    ((*read,),) = run_ranks(reads, 1, new_run(tmp_path).path)
+    assert set(read) == set(range(24, SAMPLES))  # in order; the first of them several times, to see that they come back
