@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
         for key, value in row.items():
             if key in _POSITION:
                 continue
-            if value is None:
+            if type(value) is float and -sys.float_info.max <= value <= sys.float_info.max:  # nearly all of them
+                latest.values[key] = value
+            elif value is None:
                 latest.values[key] = math.nan  # it was not finite
             elif (number := as_number(value)) is not None:
                 latest.values[key] = number

@@ -83,7 +83,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 def parse_object(data: bytes) -> dict[str, Any] | None:
     """The JSON object that `data` holds, or None."""
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode())
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     return value if isinstance(value, dict) else None
