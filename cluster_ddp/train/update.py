@@ -148,11 +148,8 @@ def any_not_finite(gradients: Sequence[Tensor]) -> bool:
     A sum tells that all its elements are finite, in a fifth of the time of looking for the largest; where it does not,
     it may have overflowed, and each element is looked at.
     """
-    total = 0.0
-    for gradient in gradients:
-        value = gradient.sum().item()
-        total += value - value  # NaN from an infinity and from a NaN on; complex numbers have both parts in it
-    if total == 0.0:
+    total = sum([gradient.sum().item() for gradient in gradients])
+    if total - total == 0.0:  # NaN where an infinity or a NaN is in it; complex numbers have both parts
         return False
     return not all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
 
