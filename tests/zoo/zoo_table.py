@@ -145,6 +145,10 @@ def fits(case: Case) -> bool:
         return False
     if case.model == "recurrent" and train.get("precision") == "fp16":  # no LSTM in fp16 on the CPU
         return False
+    if case.model == "complex parameters" and train.get("precision") == "fp16":  # no scaled complex gradients
+        return False
+    if case.model == "tied embeddings" and case.optimizer == "SGD of all but one parameter":  # it has only one
+        return False
     if case.model == "odd parameters" and case.optimizer.startswith("Adafactor"):  # divides by the number of elements
         return False
     return not train.get("grad_checkpointing") or case.model in ("mlp", "norms", "matrices", "conv")
