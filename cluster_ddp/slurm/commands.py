@@ -200,16 +200,23 @@ def call(command: list[str], *, environment: Mapping[str, str] | None = None, se
     """Standard output of a command of Slurm's; tried again while the controller is too busy to answer.
 
     A submission is tried only once: after a time-out sbatch's job may be in the queue all the same.
+
+    Parameters
+    ----------
+    seconds
+        For all tries together: with the controller away each may take a quarter of a minute.
     """
     pauses = () if command[0] == "sbatch" else PAUSES
+    deadline = time.monotonic() + seconds
     for pause in pauses:
+        left = deadline - time.monotonic()
         try:
-            return call_once(command, environment=environment, seconds=seconds)
+            return call_once(command, environment=environment, seconds=left)
         except SlurmError as error:
-            if not any(word in str(error) for word in _BUSY):
+            if not any(word in str(error) for word in _BUSY) or time.monotonic() + pause >= deadline:
                 raise
         time.sleep(pause)
-    return call_once(command, environment=environment, seconds=seconds)
+    return call_once(command, environment=environment, seconds=max(1.0, deadline - time.monotonic()))
 
 
 def call_once(

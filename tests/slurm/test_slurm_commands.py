@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from slurm_stand_ins import calls, stand_in
 
+from cluster_ddp.slurm import commands
 from cluster_ddp.slurm.commands import (
     SlurmError,
     cancel_job,
@@ -74,6 +75,15 @@ def test_many_jobs_are_asked_about_with_one_call(slurm: Path) -> None:
     assert jobs["15"].state == "PENDING" and jobs["15"].reason == "Priority" and jobs["15"].comment == "(null)"
     assert jobs["13"].state == "CANCELLED"
     assert "14" not in jobs
+
+
+def test_all_tries_together_take_no_longer_than_was_said(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the controller away `status` would else ask for minutes."""
+    monkeypatch.setattr(commands, "PAUSES", (3600.0,))
+    stand_in(slurm, "squeue", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        query_jobs(["11"], seconds=60)
+    assert len(calls(slurm)) == 1
 
 
 def test_no_question_no_call(slurm: Path) -> None:
