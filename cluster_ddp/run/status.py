@@ -189,6 +189,8 @@ def _without_slurm(
         if not ids and _should_have_begun(history, record):
             return _ended(history, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
         return _never_began(record, job, answered=answered, ids=ids)
+    if not answered and last.slurm_job_id and (delayed := _requeue_delayed(history)):
+        return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
     alive = attempt_is_alive(history, last)
     if alive or (alive is None and not (answered and last.slurm_job_id)):
         if delayed := _requeue_delayed(history):

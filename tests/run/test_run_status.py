@@ -141,6 +141,18 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
     assert found.reason is None if reason is None else reason in str(found.reason)
 
 
+def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, node=0, outcome="failed")
+    say("requeue-delayed", 0, reason="Slurm's controller does not answer")
+    found = describe(run, None)
+    assert found.state is RunState.RUNNING and "waiting to be queued again" in str(found.reason)
+    say("requeue-failed", 0, reason="no answer")
+    assert state_of(run, None) == "FAILED"
+
+
 def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDirectory, say: Say) -> None:
     begin(run, slurm_job_id="7")
     hide(run, 0)
