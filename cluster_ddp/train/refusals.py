@@ -21,6 +21,7 @@ from cluster_ddp.train.distributed import all_gather, all_gather_object
 from cluster_ddp.train.errors import TaskError
 
 _SHOWN = 5  # names of what differs
+MODULE_BUFFERS = "buffers of modules"  # key for what ranks may have each its own of, as BatchNorm's statistics
 _MAX_TEXT = 60  # characters of a value that is shown
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
@@ -186,7 +187,11 @@ def refuse_own_state(when: str, tensors: Mapping[str, Tensor], scalars: Mapping[
     """
     if not dist.is_initialized():
         return
-    named = {name: tensor for name, tensor in tensors.items() if name.startswith(_FROM_RANK_0)}
+    named = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_FROM_RANK_0) and not name.startswith(f"task.{MODULE_BUFFERS}.")
+    }
     texts = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
     texts |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
     found = {name: _short(json.dumps(value)) for name, value in texts.items()}

@@ -216,7 +216,8 @@ class ScriptRun:
         Parameters
         ----------
         numbers
-            Their values in a fresh run. Numbers, strings, tensors, and lists and dicts of these; the same on all ranks.
+            Their values in a fresh run. Numbers, strings, tensors, and lists and dicts of these; each rank keeps its
+            own, and on another number of ranks all take those of rank 0.
 
         Returns
         -------

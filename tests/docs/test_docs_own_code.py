@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from documented import PROJECT, Call, finish
-from own_loops import agree_in_each_step, new_run
+from own_loops import begin_attempt, new_run
 from safetensors.numpy import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_ranks import free_port, run_ranks
@@ -52,8 +52,8 @@ def be_rank(program: Path, arguments: list[str], place: Path, attempt: int, at: 
         port = broadcast_object(free_port())
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port)
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt), ACCELERATE_USE_CPU="true")
-    agree_in_each_step()
+    begin_attempt(place, attempt)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     made = 0
 
     def count(*_: Any) -> None:

@@ -133,14 +133,18 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 def new_run(folder: Path, every: int = 3) -> RunDirectory:
-    """A run with room for three attempts."""
+    """A run before its first attempt."""
     checkpoint = CheckpointSpec(every_steps=every, background=False)
-    made = create_run(
-        JobSpec(name="own", script="own.py", checkpoint=checkpoint), runs_dir=folder, via="local", script=None
-    )
-    for number in range(3):
-        made.attempt(number).path.mkdir(parents=True)
-    return made
+    job = JobSpec(name="own", script="own.py", checkpoint=checkpoint)
+    return create_run(job, runs_dir=folder, via="local", script=None)
+
+
+def begin_attempt(place: Path, attempt: int) -> None:
+    """Let this process be a rank of this attempt, which takes the place of those before it."""
+    RunDirectory(place).attempt(attempt).path.mkdir(parents=True, exist_ok=True)
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt))
+    # Ranks agree to stop in each step, and not about once a second, in which a test's loop would be over.
+    session.become_rank = lambda *setup: dataclasses.replace(become_rank(*setup), consensus_seconds=0.0)
 
 
 def digest(*models: nn.Module) -> str:
@@ -150,11 +154,6 @@ def digest(*models: nn.Module) -> str:
         for value in model.state_dict().values():
             hashed.update(value.numpy().tobytes())
     return hashed.hexdigest()
-
-
-def agree_in_each_step() -> None:
-    """Ranks agree to stop in each step, and not about once a second, in which a test's loop would be over."""
-    session.become_rank = lambda *setup: dataclasses.replace(become_rank(*setup), consensus_seconds=0.0)
 
 
 class Crash(Exception):
@@ -190,8 +189,7 @@ def loop(
     first_input: bool = False,
 ) -> dict[str, Any]:
     """An ordinary loop; interrupted in batch `at` = (epoch, number). What it did, by step and after."""
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt))
-    agree_in_each_step()
+    begin_attempt(place, attempt)
     done: dict[str, Any] = {"losses": [], "after epochs": [], "after the loop": 0, "indices": [], "status": None}
     try:
         with join_run() as run:

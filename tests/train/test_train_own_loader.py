@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import EPOCHS, LOADERS, SAMPLES, Images, Rows, distributed, loop, model_of, new_run
+from own_loops import EPOCHS, LOADERS, SAMPLES, Images, Rows, begin_attempt, distributed, loop, model_of, new_run
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from train_ranks import run_ranks
@@ -248,7 +248,7 @@ def refused(folder: Path) -> dict[str, tuple[Any, str]]:
     ends = {}
     for name, (use, _) in REFUSED.items():
         run = new_run(folder / name)
-        os.environ.update(CLUSTER_DDP_RUN=str(run.path), CLUSTER_DDP_ATTEMPT="0")
+        begin_attempt(run.path, 0)
         status = None
         try:
             with join_run() as joined:
@@ -269,7 +269,7 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def unsharded(place: Path, wrapped: bool) -> Any:
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    begin_attempt(place, 0)
     try:
         with join_run() as run:
             model = model_of()
@@ -293,7 +293,7 @@ def test_ranks_that_would_not_train_one_model_are_refused(wrapped: bool, message
 
 def left_alone(place: Path) -> int:
     """A program that only evaluates."""
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    begin_attempt(place, 0)
     with join_run() as run:
         model_of().eval()(torch.ones(1, 6))
     return run.step
@@ -306,7 +306,7 @@ def test_a_program_that_only_evaluates_is_no_failure(tmp_path: Path) -> None:
 
 
 def destroying(place: Path) -> Any:
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    begin_attempt(place, 0)
     try:
         with join_run():
             torch.distributed.destroy_process_group()

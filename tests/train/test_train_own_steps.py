@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import agree_in_each_step, digest, interrupt, new_run
+from own_loops import begin_attempt, digest, interrupt, new_run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
@@ -25,8 +24,7 @@ STEPS = 8
 
 def drawing(place: Path, attempt: int, at: int | None = None, how: str = "stop") -> dict[str, Any]:
     """A loop that draws its batches itself, with two models and two optimizers."""
-    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt))
-    agree_in_each_step()
+    begin_attempt(place, attempt)
     done: dict[str, Any] = {"drawn": [], "after": 0, "status": None}
     try:
         with join_run() as run:

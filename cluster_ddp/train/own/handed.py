@@ -14,6 +14,7 @@ from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.own.loop import OTHER_LOOP
 from cluster_ddp.train.packing import Packer
+from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state import Stateful
 
 
@@ -80,7 +81,8 @@ class Handed:
         return {
             "rates": [rates(optimizer) for optimizer in self.optimizers],
             "more": {name: list(state.collect()) for name, state in self._more.items()},
-            "rest": {name: dict(thing.state_dict()) for name, thing in self._rest.items()},
+            "rest": {name: _without_buffers(thing) for name, thing in self._rest.items()},
+            MODULE_BUFFERS: {name: _buffers(thing) for name, thing in self._rest.items()},
             "loop": dict(self._loop.state_dict()),
         }
 
@@ -104,7 +106,7 @@ class Handed:
             )
         self._loop.load_state_dict(state["loop"])
         for name, thing in self._rest.items():
-            thing.load_state_dict(state["rest"][name])
+            thing.load_state_dict(state["rest"][name] | state[MODULE_BUFFERS][name])
         for name, kept in self._more.items():
             tensors, scalars = state["more"][name]
             kept.restore(tensors, scalars)
@@ -120,6 +122,19 @@ class Handed:
                     f"{name} trains parameters that are in no module that is handed over: give that module too, under "
                     "a name of its own (head=head)"
                 )
+
+
+def _buffers(thing: Any) -> dict[str, Any]:
+    """Of a module: the buffers in its state."""
+    if not isinstance(thing, nn.Module):
+        return {}
+    names = dict(thing.named_buffers())
+    return {name: value for name, value in thing.state_dict().items() if name in names}
+
+
+def _without_buffers(thing: Any) -> dict[str, Any]:
+    buffers = _buffers(thing)
+    return {name: value for name, value in thing.state_dict().items() if name not in buffers}
 
 
 def rates(optimizer: Optimizer) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from cluster_ddp.launch.heartbeat import Phase
-from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.distributed import all_gather_object, broadcast_object, find_world
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.packing import Packer
@@ -88,7 +88,7 @@ class Loop:
             "total": self._geometry.total,
             "closed": self.is_closed,
             "finished": self.is_finished,
-            "kept": self._kept.values(),
+            "kept": self._kept.by_rank,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,6 +167,7 @@ class Loop:
 
     def save(self) -> None:
         """Save the state as it is now, unless that has been done."""
+        self._kept.gather()
         self._save_state(again=self.is_dirty)
         self.is_dirty = False
 
@@ -201,9 +202,16 @@ class Loop:
 
 
 class KeptNumbers:
-    """What the loop keeps by `ScriptRun.keep`, before or after the checkpoint is restored."""
+    """What the loop keeps by `ScriptRun.keep`, before or after the checkpoint is restored: each rank its own.
+
+    Attributes
+    ----------
+    by_rank
+        The values of all ranks when they were last gathered.
+    """
 
     def __init__(self) -> None:
+        self.by_rank: list[dict[str, Any]] = []
         self._kept = Kept()
         self._restored: dict[str, Any] = {}
 
@@ -217,12 +225,21 @@ class KeptNumbers:
             setattr(self._kept, name, self._restored.get(name, value))
         return self._kept
 
-    def values(self) -> dict[str, Any]:
-        """What is kept, by name; what was restored and not asked for stays."""
-        return {**self._restored, **vars(self._kept)}
+    def gather(self) -> None:
+        """Collect the values of all ranks, which call it together, before a save.
 
-    def restore(self, values: dict[str, Any]) -> None:
-        """Take back what `values` gave."""
-        self._restored = values
-        for name in vars(self._kept).keys() & values.keys():
-            setattr(self._kept, name, values[name])
+        What was restored and not asked for stays.
+        """
+        values = {**self._restored, **vars(self._kept)}
+        if values:
+            self.by_rank = all_gather_object(values)
+
+    def restore(self, by_rank: list[dict[str, Any]]) -> None:
+        """Take back what was gathered; on another number of ranks what rank 0 had."""
+        self.by_rank = by_rank
+        if not by_rank:
+            return
+        world = find_world()
+        self._restored = by_rank[world.rank if len(by_rank) == world.world_size else 0]
+        for name in vars(self._kept).keys() & self._restored.keys():
+            setattr(self._kept, name, self._restored[name])
