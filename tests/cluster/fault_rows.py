@@ -424,7 +424,6 @@ ROWS: dict[str, Row] = {
         _without_controller,
         lost=2 * EVERY_STEPS,
         words=("waiting to be queued again, which is tried until the allocation is nearly over",),
-        short=("sbatch",),
     ),
     # -- a node that cannot take part
     "runs folder missing on a node": bad(
