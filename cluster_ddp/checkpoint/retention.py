@@ -172,7 +172,7 @@ class Retention:
             raise
 
     def _remove_abandoned(self, newest: int, refused: dict[str, str]) -> None:
-        """Remove what earlier attempts saved in vain, as far as this one has come."""
+        """Remove what earlier attempts saved beyond their place, as far as this one has come."""
         lineage = self._lineage()
         for name, step in abandoned_in(self._directory).items():
             found = _read(self._directory / name) if step <= newest else None

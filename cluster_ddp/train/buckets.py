@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.train.errors import TrainError
 
-_PASSES = 2  # after the first DDP lays its buckets out anew; the second runs in the new layout
+_PASSES = 2  # after the first DDP lays its buckets out again; the second runs in the new layout
 
 
 def settle_layout(model: nn.Module, world_size: int) -> None:

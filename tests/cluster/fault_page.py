@@ -49,7 +49,7 @@ def _figure(result: dict[str, Any] | None, key: str) -> str:
 
 
 def main(folder: Path) -> None:
-    """Take in the results of a run, and write the page anew."""
+    """Take in the results of a run, and rewrite the page."""
     results = read_results()
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())

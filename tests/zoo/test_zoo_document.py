@@ -11,7 +11,7 @@ from zoo_document import ELSEWHERE, MARK, PAGE, PROJECT, tables
 
 def test_the_tables_are_those_of_the_tests() -> None:
     _, _, written = PAGE.read_text().partition(MARK)
-    assert written == tables(), "python tests/zoo/zoo_document.py writes them anew"
+    assert written == tables(), "python tests/zoo/zoo_document.py writes them"
 
 
 @pytest.mark.parametrize(("what", "message", "test"), ELSEWHERE)

@@ -17,7 +17,7 @@ _RATES = "learning rates of the optimizer"
 
 
 class Once:
-    """Makes the state of a script once more, to see that it comes back: a script has nothing that makes its model anew.
+    """Makes the state of a script once more, to see that it comes back: nothing in a script makes its model again.
 
     It is a copy of model and optimizer as they are now, before anything is restored, on the CPU and on rank 0, which is
     used once and let go of; later ones are copies of what they are then.
