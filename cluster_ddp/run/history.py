@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from cluster_ddp.run.events import (
     read_events,
 )
 from cluster_ddp.run.lineage import Lineage, read_lineage
+from cluster_ddp.run.metrics import LatestMetrics, read_latest
 from cluster_ddp.run.reading import as_whole
 
 Event = dict[str, Any]
@@ -73,6 +75,11 @@ class History:
     def lineage(self) -> Lineage:
         """What counts of each attempt."""
         return read_lineage(self.run)
+
+    @cached_property
+    def metrics(self) -> LatestMetrics:
+        """What was measured last."""
+        return read_latest(self.run.metrics_file, self.lineage)
 
     def counts(self, event: Event) -> bool:
         """Whether an event tells of a step that belongs to the run, or of none."""
@@ -134,7 +141,14 @@ class History:
         return idle
 
 
-def read_history(run: RunDirectory) -> History:
-    """Read a run's events and attempts as they are now."""
-    attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
+def read_history(run: RunDirectory, known: Iterable[AttemptRecord] = ()) -> History:
+    """Read a run's events and attempts as they are now.
+
+    Parameters
+    ----------
+    known
+        Records that were read a moment ago. Those of attempts that are over are not read again: they stay as they are.
+    """
+    over = {record.number: record for record in known if record.ended is not None}
+    attempts = tuple(over.get(attempt.number) or read_attempt(attempt) for attempt in list_attempts(run))
     return History(run, tuple(read_events(run)), attempts)
