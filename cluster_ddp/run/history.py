@@ -88,9 +88,15 @@ class History:
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """The events of one attempt by time; only those of the given names, if any are given."""
-        return [
-            event for event in self.events if event.get("attempt") == number and (not names or event["event"] in names)
-        ]
+        return [event for event in self._by_attempt.get(number, ()) if not names or event["event"] in names]
+
+    @cached_property
+    def _by_attempt(self) -> dict[int, list[Event]]:
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            if event.get("attempt") is not None:
+                found.setdefault(event["attempt"], []).append(event)
+        return found
 
     def ran_on(self) -> list[tuple[int, Event]]:
         """Where an attempt was still alive when a newer one had begun: its number, and the last event of the node.
