@@ -247,7 +247,8 @@ def main() -> int:
     for count in options.counts:
         with tempfile.TemporaryDirectory() as folder:
             reached &= measure(count, checkouts, options.rounds, Path(folder))
-    print(f"to reach at {TARGET_RUNS:,} runs: {TARGET_SECONDS} s; {'reached' if reached else 'missed'}")
+    if max(options.counts) >= TARGET_RUNS:
+        print(f"to reach at {TARGET_RUNS:,} runs: {TARGET_SECONDS} s; {'reached' if reached else 'missed'}")
     return 0 if reached else 1
 
 
