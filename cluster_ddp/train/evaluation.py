@@ -81,13 +81,14 @@ class Evaluation:
         -------
         Each metric's mean over the set, the same on all ranks; None when `go_on` said no.
         """
-        was_training = model.training
+        modes = [(module, module.training) for module in model.modules()]  # a part may be frozen in evaluation mode
         model.eval()
         try:
             with torch.no_grad():
                 return self._average(model, go_on)
         finally:
-            model.train(was_training)
+            for module, mode in modes:
+                module.training = mode
 
     def _average(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         sums: dict[str, Tensor] = {}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cluster_ddp.train.attributes import Attributes, equal_bits
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import check_groups, refuse_broken
 from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
@@ -167,11 +168,25 @@ class OptimizerState:
             self._optimizer.state[key] = value
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
-        """Numbers among the attributes of this optimizer that differ in the other, a restored one."""
-        for name, value in vars(self._optimizer).items():
-            fresh = getattr(other._optimizer, name, None)
-            if type(value) in (int, float) and type(fresh) in (int, float) and value != fresh and name not in _TORCHS:
-                yield name, f"{value} now, {fresh} after a resume"
+        """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one."""
+        mine, theirs = self._hidden(), other._hidden()
+        for name in sorted(mine.keys() | theirs.keys()):
+            was, now = mine.get(name), theirs.get(name)
+            if name not in theirs or name not in mine:
+                if isinstance(was, Tensor) or isinstance(now, Tensor):
+                    yield name, "does not come back" if name in mine else "comes back though it was not there"
+            elif isinstance(was, Tensor) and isinstance(now, Tensor):
+                if not equal_bits(was, now):
+                    yield name, "other values come back"
+            elif type(was) in (int, float) and type(now) in (int, float) and was != now:
+                yield name, f"{was} now, {now} after a resume"
+
+    def _hidden(self) -> dict[str, Any]:
+        """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
+        optimizer, held = self._optimizer, {id(parameter) for _, parameter in self._parameters()}
+        saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
+        return Attributes(attributes, {id(optimizer.param_groups), *saved, *self._names}, self._names).leaves
 
     def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:
         done: dict[tuple[Any, ...], Tensor] = {}  # tensors that were one are one again

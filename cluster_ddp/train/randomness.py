@@ -92,13 +92,14 @@ class OwnGenerators:
     Parameters
     ----------
     holders
-        Where to search; models and tensors are passed over.
+        Where to search; models and tensors in them are passed over.
     """
 
     def __init__(self, *holders: Any) -> None:
         self._found: list[Any] = []
         seen: set[int] = {id(torch.default_generator)}
         level: list[Any] = list(holders)
+        level += [vars(module) for holder in holders if isinstance(holder, nn.Module) for module in holder.modules()]
         for _ in range(_DEPTH):
             inner: list[Any] = []
             for value in level:

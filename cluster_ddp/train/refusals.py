@@ -28,7 +28,8 @@ _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 
 
 def refuse_closures(optimizer: Optimizer) -> None:
     """Raise a `TaskError` for an optimizer whose ``step`` evaluates the model itself, several times, by a closure."""
-    parameters = inspect.signature(optimizer.step).parameters.values()
+    # Of the class: a scheduler puts a method of its own in the place of the optimizer's.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters):
         raise TaskError(

@@ -16,6 +16,7 @@ from cluster_ddp.checkpoint.restore import Restored
 from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import read_history
@@ -27,6 +28,7 @@ from cluster_ddp.train.selfcheck import check_comes_back
 from cluster_ddp.train.state import Collected, State
 
 _KIND = [operator.attrgetter(name) for name in ("dtype", "shape")]
+_SHOWN = 5  # names of what is told
 _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
 
 
@@ -44,6 +46,7 @@ class Saving:
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
         self._rank = world.rank
+        self._told: set[str] = set()
         self._checked: tuple[list[Any], ...] | None = None
         self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
         if run is None:
@@ -148,6 +151,19 @@ class Saving:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected)
             self._check(state, step, collected, together=True)
+            self.tell_unsaved(state)
+
+    def tell_unsaved(self, state: State) -> None:
+        """Say what has changed in model and task and is in no checkpoint; a step may depend on it."""
+        names = state.unsaved() if self._rank == 0 and self._checkpointer is not None else []
+        if names := [name for name in names if name not in self._told]:
+            self._told.update(names)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            say(
+                f"cluster_ddp: training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
+                "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
+                "state_dict() and load_state_dict() of the task"
+            )
 
     def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:
         """Check on rank 0 that the state comes back, unless one with these tensors has; else raise a `TaskError`."""

@@ -13,6 +13,7 @@ docs/own-code.md says how, for the programs that people have.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import sys
@@ -46,8 +47,8 @@ from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
-from cluster_ddp.train.own.parts import Once, Own
-from cluster_ddp.train.randomness import Use, derive, seed_everything
+from cluster_ddp.train.own.parts import Echo, Once, Own
+from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.session import Order, Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
@@ -255,7 +256,7 @@ class ScriptRun:
         settle_layout(model, self.world.world_size)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         state = State(bare, optimizer, also=Own(optimizer, also))
-        fresh = Once(state, model, optimizer, also, self.world)
+        fresh = Once(state, model, optimizer, lambda twin: Own(twin, copy.copy(also)), self.world)
         self._begin(bare, state, [optimizer], stream, total_steps, fresh)
 
     def begin_step(self) -> None:
@@ -317,7 +318,9 @@ class ScriptRun:
             settle_layout(module, self.world.world_size)
         self._loop = loop
         state = State(handed.model, handed.optimizers[0], also=handed)
-        self._begin(handed.model, state, handed.optimizers, order, order.total)
+        loop.generators = OwnGenerators(handed.model)
+        fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
+        self._begin(handed.model, state, handed.optimizers, order, order.total, fresh)
         for optimizer in handed.optimizers:
             optimizer.register_step_post_hook(loop.note_update)
         if loop.is_over:
@@ -333,7 +336,7 @@ class ScriptRun:
         optimizers: Sequence[Optimizer],
         order: Order,
         total_steps: int,
-        fresh: Callable[[], State] | None = None,
+        fresh: Callable[[], State],
     ) -> None:
         self._order, self._total_steps = order, total_steps
         self._check_weights = FiniteWeights(bare).check

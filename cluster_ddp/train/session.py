@@ -164,6 +164,7 @@ class Session:
             self.beat.steps = restored.step
         if self.world.world_size > 1:
             self._compared_after = self.step + _COMPARED_AFTER
+        state.watch()
 
     def tell_start(self, **fields: Any) -> None:
         """Record that training begins, or goes on."""
@@ -233,10 +234,12 @@ class Session:
             All is done, but the storage does not take the checkpoint. After a stop that is no error: the run goes on
             from the checkpoint before.
         """
+        assert self._state is not None
         self.beat.enter(Phase.STOPPING)
         if self.decision.level:
             self.tell(events.STOP_REQUESTED, reason=self.decision.reason)
         durable = self._save_for_good(save)
+        self.saving.tell_unsaved(self._state)
         if completed and not durable:
             raise TrainError(
                 f"all {self.step} steps are done, but their checkpoint could not be written; make room on the storage "

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import describe
+from cluster_ddp.train.attributes import Attributes, of_module
 from cluster_ddp.train.ema import EXTRA_STATE, Ema
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.packing import Packer, unpack
-from cluster_ddp.train.task import expect_type
+from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -81,6 +82,10 @@ class State:
         self._also = also
         self._parameters = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
+        self._by_name = {name: weight for name, weight, _ in self._parameters}
+        self._modules = list(model.named_modules())
+        self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
+        self._watched: Attributes | None = None
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = _hidden_buffers(model)
@@ -102,6 +107,7 @@ class State:
                 for name, parameter, first in self._parameters
                 if parameter.requires_grad != first
             },
+            "evaluating": [name for name, module in self._modules if not module.training],
             "extra_state": {name: packer.pack(value, _EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
@@ -115,6 +121,10 @@ class State:
         for name, parameter, _ in self._parameters:
             if name in changed:
                 parameter.requires_grad_(changed[name])
+        if "evaluating" in scalars:  # modules that are not in training mode, such as a BatchNorm that was frozen
+            evaluating = set(scalars["evaluating"])
+            for name, module in self._modules:
+                module.training = name not in evaluating
         self._load_buffers(_with_prefix(_BUFFER, extra))
         of_modules = _with_prefix(_EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
@@ -146,6 +156,31 @@ class State:
         """Numbers that the optimizer keeps in itself, outside its state, and that are others in another's optimizer."""
         return self._optimizer.hidden_differences(other._optimizer)
 
+    def watch(self) -> None:
+        """Note the attributes of model and task as they are now, before the first step of an attempt."""
+        self._watched = self._attributes()
+
+    def unsaved(self) -> list[str]:
+        """Attributes of model and task that have changed since `watch`, and that a checkpoint does not hold; once."""
+        if self._watched is None:
+            return []
+        was, self._watched = self._watched, self._attributes()
+        saved = Attributes({"task": self._task_state(), "model": self._model_state()[1]})
+        now = self._watched.leaves
+        changed = [name for name in was.changed(self._watched) if name not in now or not saved.holds(now[name])]
+        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed})
+
+    def _attributes(self) -> Attributes:
+        holders = {
+            ".".join(filter(None, ("model", name, key))): value
+            for name, module in self._modules
+            for key, value in of_module(module).items()
+        }
+        if isinstance(self._also, Task):
+            holders |= {f"task.{key}": value for key, value in vars(self._also).items()}
+        known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
+        return Attributes(holders, known)
+
     def put_back_first(self, also: Stateful) -> None:
         """Give another task the state that the one here had before the first step.
 
@@ -171,6 +206,12 @@ class State:
         held = {id(weight) for group in self._groups for weight in group["params"]}
         named: dict[str, Tensor] = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
+            first = self._by_name.get(name, value)
+            if first is not value and self._model.get_parameter(name) is not first:
+                raise TaskError(
+                    f"{name} of the model is another parameter than when training began, and a resume would have the "
+                    "first: change the values of the first in place (nn.init, parameter.data.copy_)"
+                )
             if name.rpartition(".")[2] == EXTRA_STATE:
                 extra_state[name] = value
                 continue

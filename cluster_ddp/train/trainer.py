@@ -183,7 +183,7 @@ class Trainer:
 
         order = self.stream.order if isinstance(self.stream, MapStream) else None
         self.single_samples = SingleSamples(self.model, order, self.plan)
-        self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task))
+        self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task, self.model))
         self.state = State(self.model, self.optimizer, scaler=scaler, ema=self.ema, also=self.task)
         if self.evaluation is None:
             self.session.saving.check_metric({})

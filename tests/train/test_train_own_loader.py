@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import EPOCHS, LOADERS, SAMPLES, Images, Rows, begin_attempt, distributed, loop, model_of, new_run
+from own_loops import (
+    EPOCHS,
+    LOADERS,
+    SAMPLES,
+    Crash,
+    Images,
+    Rows,
+    begin_attempt,
+    digest,
+    distributed,
+    loop,
+    model_of,
+    new_run,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from train_ranks import run_ranks
@@ -218,6 +232,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=opt, epochs=1)), "outside of its epochs"),
     "iterated twice": (lambda run, model, opt: loop_over(
         run.resumable(plain(), model=model, optimizer=opt, epochs=1), times=2), "twice in an epoch"),
+    "scheduler": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=torch.optim.lr_scheduler.StepLR(opt, 1).optimizer, epochs=1),
+        "give scheduler="),
+    "kept elsewhere": (lambda run, model, opt: updates(run.resumable(
+        plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
+        "optimizer.before.0.weight: does not come back"),
     "two loops": (lambda run, model, opt: [
         run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
 }  # fmt: skip
@@ -228,6 +248,63 @@ def loop_over(loader: Any, times: int = 1) -> None:
         for _ in range(times):
             for _ in loader:
                 pass
+
+
+def updates(loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int | None = None) -> None:
+    """An ordinary loop; with `batches` it takes so many in each epoch, by an iterator that it keeps."""
+    for _ in loader.epochs():
+        kept = loader.enumerate()
+        for number, (inputs, labels) in kept:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels % 3).backward()
+            optimizer.step()
+            if number + 1 == batches:
+                break
+
+
+class Hidden(torch.optim.SGD):
+    """Keeps what it needs next time in a dict of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.before = {weight: weight.grad for weight in self.param_groups[0]["params"]}
+        super().step()
+
+
+class Noisy(nn.Sequential):
+    """Draws from a generator of its own; `crash` is the call that fails."""
+
+    calls, crash = 0, -1
+
+    def __init__(self) -> None:
+        super().__init__(model_of())
+        self.generator = torch.Generator()
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.crash:
+            raise Crash
+        return super().forward(inputs + torch.randn(inputs.shape, generator=self.generator))
+
+
+def with_iterators(places: list[tuple[Path, int, int]]) -> list[str]:
+    """Loops that take five batches in each epoch, each (run, attempt, crash); the weights after each."""
+    ends = []
+    for place, attempt, crash in places:
+        begin_attempt(place, attempt)
+        with contextlib.suppress(SystemExit), join_run() as run:
+            torch.manual_seed(5)
+            model = Noisy()
+            model.crash = crash
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            updates(run.resumable(plain(), model=model, optimizer=optimizer, epochs=3), model, optimizer, 5)
+        ends.append(digest(model))
+    return ends
+
+
+def test_iterators_that_are_kept_and_generators_of_the_model_are_exact(tmp_path: Path) -> None:
+    calm, broken = new_run(tmp_path / "calm").path, new_run(tmp_path / "broken").path
+    (ends,) = run_ranks(with_iterators, 1, [(calm, 0, -1), (broken, 0, 8), (broken, 1, 6), (broken, 2, -1)])
+    assert ends[-1] == ends[0] != ends[1]
 
 
 class Forgetful:

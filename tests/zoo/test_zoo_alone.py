@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
 from zoo_training import Case, ZooTask, judge
 
@@ -51,6 +53,49 @@ class Forgets(CountsLabels):
 
     def load_state_dict(self, state: Any) -> None:
         pass
+
+
+class Counts(ZooTask):
+    """Its loss depends on a count, on a tensor and on a scheduler that no checkpoint holds."""
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        made = super().optimizer(model, lr)
+        self.scheduler = OneCycleLR(made, max_lr=0.1, total_steps=100)  # which has optimizer.step in its hands
+        return made
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        loss = super().loss(model, batch) * self.calls
+        self.before = loss.detach()
+        self.scheduler.step()
+        return loss
+
+
+class Keeps(Counts):
+    """The same, but it gives it to the checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "calls": getattr(self, "calls", 0),
+            "before": getattr(self, "before", None),
+            "scheduler": {key: value for key, value in self.scheduler.state_dict().items() if key[0] != "_"},
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls, self.before = state["calls"], state["before"]
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+def test_what_no_checkpoint_holds_is_told_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(), tmp_path, Counts)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert "training changes task.before, task.calls, task.losses, task.scheduler, which" in told[0]
+
+
+def test_what_the_task_keeps_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, Keeps)) == "exact"
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert not any("task.calls" in line or "task.before" in line for line in told)
 
 
 def test_state_of_the_task_comes_back_with_its_types(tmp_path: Path) -> None:

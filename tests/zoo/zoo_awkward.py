@@ -70,6 +70,38 @@ class WithState(nn.Module):
         return self.mean.real.float()
 
 
+class Draws(nn.Module):
+    """Has a dropout with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.generator = mlp(), torch.Generator()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            inputs = inputs * torch.bernoulli(torch.full(inputs.shape, 0.7), generator=self.generator)
+        return self.layers(inputs)
+
+
+class Changes(nn.Module):
+    """Freezes its BatchNorm, or replaces its head, in one forward pass; the count is a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.layers, self.head = nn.BatchNorm1d(FEATURES), mlp(), nn.Linear(CLASSES, CLASSES)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.kind = kind
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            if self.passes == 2 and self.kind == "BatchNorm frozen in training":
+                self.norm.eval()
+            elif self.passes == 2:
+                self.head = nn.Linear(CLASSES, CLASSES)
+        return self.head(self.layers(self.norm(inputs)))
+
+
 WithoutExtra = type("WithoutExtra", (WithState,), {})
 for _name in ("get_extra_state", "set_extra_state"):
     setattr(WithoutExtra, _name, getattr(nn.Module, _name))
@@ -104,6 +136,8 @@ class Lazy(nn.Sequential):
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     **{kind: partial(WithoutExtra, kind) for kind in ("buffer that is not persistent", "buffer replaced")},
     "extra state that is no tensor": partial(WithState, "extra state that is no tensor"),
+    "a generator of its own": Draws,
+    "BatchNorm frozen in training": partial(Changes, "BatchNorm frozen in training"),
 }
 REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
     **{
@@ -116,4 +150,5 @@ REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
     "pruned": _pruned,
     "old weight norm": _old_weight_norm,
     "lazy": Lazy,
+    "parameter replaced": partial(Changes, "parameter replaced"),
 }  # fmt: skip

@@ -204,6 +204,41 @@ class CountsPasses(Stream):
             yield self.inputs[index], self.labels[index]
 
 
+class Caches(Augmented):
+    """Keeps the samples with the augmentation that they had when they were read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, Item] = {}
+
+    def __getitem__(self, index: int) -> Item:
+        if index not in self.read:
+            self.read[index] = super().__getitem__(index)
+        return self.read[index]
+
+
+class OrdersLate(Augmented):
+    """Draws an order of its own when it is first read."""
+
+    order: list[int] | None = None
+
+    def __getitem__(self, index: int) -> Item:
+        if self.order is None:
+            self.order = torch.randperm(SAMPLES).tolist()
+        return self.inputs[self.order[index]], self.labels[self.order[index]]
+
+
+class MixesLast(Augmented):
+    """Mixes each sample with the one that was read before."""
+
+    last: Tensor | None = None
+
+    def __getitem__(self, index: int) -> Item:
+        inputs, before = self.inputs[index], self.last
+        self.last = inputs
+        return inputs if before is None else inputs + 0.1 * before, self.labels[index]
+
+
 class InThreads(Stream):
     """Reads ahead in a thread, which also augments; as the streams of Hugging Face do where they shuffle."""
 
@@ -283,4 +318,7 @@ REFUSED_DATA: dict[str, MakeData] = {
     "a generator that is nobody's attribute, __getitems__": HiddenBatches,
     "counts its passes": CountsPasses,
     "random numbers in a thread": InThreads,
+    "caches augmented samples": Caches,
+    "draws its order when it is read": OrdersLate,
+    "mixes a sample with the one before": MixesLast,
 }

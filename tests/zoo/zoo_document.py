@@ -47,6 +47,9 @@ ELSEWHERE = [
      "train/test_train_script_ways.py::test_weights_that_are_not_finite_are_not_saved_by_a_script"),
     ("a task whose `load_state_dict` does not take its state back", "load_state_dict() of the task",
      "zoo/test_zoo_alone.py::test_a_task_that_does_not_take_its_state_back_is_refused"),
+    ("told after the second step and at the end: attributes of model and task that training changes and that are in no "
+     "checkpoint", "which no checkpoint holds: a resume",
+     "zoo/test_zoo_alone.py::test_what_no_checkpoint_holds_is_told_by_name"),
     ("an iterable set that gives each rank other items, without `sharded = True`",
      "the ranks read different items from train_data()",
      "zoo/test_zoo_data.py::test_parts_by_rank_are_exact_where_the_task_says_so_and_else_refused"),

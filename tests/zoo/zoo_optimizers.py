@@ -163,6 +163,30 @@ class GroupLater(SGD):
         super().step(closure)
 
 
+class Around(SGD):
+    """Keeps its momentum in an optimizer inside it, in a dict of its own, or for a parameter that it does not hold."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, kept: str) -> None:
+        self.first, self.kept = parameters[0], kept
+        super().__init__(parameters[kept == "state of what it does not hold" :], lr=lr)
+        self.inner = SGD(parameters, lr=lr, momentum=0.9) if kept == "an optimizer in itself" else None
+        self.momentum: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.inner is not None:
+            self.inner.step()
+            return
+        if self.first.grad is not None:
+            kept: dict[Any, Any] = self.momentum
+            key: Any = self.first
+            if self.kept == "state of what it does not hold":
+                kept, key = self.state[self.first], "momentum"
+            kept[key] = kept.get(key, 0) * 0.9 + self.first.grad
+            self.first -= 0.01 * kept[key]
+        super().step()
+
+
 KEPT = (
     "fp32 master", "uint8", "list of tensors", "dict of tensors", "key with a dot", "global state",
     "tensor in the group", "own extras",
@@ -220,5 +244,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "a group added later": lambda model, lr: GroupLater(trainable(model), lr),
     "no learning rate": lambda model, lr: ChoosesItsRate(trainable(model)),
     "a number in itself": lambda model, lr: keeps("a number in itself", model, lr),
+    **{
+        kept: partial(lambda model, lr, kept: Around(trainable(model), lr, kept), kept=kept)
+        for kept in ("an optimizer in itself", "a dict in itself", "state of what it does not hold")
+    },
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
 }

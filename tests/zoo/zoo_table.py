@@ -20,7 +20,10 @@ _IN_BF16 = (
     "ASGD", "NAdam", "NAdam foreach, decoupled", "state: fp32 master",
 )  # fmt: skip
 _ONLY_SPARSE = ("SparseAdam",)
-_REFUSED_OPTIMIZERS = ("a group added later", "a number in itself", "no learning rate")
+_REFUSED_OPTIMIZERS = (
+    "a group added later", "a number in itself", "no learning rate", "an optimizer in itself", "a dict in itself",
+    "state of what it does not hold",
+)  # fmt: skip
 _COMPLEX = ("SGD", "SGD momentum", "Adam", "AdamW", "RMSprop", "Adamax")
 
 OF_OPTIMIZERS = [
@@ -70,6 +73,10 @@ REFUSED = [
     (Case("SGD momentum fused", "bf16 parameters"), "use fused=False"),
     (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),
     (Case("a number in itself"), "optimizer.extra: 2 now, 0 after a resume"),
+    (Case("an optimizer in itself"), "optimizer.inner.state.0.weight.momentum_buffer: does not come back"),
+    (Case("a dict in itself"), "optimizer.momentum.0.weight: does not come back"),
+    (Case("state of what it does not hold"), "optimizer.state.0.weight.momentum: does not come back"),
+    (Case(model="parameter replaced"), "is another parameter than when training began"),
     (Case(model="None buffer filled later"), "model.mean"),
     (Case(model="stride-0 buffer"), "register it with .expand(...).contiguous()"),
     (Case(model="buffer that grows"), "model.mean [2, 32], now [0, 32]"),

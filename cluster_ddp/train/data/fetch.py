@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
@@ -17,6 +19,7 @@ from cluster_ddp.train.task import Task
 
 _DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
+_FEW = 4
 _WATCHED = 1  # a seed by which it is seen whether somebody draws
 
 Collate = Callable[[list[Any]], Any]
@@ -44,6 +47,7 @@ class Fetcher:
         self._base = derive(*seed_words)
         self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
         self.is_tried = not exact
+        self._untouched: Any = None  # a copy of the set before it is read; kept, for some close files when they go
         self._may_draw = True
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if _is_plain(self._data) and self._collates_by_default:
@@ -122,10 +126,13 @@ class Fetcher:
         """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
             return
+        self._untouched = _copied(self._data)
         found = settled(lambda: fingerprint(self._read(epoch, indices)))
         if found is not None:
+            other = fingerprint(self._read(epoch + 1, indices))
+            self._refuse_memory(epoch, indices, other)
             # A set may take its seed from a generator without drawing from it.
-            self._may_draw = bool(self._own) or fingerprint(self._read(epoch + 1, indices)) != found
+            self._may_draw = bool(self._own) or other != found
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
         what = f"sample {changing[0].item()}" if changing else "a batch"
@@ -136,8 +143,61 @@ class Fetcher:
             "each sample, or keep the generator as an attribute of the data set: it is seeded too"
         )
 
+    def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:
+        """Raise a `DataError` if the samples depend on what was read before, which a resume does not read again.
+
+        Parameters
+        ----------
+        other
+            The fingerprint of the samples in the next epoch.
+        """
+        how = None
+        few = indices[:_FEW]
+        first = fingerprint(self._read(epoch, few))
+        self._read(epoch, few[::-1])
+        if fingerprint(self._read(epoch, few)) != first:
+            how = "gives other samples after others have been read: the set or collate() keeps something of them"
+        elif self._draws_once(epoch, indices):
+            how = (
+                "draws the random numbers of a sample when it is read for the first time, and keeps what comes of them"
+            )
+        elif self._untouched is not None:
+            data, self._data, own = self._data, self._untouched, self._own
+            self._own = OwnGenerators(self._data, getattr(self._collate, "__self__", None))
+            if fingerprint(self._read(epoch + 1, indices)) != other:
+                how = "draws random numbers once, when its first sample is read, and keeps what comes of them"
+            self._data, self._own = data, own
+        if how is not None:
+            raise DataError(
+                f"the training set ({type(self._data).__name__}) {how}, so that no resume could be exact: draw in "
+                "__init__, which is seeded, or for each sample anew; a cache has to hold samples as they are before "
+                "their augmentation"
+            )
+
+    def _draws_once(self, epoch: int, indices: Indices) -> bool:
+        """Whether a sample that has not been read yet draws random numbers only the first time."""
+        number = len(self._data) if hasattr(self._data, "__len__") else 0
+        places = range(number) if self._positions is None else self._positions.tolist()
+        tried = set(indices.tolist())
+        new = next((place for place in reversed(places) if place not in tried), None)
+        if new is None:
+            return False
+        draws = []
+        for _ in range(2):
+            self._read(epoch, np.array([new], dtype=np.int64))
+            draws.append(drawn())
+        return draws[0] != draws[1]
+
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
+
+
+def _copied(data: Any) -> Any:
+    """A shallow copy of a data set; None where it cannot be copied."""
+    try:
+        return copy.copy(data)
+    except Exception:
+        return None
 
 
 @functools.cache

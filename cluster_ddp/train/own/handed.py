@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -73,6 +74,7 @@ class Handed:
             name: thing for name, thing in bare.items() if name not in trained and name not in optimizers
         }
         self._loop = loop
+        _refuse_forgotten_schedulers(optimizers, self._rest)
         for name, thing in self._rest.items():
             _see_that_it_can_be_kept(name, thing)
 
@@ -182,6 +184,18 @@ def _ddp_of(thing: Any) -> DistributedDataParallel | None:
     while thing is not None and not isinstance(thing, DistributedDataParallel):
         thing = _inner(thing)
     return thing
+
+
+def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapping[str, Any]) -> None:
+    """A scheduler of torch leaves its mark in the groups; any object that is handed over may hold it."""
+    if any(not isinstance(thing, (nn.Module, torch.amp.GradScaler)) for thing in rest.values()):
+        return
+    for name, optimizer in optimizers.items():
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            raise TrainError(
+                f"a learning rate scheduler was made for {name} and is not handed over: after a resume it would begin "
+                "anew; give scheduler="
+            )
 
 
 def _refuse_unwrapped(trained: Mapping[str, nn.Module], named: Mapping[str, Any]) -> None:

@@ -61,6 +61,7 @@ class ResumableLoader:
                 + ": `for epoch in loader.epochs():` and in it, once, `for batch in loader:`. For anything else, such "
                 "as statistics of the data, keep the DataLoader that was given to resumable()"
             )
+        epoch = self._epoch
         length, accumulate = self._batches.length, self._geometry.accumulate
         left = range(self._first, length)
         self._is_through = True
@@ -78,7 +79,8 @@ class ResumableLoader:
                 try:
                     yield batch
                 except GeneratorExit:
-                    self._loop.abandon()
+                    if self._is_open and self._epoch == epoch:  # else it was kept beyond its epoch, which is counted
+                        self._loop.abandon()
                     raise
                 del batch
                 if self._first % accumulate == 0 or self._first == length:

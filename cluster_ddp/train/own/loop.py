@@ -14,7 +14,7 @@ from cluster_ddp.train.distributed import all_gather_object, broadcast_object, f
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.packing import Packer
-from cluster_ddp.train.randomness import StepSeeds, Use, derive, mix, seed_everything
+from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
 from cluster_ddp.train.stop import StopDecision
 
@@ -63,6 +63,8 @@ class Loop:
         Whether the checkpoint that was restored is of such an end, and there is no more to do.
     is_dirty
         Whether anything may have changed since the state was saved or restored.
+    generators
+        Those that the models hold themselves, seeded with the others.
     has_stopped
         Whether the block was left because all ranks agreed to stop.
     """
@@ -74,6 +76,7 @@ class Loop:
         self._is_updated = self._save_is_due = False
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
+        self.generators = OwnGenerators()
 
     @property
     def stops(self) -> bool:
@@ -114,7 +117,7 @@ class Loop:
         """Call before the computation on a batch, with its number in the step."""
         if self._seeds is None:
             world = self._session.world
-            self._seeds = StepSeeds(self.seed, world.rank, world.device)
+            self._seeds = StepSeeds(self.seed, world.rank, world.device, self.generators)
         if micro_batch == 0:
             self._session.beat.enter(Phase.TRAINING)
             self._session.begin_step()

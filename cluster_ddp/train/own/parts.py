@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,17 +29,35 @@ class Once:
     """
 
     def __init__(
-        self, state: State, model: nn.Module, optimizer: Optimizer, also: Stateful | None, world: World
+        self,
+        state: State,
+        model: nn.Module,
+        optimizer: Optimizer,
+        make_also: Callable[[Optimizer], Stateful],
+        world: World,
     ) -> None:
-        self._state, self._model, self._optimizer, self._also = state, model, optimizer, also
+        self._state, self._model, self._optimizer, self._make_also = state, model, optimizer, make_also
         self._copies = twins(model, optimizer) if world.is_main else None
 
     def __call__(self) -> State:
         model, optimizer = self._copies or twins(self._model, self._optimizer)
         self._copies = None
-        own = Own(optimizer, copy.copy(self._also))
-        self._state.put_back_first(own)
-        return State(model, optimizer, also=own)
+        also = self._make_also(optimizer)
+        self._state.put_back_first(also)
+        return State(model, optimizer, also=also)
+
+
+class Echo:
+    """Stands for what takes its state back, as has been seen when it was handed over."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
 
 
 class Own:

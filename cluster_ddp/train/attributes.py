@@ -1,0 +1,131 @@
+"""What objects keep in plain attributes: by it is seen what changes in training and is not in the checkpoint."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from cluster_ddp.checkpoint.replicas import INTEGERS
+from cluster_ddp.train.data.fingerprint import fingerprint
+
+_DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_MODULES = frozenset(vars(nn.Module()))
+_LIBRARIES = {"torch", "numpy", "cluster_ddp", *sys.stdlib_module_names}
+_MOVING = (Optimizer, LRScheduler, _BaseDataLoaderIter)
+
+
+class Attributes:
+    """Numbers, strings and tensors that objects hold, as they are now, by name.
+
+    Parameters
+    ----------
+    holders
+        The objects, by name.
+    known
+        Ids of what is passed over wherever it is found: what is saved anyway.
+    names
+        Of tensors that are keys of dicts, by their ids.
+    """
+
+    def __init__(
+        self, holders: Mapping[str, Any], known: Iterable[int] = (), names: Mapping[int, str] | None = None
+    ) -> None:
+        self.leaves: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
+        self._seen = set(known)
+        self._names = names or {}
+        self.holders: dict[str, str] = {}  # by the names of leaves
+        for name, holder in holders.items():
+            known_before = len(self.leaves)
+            self._look(name, holder, 0)
+            self.holders.update(dict.fromkeys(islice(self.leaves, known_before, None), name))
+
+    def changed(self, now: Attributes) -> list[str]:
+        """Names of what is another value, or has another, in what was found later, or came or went."""
+        both = self.leaves.keys() & now.leaves.keys()
+        same = {
+            name
+            for name in both
+            if _is_same(self.leaves[name], now.leaves[name]) and self._versions.get(name) == now._versions.get(name)
+        }
+        return sorted((self.leaves.keys() | now.leaves.keys()) - same)
+
+    def holds(self, value: Any) -> bool:
+        """Whether the same value is among these, under whatever name."""
+        return any(
+            _is_same(value, leaf)
+            or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+            for leaf in self.leaves.values()
+        )
+
+    def _look(self, name: str, value: Any, depth: int) -> None:
+        if type(value) in _PLAIN:
+            self.leaves[name] = value
+            return
+        if id(value) in self._seen or depth > _DEPTH:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.leaves[name] = value
+            self._versions[name] = 0 if value.is_inference() else value._version
+        elif isinstance(value, (np.ndarray, np.generic)):
+            self.leaves[name] = fingerprint(value)
+        elif isinstance(value, dict):
+            keys = [self._key(key, number) for number, key in enumerate(value)]
+            self._look_into(zip(keys, list(value.values()), strict=False), name, depth)
+        elif isinstance(value, (list, tuple, collections.deque)):
+            self.leaves[f"{name}, its length"] = len(value)
+            self._look_into(((str(number), part) for number, part in enumerate(list(value))), name, depth)
+        elif isinstance(value, nn.Module):
+            for prefix, module in value.named_modules():
+                parts = {**of_module(module), **module._parameters, **module._buffers}
+                self._look_into(parts.items(), f"{name}.{prefix}".removesuffix("."), depth)
+        elif isinstance(value, _MOVING) or not _is_of_library(value):
+            self._look_into(list(getattr(value, "__dict__", {}).items()), name, depth)
+
+    def _look_into(self, parts: Iterable[tuple[str, Any]], name: str, depth: int) -> None:
+        for key, part in islice(parts, _WIDTH):
+            self._look(f"{name}.{key}", part, depth + 1)
+
+    def _key(self, key: Any, number: int) -> str:
+        return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
+
+
+def of_module(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module itself, without what every module has."""
+    return {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+
+
+def equal_bits(was: Tensor, now: Tensor) -> bool:
+    """Whether two tensors, on whatever devices, have the same dtype, shape and bits; NaN equals itself."""
+    if (was.dtype, was.shape, was.layout) != (now.dtype, now.shape, now.layout):
+        return False
+    if was.layout is not torch.strided:
+        was, now = was.to_dense(), now.to_dense()
+    parts = [
+        torch.view_as_real(part) if part.is_complex() else part for part in (was.detach().cpu(), now.detach().cpu())
+    ]
+    kind = INTEGERS[parts[0].element_size()]
+    return torch.equal(parts[0].view(kind), parts[1].view(kind))
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    if isinstance(was, Tensor) or isinstance(now, Tensor):
+        return was is now
+    return type(was) is type(now) and repr(was) == repr(now)
+
+
+def _is_of_library(value: Any) -> bool:
+    return isinstance(value, (Dataset, type)) or type(value).__module__.partition(".")[0] in _LIBRARIES
