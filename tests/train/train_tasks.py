@@ -18,7 +18,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import SAVE_AND_END
-from cluster_ddp.train import Outcome, StopSignals, Task, Trainer
+from cluster_ddp.train import Outcome, StopSignals, Task, Trainer, reduce_tensor
 from cluster_ddp.train.rank import RankProcess
 
 SAMPLES = 50
@@ -105,7 +105,7 @@ class Everything(Plain):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, labels = batch
         self.seen += 1
-        self.mean += inputs.mean(0)
+        self.mean += reduce_tensor(inputs.mean(0))  # the same on all ranks, as the state of a task has to be
         weight = 1.0 + 0.1 * random.random() + 0.1 * float(np.random.rand())
         return F.cross_entropy(model(inputs + 0.01 * torch.randn_like(inputs)), labels) * weight
 
