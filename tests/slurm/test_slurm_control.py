@@ -35,7 +35,11 @@ def test_a_job_of_which_slurm_says_nothing(slurm: Path) -> None:
 
 @pytest.mark.parametrize(("known", "excluded"), [("(null)", "b,d"), ("old[1-2]", "old[1-2],b,d")])
 def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, excluded: str) -> None:
-    stand_in(slurm, "scontrol", f"[[ $1 == show ]] && echo 'JobId=7 ExcNodeList={known} NodeList=a'; true")
+    stand_in(
+        slurm,
+        "scontrol",
+        f"[[ $1 == show ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} NodeList=a'; true",
+    )
     exclude_hosts("7", ["b", "d"])
     assert calls(slurm)[-1] == f"scontrol update JobId=7 ExcNodeList={excluded}"
 
@@ -45,7 +49,7 @@ def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]
     stand_in(
         slurm,
         "scontrol",
-        f"[[ $2 == job ]] && echo 'JobId=7 ExcNodeList={known} X=y'\n"
+        f"[[ $2 == job ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} X=y'\n"
         "[[ $2-$3 == hostnames-'[c-d]' ]] && printf 'c\nd\n'\ntrue",
     )
     assert excluded_hosts("7") == hosts

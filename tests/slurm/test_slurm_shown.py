@@ -71,8 +71,8 @@ def test_a_cancel_within_the_grace_of_a_preemption(state: str, end: str, reason:
 
 def test_the_grace_of_a_job_without_a_time_limit_has_no_end_to_see() -> None:
     """Slurm 26.05 shows EndTime=Unknown then; the job's end would lie before that for whoever compares the words."""
-    assert grace_end(shown("JobId=7 JobState=RUNNING EndTime=Unknown PreemptTime=2026-11-20T12:00:00")) == ""
-    assert grace_end(shown("JobId=7 JobState=RUNNING EndTime=2026-11-20T12:00:30 PreemptTime=None")) == ""
+    assert grace_end(shown("JobId=7 Restarts=0 JobState=RUNNING EndTime=Unknown PreemptTime=2026-11-20T12:00:00")) == ""
+    assert grace_end(shown("JobId=7 Restarts=0 JobState=RUNNING EndTime=2026-11-20T12:00:30 PreemptTime=None")) == ""
 
 
 @pytest.mark.parametrize(
@@ -122,19 +122,25 @@ def test_seconds_until_slurm_kills(state: str, end: float | str, seconds: float)
 
 
 def test_a_job_that_is_not_preempted_has_killwait() -> None:
-    line = f"JobId=7 JobState=RUNNING A=b EndTime={moment(300)} A=b PreemptTime=None S=1"
+    line = f"JobId=7 Restarts=0 JobState=RUNNING A=b EndTime={moment(300)} A=b PreemptTime=None S=1"
     assert seconds_until_kill(shown(line), 30.0) == 30.0
 
 
 @pytest.mark.parametrize(
     ("line", "ending"),
     [
-        ("JobId=7 JobState=RUNNING Reason=None StartTime=2026-11-20T18:00:00 PreemptTime=None", False),
-        ("JobId=7 JobState=RUNNING Reason=None StartTime=2026-11-20T18:00:00", False),
-        ("JobId=7 JobState=RUNNING Reason=None StartTime=2026-11-20T18:00:00 PreemptTime=2026-11-20T18:01:00", True),
-        ("JobId=7 JobState=RUNNING Reason=None StartTime=2026-11-20T18:00:00 PreemptTime=2026-11-20T17:01:00", False),
-        ("JobId=7 JobState=COMPLETING Reason=TimeLimit PreemptTime=None", True),
-        ("JobId=7 JobState=COMPLETING Reason=None PreemptTime=None", True),
+        ("JobId=7 JobState=RUNNING Restarts=0 StartTime=2026-11-20T18:00:00 PreemptTime=None", False),
+        ("JobId=7 JobState=RUNNING Restarts=0 StartTime=2026-11-20T18:00:00", False),
+        (
+            "JobId=7 JobState=RUNNING Restarts=0 StartTime=2026-11-20T18:00:00 PreemptTime=2026-11-20T18:01:00",
+            True,
+        ),
+        (
+            "JobId=7 JobState=RUNNING Restarts=0 StartTime=2026-11-20T18:00:00 PreemptTime=2026-11-20T17:01:00",
+            False,
+        ),
+        ("JobId=7 Restarts=0 JobState=COMPLETING Reason=TimeLimit PreemptTime=None", True),
+        ("JobId=7 Restarts=0 JobState=COMPLETING Reason=None PreemptTime=None", True),
         ("", False),
     ],
 )
@@ -145,5 +151,5 @@ def test_whether_a_signal_may_have_been_missed(line: str, ending: bool) -> None:
 
 @pytest.mark.parametrize(("shown", "excluded"), [("(null)", ""), ("old[1-2]", "old[1-2]"), ("", "")])
 def test_excluded_nodes(shown: str, excluded: str) -> None:
-    job = parse_job(f"JobId=7 ReqNodeList=(null) ExcNodeList={shown} NodeList=a")
+    job = parse_job(f"JobId=7 JobState=RUNNING Restarts=0 ReqNodeList=(null) ExcNodeList={shown} NodeList=a")
     assert job is not None and job.excluded == excluded

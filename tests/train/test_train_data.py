@@ -108,7 +108,7 @@ class Ragged(Dataset[Tensor]):
 
 
 def test_samples_that_do_not_fit_together_are_named() -> None:
-    with pytest.raises(DataError, match=r"samples 4, 5 do not make a batch.*\n.*collate\(\)"):
+    with pytest.raises(DataError, match=r"samples 4, 5 do not make a batch.*\n.*a collate function of your own"):
         fetch(Ragged(), (0, [4, 5]))
 
 

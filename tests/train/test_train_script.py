@@ -39,15 +39,13 @@ class Own:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     job = JobSpec(name="own", script="own.py", checkpoint=CheckpointSpec(every_steps=3))
-    made = create_run(job, runs_dir=tmp_path, via="local", script=None)
-    for number in range(2):
-        made.attempt(number).path.mkdir(parents=True)
-    return made
+    return create_run(job, runs_dir=tmp_path, via="local", script=None)
 
 
 def script(place: Path, attempt: int, stop_at: int | None = None, fail_at: tuple[int, int] | None = None) -> Any:
     """A rank: trains to the end, is sent a signal in a step, or raises an error in (step, rank)."""
     heartbeat = HeartbeatFile.create(slots=4)
+    RunDirectory(place).attempt(attempt).path.mkdir(parents=True, exist_ok=True)
     os.environ.update(
         CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt), CLUSTER_DDP_HEARTBEAT=str(heartbeat.path)
     )

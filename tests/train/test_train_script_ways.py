@@ -32,6 +32,7 @@ SCHEDULES: dict[str, Any] = {
 
 def script(place: Path, attempt: int, name: str, crash: int | None, way: str = "") -> tuple[Any, list[float]]:
     """How a script with a scheduler of torch ends, and the learning rate of each of its steps."""
+    RunDirectory(place).attempt(attempt).path.mkdir(parents=True, exist_ok=True)
     os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT=str(attempt))
     rates: list[float] = []
     try:
@@ -71,10 +72,7 @@ def script(place: Path, attempt: int, name: str, crash: int | None, way: str = "
 def new_run(folder: Path, **log: Any) -> RunDirectory:
     checkpoint = CheckpointSpec(every_steps=4, background=False)
     job = JobSpec(name="own", script="own.py", checkpoint=checkpoint, log=LogSpec(**log))
-    made = create_run(job, runs_dir=folder, via="local", script=None)
-    for number in range(2):
-        made.attempt(number).path.mkdir(parents=True)
-    return made
+    return create_run(job, runs_dir=folder, via="local", script=None)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
