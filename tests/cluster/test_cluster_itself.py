@@ -201,12 +201,12 @@ def test_killed_session_is_cleaned_up_by_the_next(untouched: dict[str, object]) 
     deadline = time.monotonic() + 10
     while trace_of_the_machine()["daemons"] != untouched["daemons"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert virtual_hosts.remove_leftovers() == [folder.name]
+    assert folder.name in virtual_hosts.remove_leftovers()
     assert_as_before(untouched)
 
 
 def test_live_session_is_not_a_leftover(cluster: SlurmCluster) -> None:
-    assert virtual_hosts.remove_leftovers() == []
+    assert cluster.folder.name not in virtual_hosts.remove_leftovers()  # others may have left some
     assert cluster.folder.is_dir()
 
 
@@ -244,7 +244,7 @@ def test_required_slurm_turns_a_skip_into_a_failure(tmp_path: Path, required: st
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = cluster\npythonpath = {harness}\n")
     conftest = harness.parent / "conftest.py"
     (tmp_path / "conftest.py").write_text(
-        "import slurm_cluster\nslurm_cluster.why_unavailable = lambda: 'no Slurm: apt-get install it'\n"
+        "import slurm_cluster\nslurm_cluster.why_unavailable = lambda **_: 'no Slurm: apt-get install it'\n"
         + conftest.read_text().replace("from __future__ import annotations", "")
     )
     env = {**os.environ, "REQUIRE_SLURM": required}
