@@ -22,7 +22,7 @@ from cluster_ddp.run.lineage import steps_that_count
 from cluster_ddp.run.metrics import LatestMetrics, read_latest
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
-from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
 from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
@@ -247,6 +247,9 @@ def _requeue_delayed(history: History) -> str | None:
         return None
     said = history.of_attempt(history.last.number, events.REQUEUE_DELAYED, events.REQUEUED, events.REQUEUE_FAILED)
     if not said or said[-1]["event"] != events.REQUEUE_DELAYED:
+        return None
+    request = read_stop(history.run.attempt(history.last.number))
+    if request is not None and request.reason in FINAL_REASONS:  # somebody has ended the waiting
         return None
     return f"waiting to be queued again, which is tried until the allocation is nearly over: {said[-1].get('reason')}"
 
