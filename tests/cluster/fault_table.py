@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from fault_rows import ROWS, Row, Scene
+from fault_harms import Scene
+from fault_rows import ROWS, Row
 from same_training import repeated_steps
 from slurm_cluster import OVER
 from training_job import TrainingJob, write_job

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from chaos_faults import small_disk
-from fault_rows import ROWS, Row, Scene
+from fault_harms import Scene
+from fault_rows import ROWS, Row
 from fault_table import check, endure, submit, write_result
 from same_training import assert_same_training
 from slurm_cluster import SlurmCluster, why_unavailable

@@ -1,0 +1,214 @@
+"""How the faults of the table are struck on the real cluster, and what each has at hand."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_faults import FAULTS, Strike
+from chaos_faults import Scene as ChaosScene
+from same_training import checkpoints
+from slurm_cluster import SlurmCluster
+from training_job import TrainingJob
+
+from cluster_ddp.launch.ports import job_port
+
+BAD = "node2"
+"""Where harm is done before a run begins. Slurm gives a job of two nodes the first two."""
+EVERY_STEPS = 10
+STRUCK_AT = 12
+_CONTROLLER_AWAY_SECONDS = 30.0
+_SUSPENDED_SECONDS = 15.0
+
+
+@dataclass
+class Scene:
+    """What a fault finds.
+
+    Attributes
+    ----------
+    folder
+        Where the run and whatever belongs to it lies, seen by all nodes.
+    disk
+        The small disk that it lies on.
+    training
+        The run; before it is submitted there is none.
+    said
+        Every reason and warning that `status` has given so far.
+    """
+
+    cluster: SlurmCluster
+    via: str
+    folder: Path
+    disk: Path
+    training: TrainingJob | None = None
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def run(self) -> TrainingJob:
+        assert self.training is not None
+        return self.training
+
+    def host(self, node: int) -> str:
+        """The host of a node rank in the first attempt."""
+        found = [e["host"] for e in self.run.events() if e["event"] == "node-started" and e["node"] == node]
+        return str(found[0])
+
+    def wait(self, ready: Callable[[], Any], what: str, seconds: float = 120) -> Any:
+        return self.cluster.wait_for(ready, seconds, f"{what}\n{self.training.story() if self.training else ''}")
+
+
+Harm = Callable[[Scene], object]
+
+
+def warn(scene: Scene) -> None:
+    name = "USR2" if scene.via == "submitit" else "USR1"
+    scene.cluster.send_signal(scene.run.job, name, batch=True)
+
+
+def preempt(scene: Scene) -> None:
+    scene.cluster.preempt(scene.run.job)
+
+
+def as_in_chaos(kind: str, node: int = 1) -> Harm:
+    """A fault of the chaos runs, on the host of a node rank."""
+
+    def strike(scene: Scene) -> None:
+        what = Strike(kind, scene.host(node), after=0, seconds=4.0, seed=1)
+        FAULTS[kind].strike(ChaosScene(scene.cluster, scene.run, scene.disk), what)
+
+    return strike
+
+
+def stop(scene: Scene) -> None:
+    scene.cluster.cli("stop", str(scene.run.run), timeout=180)
+
+
+def suspend(scene: Scene) -> None:
+    scene.cluster.run("scontrol", "suspend", str(scene.run.job))
+    time.sleep(_SUSPENDED_SECONDS)
+    scene.cluster.run("scontrol", "resume", str(scene.run.job))
+
+
+def requeue_and_hold(scene: Scene) -> None:
+    scene.cluster.run("scontrol", "requeuehold", str(scene.run.job))
+    scene.wait(lambda: scene.run.status()["state"] == "HELD", "the run is told as held")
+    time.sleep(3)
+    scene.cluster.run("scontrol", "release", str(scene.run.job))
+
+
+def processes(pattern: str, node: int) -> Harm:
+    def strike(scene: Scene) -> None:
+        found = scene.cluster.processes(scene.host(node), pattern)
+        assert found, f"nothing to kill: {pattern}"
+        for process in found:
+            scene.cluster.kill(process)
+
+    return strike
+
+
+def limit_memory(scene: Scene) -> None:
+    """As ``ulimit -v`` would have: whatever the rank asks for from now on is refused."""
+    for rank in scene.cluster.ranks(scene.host(1)).values():
+        scene.cluster.run("prlimit", f"--pid={rank.pid}", "--as=4096")
+
+
+def reboot(node: int) -> Harm:
+    """Off and on again at once: sooner than Slurm would have missed it."""
+
+    def strike(scene: Scene) -> None:
+        host = scene.host(node)
+        scene.cluster.crash_node(host)
+        scene.cluster.boot_node(host)
+
+    return strike
+
+
+def crash(node: int) -> Harm:
+    def strike(scene: Scene) -> None:
+        host = scene.host(node)
+        scene.cluster.crash_node(host)
+        # Back sooner, it would be given the same job, and then Slurm's late word that the job is to be ended there.
+        scene.wait(lambda: (scene.run.run / "attempts" / "001").exists(), "it has begun elsewhere", 240)
+        scene.cluster.boot_node(host)
+
+    return strike
+
+
+def without_controller(scene: Scene) -> None:
+    """A rank dies while Slurm's controller is away: the requeue that follows finds nobody to ask."""
+    scene.cluster.kill_slurmctld()
+    for rank in scene.cluster.ranks(scene.host(1)).values():
+        scene.cluster.kill(rank)
+    began = time.monotonic()
+
+    def told() -> bool:
+        reason = scene.run.status()["reason"] or ""
+        scene.said.append(reason)
+        return "waiting to be queued again" in reason
+
+    scene.wait(told, "status tells what the run waits for", 300)
+    time.sleep(max(0.0, began + _CONTROLLER_AWAY_SECONDS - time.monotonic()))
+    scene.cluster.start_slurmctld()
+
+
+def stand_still(pattern: str, seconds: float | None) -> Harm:
+    """Stop a process of the bad node as soon as it is there, and let it go on after a while, or never."""
+
+    def strike(scene: Scene) -> None:
+        found = scene.wait(lambda: scene.cluster.processes(BAD, pattern), f"{pattern} on {BAD}")
+        for process in found:
+            scene.cluster.run("kill", "-STOP", str(process.pid))
+        if seconds is not None:
+            time.sleep(seconds)
+            for process in found:
+                scene.cluster.run("kill", "-CONT", str(process.pid), check=False)
+
+    return strike
+
+
+def in_bad_node(*command: str) -> Harm:
+    """A command inside the bad node, in which FOLDER and PYTHON stand for the run's folder and the environment's."""
+
+    def act(scene: Scene) -> object:
+        names = {"FOLDER": str(scene.folder), "PYTHON": str(Path(sys.executable).parent)}
+        return scene.cluster.node_exec(BAD, *(named(word, names) for word in command))
+
+    return act
+
+
+def named(word: str, names: Mapping[str, str]) -> str:
+    for name, value in names.items():
+        word = word.replace(name, value)
+    return word
+
+
+def full(place: str) -> Harm:
+    fill = f"mount -t tmpfs -o size=4k none {place}; dd if=/dev/zero of={place}/x bs=4k count=1 2>/dev/null"
+    return in_bad_node("sh", "-c", f"mkdir -p {place}; {fill}")
+
+
+def take_port(scene: Scene) -> None:
+    """Listen on all nodes where the next job's id would have its ranks meet."""
+    cluster = scene.cluster
+    next_job = int(cluster.run("sbatch", "--parsable", "--wrap=true", "--output=/dev/null")) + 1
+    listen = f"import socket, time; s = socket.create_server(('', {job_port(next_job)})); time.sleep(600)"
+    for node in cluster.nodes:
+        cluster.node_spawn(node, sys.executable, "-c", listen)
+
+
+def damage_between(scene: Scene) -> None:
+    """Kill a rank, and damage the newest checkpoint before the next attempt reads it."""
+    as_in_chaos("damaged checkpoint")(scene)
+
+
+def preempt_twice(scene: Scene) -> None:
+    """Take the nodes away, and once more when the second attempt has made what it could not save."""
+    scene.cluster.preempt(scene.run.job)
+    scene.run.wait_for_step(STRUCK_AT + 12, attempt=1, timeout=180)
+    scene.wait(lambda: checkpoints(scene.run.run), "the second attempt saves by itself")
+    scene.cluster.preempt(scene.run.job)
