@@ -34,6 +34,7 @@ from torch.utils.data import (
 
 from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import join_run, session
 from cluster_ddp.train.rank import become_rank
@@ -247,3 +248,12 @@ def distributed(batch: int, **more: Any) -> Callable[[], DataLoader[Any]]:
         return DataLoader(Images(), batch_size=batch, sampler=sampler, **more)
 
     return make
+
+
+def states(run: RunDirectory) -> list[str]:
+    """The events of a run, without its saves and stop requests."""
+    return [event["event"] for event in read_events(run) if event["event"] not in ("checkpoint", "stop-requested")]
+
+
+def failure(run: RunDirectory) -> str:
+    return str([event["error"] for event in read_events(run) if event["event"] == "failed"][-1])

@@ -1,0 +1,240 @@
+"""run.resumable and join_run: what cannot be exact is refused by name, and what ends a block oddly is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import (
+    SAMPLES,
+    Crash,
+    Images,
+    Rows,
+    begin_attempt,
+    digest,
+    distributed,
+    failure,
+    model_of,
+    new_run,
+    states,
+)
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+from train_ranks import run_ranks
+
+from cluster_ddp.train import join_run
+
+
+class Restless(Sampler[int]):
+    """Its order depends on how often it was asked."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter([(index + self.asked) % SAMPLES for index in range(SAMPLES)])
+
+
+class Clocked(Images):
+    """Draws from what nothing seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.frombuffer(bytearray(os.urandom(24)), dtype=torch.int32).float(), 0
+
+
+def plain(data: Any = None, **more: Any) -> DataLoader[Any]:
+    return DataLoader(data or Images(), batch_size=6, **more)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sampler": (lambda run, model, opt: run.resumable(
+        plain(sampler=Restless()), model=model, optimizer=opt, epochs=1), "Restless gives another order each time"),
+    "samples": (lambda run, model, opt: loop_over(
+        run.resumable(plain(Clocked()), model=model, optimizer=opt, epochs=1)), "sample 0 of"),
+    "no length": (lambda run, model, opt: run.resumable(
+        plain(Rows()), model=model, optimizer=opt, epochs=1), "give resumable(..., batches=)"),
+    "no loader": (lambda run, model, opt: run.resumable(
+        [1, 2], model=model, optimizer=opt, epochs=1), "takes a torch.utils.data.DataLoader, not a list"),
+    "no state": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=opt, best=0.5, epochs=1), "run.keep(best=...)"),
+    "no optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, epochs=1), "give optimizer="),
+    "no module": (lambda run, model, opt: run.resumable(
+        plain(), model=nn.Linear(2, 2), optimizer=opt, epochs=1), "optimizer trains parameters that are in no module"),
+    "forgetful": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=opt, counter=Forgetful(), epochs=1),
+        "load_state_dict() of counter does not take back"),
+    "epochs left out": (lambda run, model, opt: list(run.resumable(
+        plain(), model=model, optimizer=opt, epochs=1)), "outside of its epochs"),
+    "iterated twice": (lambda run, model, opt: loop_over(
+        run.resumable(plain(), model=model, optimizer=opt, epochs=1), times=2), "twice in an epoch"),
+    "scheduler": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=torch.optim.lr_scheduler.StepLR(opt, 1).optimizer, epochs=1),
+        "give scheduler="),
+    "kept elsewhere": (lambda run, model, opt: updates(run.resumable(
+        plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
+        "optimizer.before.0.weight: does not come back"),
+    "two loops": (lambda run, model, opt: [
+        run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
+}  # fmt: skip
+
+
+def loop_over(loader: Any, times: int = 1) -> None:
+    for _ in loader.epochs():
+        for _ in range(times):
+            for _ in loader:
+                pass
+
+
+def updates(loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int | None = None) -> None:
+    """An ordinary loop; with `batches` it takes so many in each epoch, by an iterator that it keeps."""
+    for _ in loader.epochs():
+        kept = loader.enumerate()
+        for number, (inputs, labels) in kept:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels % 3).backward()
+            optimizer.step()
+            if number + 1 == batches:
+                break
+
+
+class Hidden(torch.optim.SGD):
+    """Keeps what it needs next time in a dict of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.before = {weight: weight.grad for weight in self.param_groups[0]["params"]}
+        super().step()
+
+
+class Noisy(nn.Sequential):
+    """Draws from a generator of its own; `crash` is the call that fails."""
+
+    calls, crash = 0, -1
+
+    def __init__(self) -> None:
+        super().__init__(model_of())
+        self.generator = torch.Generator()
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.crash:
+            raise Crash
+        return super().forward(inputs + torch.randn(inputs.shape, generator=self.generator))
+
+
+def with_iterators(places: list[tuple[Path, int, int]]) -> list[str]:
+    """Loops that take five batches in each epoch, each (run, attempt, crash); the weights after each."""
+    ends = []
+    for place, attempt, crash in places:
+        begin_attempt(place, attempt)
+        with contextlib.suppress(SystemExit), join_run() as run:
+            torch.manual_seed(5)
+            model = Noisy()
+            model.crash = crash
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            updates(run.resumable(plain(), model=model, optimizer=optimizer, epochs=3), model, optimizer, 5)
+        ends.append(digest(model))
+    return ends
+
+
+def test_iterators_that_are_kept_and_generators_of_the_model_are_exact(tmp_path: Path) -> None:
+    calm, broken = new_run(tmp_path / "calm").path, new_run(tmp_path / "broken").path
+    (ends,) = run_ranks(with_iterators, 1, [(calm, 0, -1), (broken, 0, 8), (broken, 1, 6), (broken, 2, -1)])
+    assert ends[-1] == ends[0] != ends[1]
+
+
+class Forgetful:
+    """Takes nothing back."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def refused(folder: Path) -> dict[str, tuple[Any, str]]:
+    """How each of `REFUSED` ends."""
+    ends = {}
+    for name, (use, _) in REFUSED.items():
+        run = new_run(folder / name)
+        begin_attempt(run.path, 0)
+        status = None
+        try:
+            with join_run() as joined:
+                model = model_of()
+                use(joined, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except SystemExit as end:
+            status = end.code
+        ends[name] = (status, failure(run) if status else "")
+    return ends
+
+
+def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path) -> None:
+    (ends,) = run_ranks(refused, 1, tmp_path)
+    for name, (_, message) in REFUSED.items():
+        status, error = ends[name]
+        assert status == 1, name
+        assert message in error, name
+
+
+def unsharded(place: Path, wrapped: bool) -> Any:
+    begin_attempt(place, 0)
+    try:
+        with join_run() as run:
+            model = model_of()
+            loader = plain(shuffle=True) if wrapped else distributed(6)()
+            if wrapped:
+                model = nn.parallel.DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.resumable(loader, model=model, optimizer=optimizer, epochs=1)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "message"), [(True, "sampler=DistributedSampler(dataset)"), (False, "hand over the wrapped model")]
+)
+def test_ranks_that_would_not_train_one_model_are_refused(wrapped: bool, message: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(unsharded, 2, run.path, wrapped) == [1, 1]
+    assert message in failure(run)
+
+
+def left_alone(place: Path) -> int:
+    """A program that only evaluates."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model_of().eval()(torch.ones(1, 6))
+    return run.step
+
+
+def test_a_program_that_only_evaluates_is_no_failure(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(left_alone, 1, run.path) == [0]
+    assert states(run) == ["completed"]
+
+
+def destroying(place: Path) -> Any:
+    begin_attempt(place, 0)
+    try:
+        with join_run():
+            torch.distributed.destroy_process_group()
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_group_destroyed_inside_the_block_is_named(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(destroying, 2, run.path) == [1, 1]
+    assert "the process group was destroyed inside the block of join_run()" in failure(run)
