@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from cluster_ddp.cli.answer import tell
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe, slurm_job_ids
+from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs, query_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -20,24 +21,28 @@ _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 
 _FAILED_STATUS = 4
 _DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
+S = TypeVar("S", bound=RunSummary)
+SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
 """Seconds that a person who asks waits for squeue; the run directories tell most of it without."""
 
 
 def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
     """The state of each run, with Slurm's word where it can be had; where not, says so on standard error."""
-    return describe_with(runs, ask_slurm(runs))
+    known = [know(run) for run in runs]
+    return describe_with(known, ask_slurm(known), describe_known)
 
 
-def describe_with(runs: Sequence[RunDirectory], jobs: Mapping[str, SlurmJob] | None) -> list[RunStatus]:
+def describe_with(known: Sequence[KnownRun], jobs: SlurmJobs, describe: Callable[[KnownRun, SlurmJobs], S]) -> list[S]:
     """The state of each run with what squeue says; where that leaves a doubt, with what the accounting knows, too."""
-    found = [describe(run, jobs) for run in runs]
+    found = [describe(run, jobs) for run in known]
     if jobs is None:
         return found
-    forgotten = frozenset(s.slurm_job_id for s in found if s.slurm_job_id not in (None, *jobs) and s.state in _DOUBTFUL)
+    doubtful = {s.slurm_job_id for s in found if s.slurm_job_id is not None and s.state in _DOUBTFUL}
+    forgotten = frozenset(doubtful.difference(jobs))
     ended = _ended_jobs(forgotten)
-    known = {**jobs, **ended}
-    return [describe(run, known) if s.slurm_job_id in ended else s for run, s in zip(runs, found, strict=True)]
+    all_jobs = {**jobs, **ended}
+    return [describe(run, all_jobs) if s.slurm_job_id in ended else s for run, s in zip(known, found, strict=True)]
 
 
 @functools.cache
@@ -46,9 +51,9 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
 
 
-def ask_slurm(runs: Sequence[RunDirectory]) -> Mapping[str, SlurmJob] | None:
+def ask_slurm(known: Sequence[KnownRun]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be asked."""
-    job_ids = {job_id for run in runs for job_id in slurm_job_ids(run)}
+    job_ids = {job_id for run in known for job_id in run.slurm_job_ids}
     try:
         return query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
     except SlurmError as error:

@@ -6,17 +6,18 @@ import time
 from typing import Any
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import describe_runs
+from cluster_ddp.cli.described import ask_slurm, describe_with
 from cluster_ddp.cli.options import JsonList
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import list_runs, runs_dir_of
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status import RunSummary, know, summarize_known
 
 
 def command(as_json: JsonList = False) -> None:
     """List the runs in the runs folder ($CLUSTER_DDP_RUNS, else ./runs), the oldest first."""
     runs_dir = runs_dir_of(None)
-    found = describe_runs(list_runs(runs_dir))
+    known = [know(run) for run in list_runs(runs_dir)]
+    found = describe_with(known, ask_slurm(known), summarize_known)
     if as_json:
         show_json([_row(status) for status in found])
     elif not found:
@@ -29,7 +30,7 @@ def command(as_json: JsonList = False) -> None:
             show(f"{name:<{width}}  {_cells(status)}".rstrip())
 
 
-def _row(status: RunStatus) -> dict[str, Any]:
+def _row(status: RunSummary) -> dict[str, Any]:
     return {
         "run_id": status.run_id,
         "name": status.name,
@@ -43,7 +44,7 @@ def _row(status: RunStatus) -> dict[str, Any]:
     }
 
 
-def _cells(status: RunStatus) -> str:
+def _cells(status: RunSummary) -> str:
     """What stands behind a run's name; of one whose record cannot be read, why."""
     record = status.record
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created)) if record else "-"

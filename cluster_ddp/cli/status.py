@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -15,11 +16,8 @@ from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status import RunStatus, describe_known, know
 from cluster_ddp.slurm.states import SlurmJob
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _REFRESH_SECONDS = 2.0
 # Many people watching at once must not slow Slurm's controller down: the run directories tell most of what changes.
@@ -61,11 +59,11 @@ class _Look:
 
     def take(self) -> list[RunStatus]:
         """The states now."""
-        runs = self._runs()
+        known = [know(run) for run in self._runs()]
         if time.monotonic() - self._asked_at >= _ASK_SLURM_SECONDS:
-            self._jobs = ask_slurm(runs)
+            self._jobs = ask_slurm(known)
             self._asked_at = time.monotonic()
-        return describe_with(runs, self._jobs)
+        return describe_with(known, self._jobs, describe_known)
 
     def json(self, found: list[RunStatus]) -> Any:
         """An object for one run that was named, a list for several."""
@@ -84,15 +82,12 @@ def _print(found: list[RunStatus], look: _Look) -> None:
     elif look.single:
         show(_detail(found[0]))
     else:
-        from rich.console import Console
-
         columns = _columns(found)
         if sys.stdout.isatty():
-            console = Console()
-            console.print(_table(columns, _fitted(columns, console.width)))
+            widths = _fitted(columns, shutil.get_terminal_size().columns)
         else:  # a pipe takes lines of any length, and its reader the columns that it knows
             widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
-            Console(width=sum(widths.values()) + _GAP * len(widths)).print(_table(columns, widths))
+        show(*_table(columns, widths))
 
 
 def _watch(look: _Look, *, as_json: bool) -> None:
@@ -185,23 +180,33 @@ def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:
     return {heading: widths[heading] for heading in columns if heading in widths}
 
 
-def _table(columns: dict[str, list[str]], widths: dict[str, int]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
+def _table(columns: dict[str, list[str]], widths: dict[str, int]) -> Iterator[str]:
+    """The lines of the table; rich's own takes longer to lay out a thousand than it takes to read the runs."""
+    gap = " " * _GAP
+    for cells in zip(*([heading, *columns[heading]] for heading in widths), strict=True):
+        yield gap.join(map(_fit, cells, widths.values()))
 
-    # Each width is given: rich would make all columns narrower alike, the states to nothing.
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
-    for heading, width in widths.items():
-        table.add_column(heading, width=width, no_wrap=True, overflow="ellipsis")
-    for cells in zip(*(columns[heading] for heading in widths), strict=True):
-        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
-    return table
+
+def _fit(cell: str, width: int) -> str:
+    """A cell as wide as its column: filled up, or cut with an ellipsis."""
+    if cell.isascii() and len(cell) <= width:
+        return cell.ljust(width)
+    from rich.cells import set_cell_size
+
+    return set_cell_size(cell, width) if _cells(cell) <= width else set_cell_size(cell, width - 1) + "…"
 
 
 def _width(heading: str, cells: list[str]) -> int:
+    return max(map(_cells, (heading, *cells)))
+
+
+def _cells(text: str) -> int:
+    """How many places of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
     from rich.cells import cell_len
 
-    return max(map(cell_len, (heading, *cells)))
+    return cell_len(text)
 
 
 def _line(status: RunStatus) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import asdict, dataclass, replace
@@ -75,7 +76,7 @@ def attempt_numbers(run: RunDirectory) -> list[int]:
         The folder cannot be read.
     """
     try:
-        names = [path.name for path in run.attempts.iterdir()]
+        names = os.listdir(run.attempts)  # noqa: PTH208 - only the names are wanted
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))

@@ -16,13 +16,17 @@ _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
 
 class _Inside:
-    """A name in a folder, as an attribute of the class that stands for the folder."""
+    """A name in a folder, as an attribute of the class that stands for the folder; put together once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def __set_name__(self, _: type, attribute: str) -> None:
+        self._attribute = attribute
+
     def __get__(self, folder: AttemptDirectory | RunDirectory, _: object) -> Path:
-        return folder.path / self._name
+        path = vars(folder)[self._attribute] = folder.path / self._name
+        return path
 
 
 @dataclass(frozen=True)

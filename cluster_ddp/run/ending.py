@@ -25,7 +25,6 @@ from cluster_ddp.run.events import (
     STOPPED,
 )
 from cluster_ddp.run.history import Event, History
-from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.stopfile import (
     AGENT_LOST,
@@ -239,7 +238,7 @@ def _is_surroundings(event: Event) -> bool:
 
 def _has_progressed(history: History, number: int) -> bool:
     """Whether any attempt since a person's last request to resume, up to this one, finished a step."""
-    logged = read_latest(history.run.metrics_file, history.lineage).steps
+    logged = history.metrics.steps
     numbers = range(history.first_number, number + 1)
     return any(_finished_a_step(history, attempt, logged.get(attempt)) for attempt in numbers)
 

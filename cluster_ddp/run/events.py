@@ -117,9 +117,10 @@ def caller() -> str:
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     """All events of a run, merged by time. What cannot be read, or is not an event, is passed over."""
     try:
-        files = sorted(path for path in run.events.iterdir() if path.suffix == ".jsonl")
+        names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted
     except OSError:
         return []
+    files = [run.events / name for name in names if name.endswith(".jsonl")]
     events = [_known(event) for path in files for event in read_json_lines(path) if _is_event(event)]
     events.sort(key=lambda event: float(event["time"]))
     return events

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from cluster_ddp.run.attempt_record import AttemptRecord
 from cluster_ddp.run.events import CHECKPOINT, COMPLETED, RESUMED, STARTED, STOPPED
 from cluster_ddp.run.history import History
-from cluster_ddp.run.metrics import LatestMetrics
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Goodput:
     ratio: float | None  # productive / (productive + lost); None before there is any
 
 
-def goodput_of(history: History, metrics: LatestMetrics, *, created: float | None, alive: bool) -> Goodput:
+def goodput_of(history: History, *, created: float | None, alive: bool) -> Goodput:
     """Add up a run's time.
 
     Parameters
@@ -35,7 +34,7 @@ def goodput_of(history: History, metrics: LatestMetrics, *, created: float | Non
     free_since = created
     for record in history.attempts:
         going_on = alive and record is history.last
-        end = max(time.time(), record.begun) if going_on else _end_of(history, metrics, record)
+        end = max(time.time(), record.begun) if going_on else _end_of(history, record)
         useful = _productive(history, record, end, going_on=going_on)
         productive += useful
         lost += max(0.0, end - record.begun - useful)
@@ -46,12 +45,12 @@ def goodput_of(history: History, metrics: LatestMetrics, *, created: float | Non
     return Goodput(round(productive, 3), round(lost, 3), round(waiting, 3), ratio)
 
 
-def _end_of(history: History, metrics: LatestMetrics, record: AttemptRecord) -> float:
+def _end_of(history: History, record: AttemptRecord) -> float:
     """When an attempt ended; of one that was killed, its last sign of life."""
     if record.ended is not None:
         return max(record.ended, record.begun)
     signs = [float(event["time"]) for event in history.of_attempt(record.number)]
-    signs.append(metrics.times.get(record.number, record.begun))
+    signs.append(history.metrics.times.get(record.number, record.begun))
     return max(record.begun, *signs)
 
 

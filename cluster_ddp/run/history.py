@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from cluster_ddp.run.events import (
     read_events,
 )
 from cluster_ddp.run.lineage import Lineage, read_lineage
+from cluster_ddp.run.metrics import LatestMetrics, read_latest
 from cluster_ddp.run.reading import as_whole
 
 Event = dict[str, Any]
@@ -74,6 +76,11 @@ class History:
         """What counts of each attempt."""
         return read_lineage(self.run)
 
+    @cached_property
+    def metrics(self) -> LatestMetrics:
+        """What was measured last."""
+        return read_latest(self.run.metrics_file, self.lineage)
+
     def counts(self, event: Event) -> bool:
         """Whether an event tells of a step that belongs to the run, or of none."""
         attempt, step = event.get("attempt"), as_whole(event.get("step"))
@@ -81,9 +88,15 @@ class History:
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """The events of one attempt by time; only those of the given names, if any are given."""
-        return [
-            event for event in self.events if event.get("attempt") == number and (not names or event["event"] in names)
-        ]
+        return [event for event in self._by_attempt.get(number, ()) if not names or event["event"] in names]
+
+    @cached_property
+    def _by_attempt(self) -> dict[int, list[Event]]:
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            if event.get("attempt") is not None:
+                found.setdefault(event["attempt"], []).append(event)
+        return found
 
     def ran_on(self) -> list[tuple[int, Event]]:
         """Where an attempt was still alive when a newer one had begun: its number, and the last event of the node.
@@ -134,7 +147,14 @@ class History:
         return idle
 
 
-def read_history(run: RunDirectory) -> History:
-    """Read a run's events and attempts as they are now."""
-    attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
+def read_history(run: RunDirectory, known: Iterable[AttemptRecord] = ()) -> History:
+    """Read a run's events and attempts as they are now.
+
+    Parameters
+    ----------
+    known
+        Records that were read a moment ago. Those of attempts that are over are not read again: they stay as they are.
+    """
+    over = {record.number: record for record in known if record.ended is not None}
+    attempts = tuple(over.get(attempt.number) or read_attempt(attempt) for attempt in list_attempts(run))
     return History(run, tuple(read_events(run)), attempts)

@@ -126,14 +126,14 @@ def record_origin(attempt: AttemptDirectory, origin: Origin, storage: Storage) -
 def steps_that_count(checkpoints: Path, lineage: Lineage) -> list[int]:
     """The steps of the complete checkpoints that belong to the run, ascending; empty when there is no such folder.
 
-    Only the first bytes of a manifest are looked at, and those only where its step does not tell: a long one takes a
-    second to check. One that cannot be read counts, until somebody reads all of it.
+    One whose manifest cannot be read counts, until somebody reads all of it.
     """
-    return [
-        step
-        for step in steps_in(checkpoints)
-        if lineage.counts(-1, step) or _may_count(checkpoints / step_name(step), step, lineage)
-    ]
+    return [step for step in steps_in(checkpoints) if _may_count(checkpoints, step, lineage)]
+
+
+def last_step_that_counts(checkpoints: Path, lineage: Lineage) -> int | None:
+    """The last of `steps_that_count`, found without a look at those before it; None when there is none."""
+    return next((step for step in reversed(steps_in(checkpoints)) if _may_count(checkpoints, step, lineage)), None)
 
 
 def attempt_in(checkpoint: Path) -> int | None:
@@ -145,16 +145,19 @@ def attempt_in(checkpoint: Path) -> int | None:
         The manifest cannot be read, or its beginning is not that of one.
     """
     fd, _ = open_regular(checkpoint / MANIFEST)
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        head = file.read(_HEAD_BYTES)
+    try:
+        head = os.read(fd, _HEAD_BYTES)
+    finally:
+        os.close(fd)
     attempt = _ATTEMPT.search(head)
     if attempt is None and not _AFTER_ATTEMPT.search(head):
         raise OSError(errno.EINVAL, "is not a manifest", str(checkpoint / MANIFEST))
     return int(attempt[1]) if attempt else None
 
 
-def _may_count(checkpoint: Path, step: int, lineage: Lineage) -> bool:
+def _may_count(checkpoints: Path, step: int, lineage: Lineage) -> bool:
+    """Whether a checkpoint belongs to the run, by the first bytes of its manifest where its step does not tell."""
     try:
-        return lineage.counts(attempt_in(checkpoint), step)
+        return lineage.counts(-1, step) or lineage.counts(attempt_in(checkpoints / step_name(step)), step)
     except OSError:
         return True

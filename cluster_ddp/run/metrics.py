@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import dataclass, field
+from operator import ge
 from pathlib import Path
+from typing import Any
 
 from cluster_ddp.run.lineage import Lineage
-from cluster_ddp.run.reading import as_number, as_time, as_whole, read_json_lines
+from cluster_ddp.run.reading import as_number, as_time, as_whole, parse_lines, parse_object, read_tail
 
 # A long run's file is too long to read at each look; this much of its end holds tens of thousands of lines.
 _TAIL_BYTES = 4 << 20
+# A row as `MetricsFile` writes it.
+_ROW = re.compile(
+    rb'^(\{"step": (\d{1,18}), "samples": \d+, "epoch": \d+, "attempt": (\d{1,6}), [^\n]*\})$', re.MULTILINE
+)
 _POSITION = frozenset({"step", "samples", "epoch", "attempt", "time"})
+
+Row = dict[str, Any]
 
 
 @dataclass
@@ -35,7 +44,11 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
 
     What an attempt has logged beyond the place that a later one goes on from does not count.
     """
-    rows = [row for row in read_json_lines(path, _TAIL_BYTES) if as_whole(row.get("step")) is not None]
+    try:
+        data = read_tail(path, _TAIL_BYTES)
+    except OSError:
+        return LatestMetrics()
+    rows = [row for row in _telling(data, lineage) or parse_lines(data) if as_whole(row.get("step")) is not None]
     rows.sort(key=lambda row: (as_whole(row.get("attempt")) or 0, row["step"]))
     latest = LatestMetrics()
     for row in rows:
@@ -56,3 +69,29 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
             elif (number := as_number(value)) is not None:
                 latest.values[key] = number
     return latest
+
+
+def _telling(data: bytes, lineage: Lineage) -> list[Row]:
+    """The rows that decide what is latest, found from the end of the lines with as few of them parsed as will do.
+
+    None where that is not sure: only in a file in which every row is of a later step, or attempt, than the one before
+    do those at the end decide, and only what the names of all metrics are tells when enough of it is read.
+    """
+    found = _ROW.findall(data)
+    places = [(int(attempt), int(step)) for _, step, attempt in found]
+    if len(found) != data.count(b"\n") or any(map(ge, places, places[1:])) or b"\\" in data:
+        return []
+    wanted = {name for line, _, _ in found for name in line.split(b'"')[1::2]}
+    rows: list[Row] = []
+    newer, counted = None, False
+    for (line, _, _), (attempt, step) in zip(reversed(found), reversed(places), strict=True):
+        if counted and not wanted and attempt == newer:
+            continue
+        newer, row = attempt, parse_object(line)
+        if row is None:
+            return []
+        rows.append(row)
+        if lineage.counts(attempt, step):
+            counted = True
+            wanted -= {key.encode() for key, value in row.items() if value is None or as_number(value) is not None}
+    return rows[::-1]

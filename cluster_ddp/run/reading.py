@@ -33,8 +33,10 @@ def open_regular(path: Path) -> tuple[int, int]:
 def read_file(path: Path, limit: int) -> bytes:
     """All bytes of a regular file; `OSError` when it has more than `limit`."""
     fd, size = open_regular(path)
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        data = _read(file.fileno(), limit + 1) if size <= limit else b""
+    try:
+        data = _read(fd, size, limit + 1) if size <= limit else b""
+    finally:
+        os.close(fd)
     if size > limit or len(data) > limit:
         raise OSError(errno.EFBIG, f"is larger than the {limit} bytes that such a file can have", str(path))
     return data
@@ -43,19 +45,21 @@ def read_file(path: Path, limit: int) -> bytes:
 def read_tail(path: Path, limit: int) -> bytes:
     """The whole lines in the last `limit` bytes of a regular file."""
     fd, size = open_regular(path)
-    with os.fdopen(fd, "rb", buffering=0) as file:
+    try:
         if size <= limit:
-            return _read(fd, limit)
-        file.seek(size - limit)
-        return _read(fd, limit).partition(b"\n")[2]
+            return _read(fd, size, limit)
+        os.lseek(fd, size - limit, os.SEEK_SET)
+        return _read(fd, limit, limit).partition(b"\n")[2]
+    finally:
+        os.close(fd)
 
 
-def _read(fd: int, limit: int) -> bytes:
-    pieces = []
-    while limit > 0 and (piece := os.read(fd, min(limit, 1 << 20))):
-        pieces.append(piece)
-        limit -= len(piece)
-    return b"".join(pieces)
+def _read(fd: int, expected: int, limit: int) -> bytes:
+    """The bytes up to the end, at most `limit`; where they are as many as expected, with one call of the system."""
+    data = os.read(fd, min(limit, expected + 1))
+    while len(data) != expected and len(data) < limit and (piece := os.read(fd, min(limit - len(data), 1 << 20))):
+        data += piece
+    return data
 
 
 def read_json_lines(path: Path, limit: int = MAX_LINES) -> list[dict[str, Any]]:
@@ -68,8 +72,19 @@ def read_json_lines(path: Path, limit: int = MAX_LINES) -> list[dict[str, Any]]:
         data = read_tail(path, limit)
     except OSError:
         return []
-    lines = (found[0] for found in _OBJECT_LINE.finditer(data))
-    return [value for line in lines if (value := parse_object(line)) is not None]
+    return parse_lines(data)
+
+
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """The objects among lines of JSON; see `read_json_lines`."""
+    lines = _OBJECT_LINE.findall(data)
+    try:  # all at once, which takes a third of the time
+        values = json.loads((b"[%s]" % b",".join(lines)).decode())
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) != len(lines):  # a damaged one is among them
+        values = [parse_object(line) for line in lines]
+    return [value for value in values if isinstance(value, dict)]
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:

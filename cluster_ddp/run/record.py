@@ -50,6 +50,9 @@ class RunRecord:
     global_batch: int | None = None  # samples per step, resolved at the first attempt and kept for the life of the run
 
 
+_FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
+
+
 def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
     """The record of a run that is about to be made."""
     procs = spec.launch.procs_per_node
@@ -77,8 +80,7 @@ def read_record(run: RunDirectory) -> RunRecord:
     run.refuse_links()
     try:
         value = json.loads(read_file(run.record_file, MAX_RECORD))
-        known = {field.name for field in dataclasses.fields(RunRecord)}
-        record = RunRecord(**{key: entry for key, entry in value.items() if key in known})
+        record = RunRecord(**{key: entry for key, entry in value.items() if key in _FIELDS})
         _check_kinds(record)
         return dataclasses.replace(record, slurm_job_ids=tuple(map(str, record.slurm_job_ids)))
     except FileNotFoundError:

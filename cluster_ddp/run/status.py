@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcom
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.lineage import steps_that_count
-from cluster_ddp.run.metrics import LatestMetrics, read_latest
+from cluster_ddp.run.lineage import last_step_that_counts
+from cluster_ddp.run.metrics import LatestMetrics
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
@@ -32,37 +32,77 @@ _NEVER_BEGAN = "it was to start on this machine, and has not"
 _TELL_A_STEP = (events.STARTED, events.RESUMED, events.FAILED, events.RANK_FAILED, events.HANG, events.NODE_FINISHED)
 _LOCAL_START_SECONDS = 60.0
 _MAX_WARNINGS = 10
+_IN_JSON = (
+    "run_id", "name", "state", "attempts", "step", "total_steps", "samples", "training", "last_checkpoint", "metrics",
+    "slurm_job_id", "reason", "warnings", "directory", "goodput",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class RunStatus:
-    """The contract of `status --json`, and `goodput`."""
+class KnownRun:
+    """What a run's folder tells of its Slurm jobs, before squeue is asked about those of many runs at once."""
+
+    run: RunDirectory
+    record: RunRecord | None  # None when run.json cannot be read
+    unreadable: str | None  # why it cannot be
+    attempts: tuple[AttemptRecord, ...]
+
+    @property
+    def slurm_job_ids(self) -> list[str]:
+        """Every Slurm job of the run."""
+        noted = list(self.record.slurm_job_ids) if self.record else []
+        begun = [attempt.slurm_job_id for attempt in self.attempts if attempt.slurm_job_id]
+        return list(dict.fromkeys([*noted, *begun]))
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What `list` shows of a run: all that can be told without what training has measured."""
 
     run_id: str
     name: str
     state: RunState
+    reason: str | None  # why the run is in its state, in words for people; None when there is nothing to say
     attempts: int  # how many there were; each allocation and each local start is one
+    last_checkpoint: int | None  # step of the newest checkpoint; None when there is none
+    slurm_job_id: str | None
+    directory: str
+    record: RunRecord | None  # the run's identity, which `status --json` leaves out; None when run.json cannot be read
+
+
+@dataclass(frozen=True)
+class RunStatus(RunSummary):
+    """The contract of `status --json`, and `goodput`."""
+
     # step, total_steps, samples: steps finished, steps in all, samples consumed; None when not known yet
     step: int | None
     total_steps: int | None
     samples: int | None
     # What a step is, in words for people: ranks, global batch, peak learning rate; None when not known
     training: str | None
-    last_checkpoint: int | None  # step of the newest checkpoint; None when there is none
     metrics: dict[str, float]  # latest value of each metric
-    slurm_job_id: str | None
-    reason: str | None  # why the run is in its state, in words for people; None when there is nothing to say
     warnings: tuple[str, ...]  # what training warned of since a person last asked to resume, each once, the latest last
-    directory: str
     goodput: Goodput
-    record: RunRecord | None  # the run's identity, which `status --json` leaves out; None when run.json cannot be read
 
     def to_json(self) -> dict[str, Any]:
         """The object that `status --json` prints."""
         metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
-        value = {**asdict(self), "state": self.state.value, "metrics": metrics}
-        del value["record"]
-        return value
+        told = {"state": self.state.value, "metrics": metrics, "goodput": asdict(self.goodput)}
+        return {name: told[name] if name in told else getattr(self, name) for name in _IN_JSON}
+
+
+def know(run: RunDirectory) -> KnownRun:
+    """Read what squeue is to be asked about a run by."""
+    attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
+    try:
+        return KnownRun(run, read_record(run), None, attempts)
+    except RunError as error:
+        return KnownRun(run, None, str(error), attempts)
+
+
+def slurm_job_ids(run: RunDirectory) -> list[str]:
+    """Every Slurm job of a run: what to ask squeue about before `describe`."""
+    return know(run).slurm_job_ids
 
 
 def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
@@ -73,46 +113,55 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
     slurm_jobs
         What squeue says, by job id; jobs that it no longer knows are missing. None when Slurm could not be asked.
     """
-    history = read_history(run)
-    metrics = read_latest(run.metrics_file, history.lineage)
-    record, unreadable = _record_of(run)
-    ids = _job_ids(record, history.attempts)
+    return describe_known(know(run), slurm_jobs)
+
+
+def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
+    """Say where a run stands of which the jobs have been asked about; see `describe`."""
+    history = read_history(known.run, known.attempts)
+    summary = _summary(known, history, slurm_jobs)
+    step, samples = _position(history, history.metrics)
+    return RunStatus(
+        **vars(summary),
+        step=step,
+        total_steps=as_whole(_latest(history, "total_steps")),
+        samples=samples,
+        training=None if (training := _latest(history, "training")) is None else str(training),
+        metrics=history.metrics.values,
+        warnings=_warnings(history),
+        goodput=goodput_of(
+            history,
+            created=known.record.created if known.record else None,
+            alive=summary.state.alive and bool(history.attempts),
+        ),
+    )
+
+
+def summarize_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
+    """Say in short where a run stands; see `describe`."""
+    return _summary(known, read_history(known.run, known.attempts), slurm_jobs)
+
+
+def _summary(known: KnownRun, history: History, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
+    run, record, ids = known.run, known.record, known.slurm_job_ids
     job = _current_job(_own_jobs(run, record, ids, slurm_jobs or {}))
     state, reason = _state(history, record, job, answered=slurm_jobs is not None, ids=ids)
     if reason is None and state is RunState.RUNNING:
         kept = history.of_attempt(history.last_number or 0, events.REMOVAL_FAILED)
         reason = str(kept[-1].get("reason")) if kept else None
-    if unreadable is not None:
-        reason = f"{unreadable}; {reason}" if reason else unreadable
-    step, samples = _position(history, metrics)
-    return RunStatus(
+    if known.unreadable is not None:
+        reason = f"{known.unreadable}; {reason}" if reason else known.unreadable
+    return RunSummary(
         run_id=run.id,
         name=record.name if record else run.id,
         state=state,
-        attempts=len(history.attempts),
-        step=step,
-        total_steps=as_whole(_latest(history, "total_steps")),
-        samples=samples,
-        training=None if (training := _latest(history, "training")) is None else str(training),
-        last_checkpoint=_last_checkpoint(history),
-        metrics=metrics.values,
-        slurm_job_id=job.job_id if job else _last_job_id(history, ids),
         reason=reason,
-        warnings=_warnings(history),
+        attempts=len(history.attempts),
+        last_checkpoint=_last_checkpoint(history),
+        slurm_job_id=job.job_id if job else _last_job_id(history, ids),
         directory=str(run.path),
-        goodput=goodput_of(
-            history,
-            metrics,
-            created=record.created if record else None,
-            alive=state.alive and bool(history.attempts),
-        ),
         record=record,
     )
-
-
-def slurm_job_ids(run: RunDirectory) -> list[str]:
-    """Every Slurm job of a run: what to ask squeue about before `describe`."""
-    return _job_ids(_record_of(run)[0], [read_attempt(attempt) for attempt in list_attempts(run)])
 
 
 def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[list[SlurmJob], list[SlurmJob]]:
@@ -121,12 +170,11 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
     What is noted in a folder proves nothing: somebody may have copied it, or written it. A job is the run's when its
     comment, which only its owner and Slurm's administrators can set, names this run.
     """
-    own = {run.id}
-    record = _record_of(run)[0]
-    if record is not None and _is_mine(run.record_file):  # I may have renamed the folder since
-        own.add(record.id)
-    known = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in slurm_job_ids(run) if job_id in slurm_jobs]
-    living = [job for job in known if job.state in ACTIVE | WAITING]
+    own, known = {run.id}, know(run)
+    if known.record is not None and _is_mine(run.record_file):  # I may have renamed the folder since
+        own.add(known.record.id)
+    jobs = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in known.slurm_job_ids if job_id in slurm_jobs]
+    living = [job for job in jobs if job.state in ACTIVE | WAITING]
     return (
         [job for job in living if run_in_comment(job.comment) in own],
         [job for job in living if run_in_comment(job.comment) not in own],
@@ -290,12 +338,6 @@ def _current_job(jobs: list[SlurmJob]) -> SlurmJob | None:
     return jobs[-1] if jobs else None
 
 
-def _job_ids(record: RunRecord | None, attempts: Iterable[AttemptRecord]) -> list[str]:
-    noted = list(record.slurm_job_ids) if record else []
-    begun = [attempt.slurm_job_id for attempt in attempts if attempt.slurm_job_id]
-    return list(dict.fromkeys([*noted, *begun]))
-
-
 def _last_job_id(history: History, ids: list[str]) -> str | None:
     began = history.last.slurm_job_id if history.last else None
     return began or (ids[-1] if ids else None)
@@ -319,7 +361,7 @@ def _steps_in(history: History, number: int, *names: str) -> list[int]:
 
 def _last_checkpoint(history: History) -> int | None:
     try:
-        return max(steps_that_count(history.run.checkpoints, history.lineage), default=None)
+        return last_step_that_counts(history.run.checkpoints, history.lineage)
     except OSError:
         return None
 
@@ -357,11 +399,3 @@ def _latest(history: History, name: str) -> Any:
     told = (event for event in reversed(history.events) if event.get(name) is not None)
     latest = max(told, key=lambda event: as_whole(event.get("attempt")) or 0, default=None)
     return None if latest is None else latest[name]
-
-
-def _record_of(run: RunDirectory) -> tuple[RunRecord | None, str | None]:
-    """The run's record, or why it cannot be read."""
-    try:
-        return read_record(run), None
-    except RunError as error:
-        return None, str(error)

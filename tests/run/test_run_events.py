@@ -14,7 +14,7 @@ from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter, read_events
-from cluster_ddp.run.lineage import Lineage
+from cluster_ddp.run.lineage import Lineage, Origin
 from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.run.record import read_record
@@ -67,6 +67,48 @@ def test_a_whole_number_beyond_all_floats_is_no_metric(run: RunDirectory) -> Non
     assert latest.values == {"train/loss": 0.5, "train/tokens": 7}
     assert latest.times == {0: 5.0}
     assert describe(run, {}).step == 4
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(0, 12),
+        st.dictionaries(
+            st.sampled_from(["train/loss", "lr", "val/top1", "val/top5", 'odd"name', "é"]),
+            st.floats() | st.none() | st.integers() | st.just("text") | st.booleans(),
+            max_size=4,
+        ),
+    ),
+    max_size=40,
+)
+PLACES = st.dictionaries(st.integers(0, 3), st.none() | st.integers(0, 12), max_size=4)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=ROWS, in_order=st.booleans(), places=PLACES, damage=st.sampled_from([b"", b"{torn}\n", b'{"step": 1']))
+def test_the_end_of_the_metrics_tells_the_same_as_all_of_them(
+    run: RunDirectory,
+    rows: list[tuple[int, int, dict[str, object]]],
+    in_order: bool,
+    places: dict[int, int | None],
+    damage: bytes,
+) -> None:
+    if in_order:
+        rows = sorted({row[:2]: row for row in rows}.values(), key=lambda row: row[:2])
+    lineage = Lineage({number: Origin(step) for number, step in places.items()})
+    as_written, otherwise = [], []  # only rows as the trainer writes them are read from the end
+    for count, (attempt, step, values) in enumerate(rows):
+        row = {"step": step, "samples": 8 * step, "epoch": 0, "attempt": attempt, "time": 100.0 + count, **values}
+        as_written.append(json.dumps(row).encode() + b"\n")
+        otherwise.append(json.dumps({"time": row["time"], **row}).encode() + b"\n")
+    told = []
+    for lines in (as_written, otherwise):
+        middle = len(lines) // 2
+        run.metrics_file.write_bytes(b"".join([*lines[:middle], damage, *lines[middle:]]))
+        latest = read_latest(run.metrics_file, lineage)
+        told.append((latest.step, latest.samples, latest.attempt, str(sorted(latest.values.items())), latest.steps))
+        told[-1] += (latest.times,)
+    assert told[0] == told[1]
 
 
 def test_storage_that_refuses_is_reported_and_does_not_raise(

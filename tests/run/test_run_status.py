@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from run_builders import begin, begin_dead, job
 
+from cluster_ddp.cli import list as cli_list
+from cluster_ddp.cli import status as cli_status
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -345,3 +348,29 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_shows_how_far_it_came
     say("node-finished", 0, at=9, node=0, outcome="killed", step=27)
     found = describe(run, None)
     assert (found.step, found.total_steps, found.last_checkpoint) == (27, 100, None)
+
+
+def test_a_listing_reads_what_it_shows_and_each_file_once(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_dead(run)
+    say("failed", 0, step=5, error="ValueError: no")
+    end_attempt(run.attempt(0))
+    run.metrics_file.write_text(json.dumps({"step": 5, "attempt": 0, "val/loss": 0.5}) + "\n")
+    monkeypatch.setenv("CLUSTER_DDP_RUNS", str(run.path.parent))
+    opened: list[str] = []
+    really_open = os.open
+
+    def noted(path: str | os.PathLike[str], *arguments: int) -> int:
+        opened.append(os.fspath(path))
+        return really_open(path, *arguments)
+
+    monkeypatch.setattr(os, "open", noted)
+    say("completed", 0, step=5)
+    cli_list.command()
+    assert str(run.record_file) in opened and str(run.metrics_file) not in opened
+    opened.clear()
+    cli_status.command()
+    assert str(run.metrics_file) in opened
+    assert len(opened) == len(set(opened))
+    assert "val/loss 0.5" in capsys.readouterr().out
