@@ -1,0 +1,133 @@
+"""The node programs of one start on this machine, and what the person at its keyboard wants of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Protocol, TextIO
+
+from cluster_ddp.launch.processes import die_with_parent, present
+from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
+from cluster_ddp.printing import say
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
+from cluster_ddp.run.storage import open_append
+
+_POLL_SECONDS = 0.2
+# When one node has failed the others notice by themselves, as their collectives fail; if they do not, they are ended.
+_OTHERS_SECONDS = 10.0
+_OTHERS_GRACE = 20.0
+_ANSWERS = (
+    "saving a checkpoint, then ending (once more: at once)",
+    "saving at once (once more: without saving)",
+    "ending without saving",
+)
+
+
+class Start(Protocol):
+    """What the supervisor needs to know of a start."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the node programs and their ranks."""
+
+    @property
+    def nodes_here(self) -> Sequence[int]:
+        """The ranks of the nodes that run on this machine."""
+
+    def torchrun(self, run_directory: str, attempt: int) -> list[str]:
+        """The torchrun line with its placeholders, as the node programs get it."""
+
+    def variables(self, node: int) -> dict[str, str]:
+        """What is set for one node in addition to this process's environment."""
+
+
+class Supervisor:
+    """Runs the node programs that an attempt has on this machine, and passes on what the person at the keyboard wants.
+
+    The first Ctrl-C, SIGTERM or SIGHUP asks to save and end, the second to save at once, the third ends it.
+    """
+
+    def __init__(self, attempt: AttemptDirectory, start: Start, *, show: TextIO) -> None:
+        self._attempt = attempt
+        self._start = start
+        self._show = show
+        self._signals: list[signal.Signals] = []
+        self._asked = 0
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._failed_at: float | None = None
+
+    def run(self) -> None:
+        """Start all node programs and wait until the last has ended."""
+        handled = present("SIGINT", "SIGTERM", "SIGHUP")
+        before = {number: signal.signal(number, self._note) for number in handled}
+        try:
+            self._children = [self._start_node(node) for node in self._start.nodes_here]
+            while any(child.poll() is None for child in self._children):
+                self._pass_on()
+                self._look_after()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._signals.append(signal.Signals(number))
+
+    def _start_node(self, node: int) -> subprocess.Popen[bytes]:
+        run = str(self._attempt.run.path)
+        number = self._attempt.number
+        logs = self._attempt.logs(node)
+        logs.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+        command = [self._start.python, "-m", "cluster_ddp.launch.node", f"--run={run}", f"--attempt={number}"]
+        with os.fdopen(open_append(logs / "node.log"), "ab") as log:
+            return subprocess.Popen(
+                [*command, f"--node-rank={node}", "--", *self._start.torchrun(run, number)],
+                env=self._environment(node),
+                stdin=subprocess.DEVNULL,
+                stdout=self._show.fileno(),
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the supervisor
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+
+    def _environment(self, node: int) -> dict[str, str]:
+        # This may be a shell inside an allocation: its Slurm variables say nothing about these nodes.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        terminal = {TERMINAL_VARIABLE: os.ttyname(self._show.fileno())} if self._show.isatty() else {}
+        return {**inherited, **self._start.variables(node), **terminal, SAFE_PATH_VARIABLE: "1"}
+
+    def _pass_on(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            self._asked += 1
+            by = "Ctrl-C" if number is signal.SIGINT else number.name
+            reason = PERSON if number is signal.SIGINT else TERMINATED
+            level = SAVE_AND_END if self._asked == 1 else AT_ONCE
+            self._ask(reason, level, 0.0 if self._asked > 2 else None, by)
+            say(f"\n{by}: {_ANSWERS[min(self._asked, len(_ANSWERS)) - 1]}")
+
+    def _ask(self, reason: str, level: int, grace: float | None, by: str) -> None:
+        """Ask all nodes to stop: by the stop file, or by a signal where that cannot be written."""
+        try:
+            request_stop(self._attempt, reason=reason, level=level, grace=grace, by=by)
+        except OSError as error:
+            say(f"\ncannot write {self._attempt.stop_file} ({error.strerror}): the nodes are signalled instead")
+            for child in self._children:
+                if child.poll() is None:
+                    child.send_signal(signal.SIGTERM if grace is None else signal.SIGKILL)
+
+    def _look_after(self) -> None:
+        """End the other nodes when one has failed and they do not notice."""
+        now = time.monotonic()
+        if self._failed_at is None and any(child.poll() for child in self._children):
+            self._failed_at = now
+        if self._failed_at is not None and now - self._failed_at > _OTHERS_SECONDS:
+            self._failed_at = float("inf")
+            with contextlib.suppress(OSError):
+                request_stop(self._attempt, reason=AGENT_LOST, level=AT_ONCE, grace=_OTHERS_GRACE, by="the supervisor")
