@@ -34,7 +34,7 @@ from cluster_ddp.process import fast_exit, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
-from cluster_ddp.run.events import REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter
+from cluster_ddp.run.events import REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
 from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
@@ -218,7 +218,7 @@ class Keeper:
     @property
     def _writer(self) -> str:
         start = self._allocation.start
-        return f"batch-{start.job_id if start else os.getpid()}"
+        return on_this_host(f"batch-{start.job_id if start else os.getpid()}")
 
     def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> Kept:
         word = decision.action if decision else None

@@ -19,7 +19,7 @@ from cluster_ddp.launch.program import NodeProgram
 from cluster_ddp.printing import say
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import NODE_FAILED, EventWriter
+from cluster_ddp.run.events import NODE_FAILED, EventWriter, on_this_host
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
     """Record why this node cannot take part, and say so; the keeper says it where this node cannot write."""
     host, words = socket.gethostname(), explain(error, run)
-    EventWriter(run, f"node-{node_rank}").write(
+    EventWriter(run, on_this_host("node")).write(
         NODE_FAILED, attempt=attempt, node=node_rank, host=host, error=f"it cannot start: {words}", suspect=True
     )
     say(f"cluster-ddp: node {host} cannot start: {words}")  # the last line is what the keeper tells

@@ -77,7 +77,7 @@ class NodeProgram:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         address = _own_address(spec, command)
         self._command = fill_in(command, is_host=node_rank == 0, local_addr=address, log_dir=str(self._log_dir))
-        self._events = events.EventWriter(run, f"node-{node_rank}")
+        self._events = events.EventWriter(run, events.on_this_host("node"))
         self._heartbeat = HeartbeatFile.create(slots=self._procs)
         self._environment = node_environment(
             spec,

@@ -1,7 +1,8 @@
-"""Everything that happens to a run, one JSON line each, one file per writer, read merged.
+"""Everything that happens to a run, one JSON line each, one file per writer and host, read merged.
 
-The files lie on shared storage, where appends of several writers to one file are not atomic, so each process that
-writes events has a file of its own. A reader takes what it can: a torn or damaged line is passed over.
+The files lie on shared storage, where appends of several hosts to one file are not atomic, and an attempt may live on
+elsewhere while the next one runs. So no two hosts write to one file; on one host appends are atomic. A reader takes
+what it can: a torn or damaged line is passed over.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class EventWriter:
     Parameters
     ----------
     writer
-        Names the file. No two processes that are alive at once may share it: `login_writer()` on login nodes,
-        `node-<rank>` for a node program, `rank-<rank>` for a rank.
+        Names the file, and differs from host to host: `on_this_host`, or `login_writer` where people call commands.
     """
 
     def __init__(self, run: RunDirectory, writer: str) -> None:
@@ -92,14 +92,16 @@ class EventWriter:
         return True
 
 
-def login_writer() -> str:
-    """The name under which commands that people call on this host write events.
-
-    Two of them at once on one host append to one local page cache, where O_APPEND is atomic.
-    """
+def on_this_host(role: str) -> str:
+    """The name under which processes of this role write events: no other host writes to their file."""
     import socket  # not for a dry run
 
-    return f"login-{socket.gethostname()}"
+    return f"{role}-{socket.gethostname()}"
+
+
+def login_writer() -> str:
+    """The name under which commands that people call on this host write events."""
+    return on_this_host("login")
 
 
 def caller() -> str:

@@ -186,7 +186,7 @@ fail() {
     printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
         "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" \
         "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
-        >>"$cluster_ddp_run/events/script-$SLURM_JOB_ID.jsonl"
+        >>"$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl"
     exit 1
 }"""
 

@@ -33,7 +33,7 @@ from cluster_ddp.launch.processes import present
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.buckets import settle_layout
 from cluster_ddp.train.distributed import barrier, find_world
@@ -76,7 +76,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     place = os.environ.get(RUN_VARIABLE)
     directory = RunDirectory(Path(place or folder or f"{Path(sys.argv[0]).stem or 'python'}.run").absolute())
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
-    writer = EventWriter(directory, f"rank-{find_world().rank}") if place else None
+    writer = EventWriter(directory, on_this_host(f"rank-{find_world().rank}")) if place else None
 
     left: SystemExit | None = None
     handlers = {} if place else _handlers()

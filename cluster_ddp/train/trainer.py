@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved, scaled_lr
 from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
@@ -73,7 +73,7 @@ class Trainer:
         self.job, self.task, self.directory, self.attempt = job, task, run, attempt
         self.world = find_world()
         self.device = self.world.device
-        writer = EventWriter(run, f"rank-{self.world.rank}") if run else None
+        writer = EventWriter(run, on_this_host(f"rank-{self.world.rank}")) if run else None
         self.session = Session(job, run, attempt, process or RankProcess(), writer)
         self._build()
 
@@ -289,7 +289,7 @@ class End(NamedTuple):
 
 def run_rank(run: RunDirectory, attempt: int) -> End:
     """Be a rank of a run whose job names a task; what goes wrong is recorded."""
-    writer = EventWriter(run, f"rank-{find_world().rank}")
+    writer = EventWriter(run, on_this_host(f"rank-{find_world().rank}"))
     try:
         with joined_rank(run, attempt, lambda: load_resolved(run.job_file), writer=writer) as (job, process):
             assert job.task is not None

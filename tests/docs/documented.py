@@ -79,8 +79,7 @@ def stop_in_the_middle(call: Call, running: subprocess.Popen[str], name: str, ru
     """Stop a local run after some of its steps and before the last, by the command."""
     held = hold_rank_0(run)
     finish(call("cluster_ddp", "stop", name))
-    node = run / "events" / "node-0.jsonl"
-    wait_for(lambda: "stop-requested" in node.read_text())
+    wait_for(lambda: any("stop-requested" in file.read_text() for file in run.glob("events/node-*.jsonl")))
     os.kill(held, signal.SIGCONT)
     finish(running, status=5)
 

@@ -69,8 +69,7 @@ def test_local_stop_status_resume(here: Path, call: Call) -> None:
     run = wait_for(lambda: next(here.glob("runs/*"), None))
     held = hold_rank_0(run)
     finish(call("cluster_ddp", *words(STOP)))
-    node = run / "events" / "node-0.jsonl"
-    wait_for(lambda: "stop-requested" in node.read_text())
+    wait_for(lambda: any("stop-requested" in file.read_text() for file in run.glob("events/node-*.jsonl")))
     os.kill(held, signal.SIGCONT)
     finish(running, status=5)
     assert "STOPPED" in finish(call("cluster_ddp", *words(STATUS)))

@@ -13,7 +13,7 @@ from run_builders import begin_dead
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.events import EventWriter, on_this_host, read_events
 from cluster_ddp.run.lineage import Lineage, Origin
 from cluster_ddp.run.metrics import read_latest
 from cluster_ddp.run.reading import read_json_lines
@@ -32,6 +32,15 @@ def test_events_of_several_writers_are_read_in_the_order_of_time(run: RunDirecto
     assert events[1]["total_steps"] == 300 and events[1]["attempt"] == 0
     assert abs(events[0]["time"] - time.time()) < 60
     assert sorted(path.name for path in run.events.iterdir()) == ["node-0.jsonl", "rank-0.jsonl"]
+
+
+def test_no_two_hosts_write_to_one_file(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt begins elsewhere while a node that was cut off still writes."""
+    for host in ("here", "there"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        assert EventWriter(run, on_this_host("node")).write("node-started", attempt=0, node=0)
+    assert sorted(path.name for path in run.events.iterdir()) == ["node-here.jsonl", "node-there.jsonl"]
+    assert len(read_events(run)) == 2
 
 
 def test_a_torn_line_is_passed_over_and_does_not_take_the_next_with_it(run: RunDirectory) -> None:
