@@ -7,7 +7,6 @@ A process id alone says little: ids are reused, machines restart, containers num
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class ProcessIdentity:
 
 def identify(pid: int, host: str | None = None) -> ProcessIdentity:
     """The identity of a process on this machine; `host` is what people call the machine."""
-    return ProcessIdentity(host or socket.gethostname(), pid, _boot_id(), _namespace(), _start_time(pid))
+    return ProcessIdentity(host or os.uname().nodename, pid, _boot_id(), _namespace(), _start_time(pid))
 
 
 def identity_name(process: ProcessIdentity) -> str:
@@ -62,11 +61,11 @@ def is_alive(process: ProcessIdentity) -> bool | None:
     if not process.started:
         return False
     if process.boot_id != _boot_id():
-        same_machine = process.host == socket.gethostname()
+        same_machine = process.host == os.uname().nodename
         return False if same_machine else None  # this machine has restarted since, or it is another one
     if process.namespace != _namespace():
         return None
-    if not process.boot_id and process.host != socket.gethostname():
+    if not process.boot_id and process.host != os.uname().nodename:
         return None
     return _start_time(process.pid) == process.started
 

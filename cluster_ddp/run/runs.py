@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
-from cluster_ddp.run.record import new_record, write_record
-from cluster_ddp.run.storage import Storage, replace_file
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
+    from cluster_ddp.run.storage import Storage
 
 _MAX_CANDIDATES_SHOWN = 10
 
@@ -30,6 +29,8 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
 def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
     """Make the folder of a new run and everything in it that is known before it starts; or a `RunError`."""
     from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
+    from cluster_ddp.run.record import new_record, write_record
+    from cluster_ddp.run.storage import Storage, replace_file
 
     storage = Storage()
     try:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
-from cluster_ddp.run.runs import create_run, runs_dir_of
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
+    from cluster_ddp.run.directory import RunDirectory
 
 
 class SubmitError(ClusterDDPError):
@@ -52,6 +50,8 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     SlurmError
         The job may be in the queue or not; then the run directory stays, so that the job finds it.
     """
+    from cluster_ddp.run.runs import create_run, runs_dir_of  # a dry run does without
+
     runs_dir = runs_dir_of(spec)
     check_writable(runs_dir)
     submission.check()
@@ -70,6 +70,8 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
 
 def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:
     """Record a submission among the run's events."""
+    from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
+
     EventWriter(run, login_writer()).write(SUBMITTED, via=via, slurm_job_id=job_id)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.record import add_slurm_job, slurm_comment
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, require, submit_script
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
+    from cluster_ddp.run.directory import RunDirectory
 
 
 class SbatchSubmission:
@@ -46,6 +45,8 @@ class SbatchSubmission:
 
     def options(self, run: RunDirectory, after: tuple[str, ...]) -> list[str]:
         """The options of sbatch that belong to a run and thus cannot stand in the script."""
+        from cluster_ddp.run.record import slurm_comment  # a dry run does without
+
         # In sbatch's file patterns % begins a replacement.
         options = [
             f"--output={str(run.path).replace('%', '%%')}/slurm-%j.out",
@@ -57,6 +58,8 @@ class SbatchSubmission:
 
     def send(self, run: RunDirectory) -> str:
         """Call sbatch, once for each job of the chain, and note the jobs in the run's record; the id of the first."""
+        from cluster_ddp.run.record import add_slurm_job
+
         job_ids: list[str] = []
         after = self._after
         for _ in range(self._chain):

@@ -50,6 +50,7 @@ def test_a_dry_run_imports_only_what_it_needs(tmp_path: Path) -> None:
     """What makes a command line slow to start, and what the other commands need."""
     modules = modules_after("submit", "multi-node", "--dry-run", cwd=tmp_path)
     assert not modules & {"rich", "ClusterShell", "asyncio", "cluster_ddp.cli.status", "cluster_ddp.cli.local"}
+    assert not modules & {"importlib.metadata", "cluster_ddp.run.record", "cluster_ddp.run.events"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
