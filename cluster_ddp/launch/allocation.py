@@ -110,7 +110,7 @@ class SlurmAllocation:
 
     def ask_ahead(self) -> bool:
         job = self._show()
-        self._kill_wait = kill_wait(seconds=_SHORT_SECONDS)
+        self._learn_kill_wait()
         if job is None:
             return False
         self._ends_at = self._ends_at or unix_time(job.end_time)
@@ -124,13 +124,17 @@ class SlurmAllocation:
         job = self._show()
         if job is None:
             return None
-        if self._kill_wait is None:
-            self._kill_wait = kill_wait(seconds=_SHORT_SECONDS)
+        self._learn_kill_wait()
         why = why_it_ends(job, self._start.restart_count, self._grace_end)
         if why == REQUEUED and down_nodes(host_list(self._start)):
             why = NODE_FAILURE
         waits = max(0.0, self.kill_wait - (time.monotonic() - since))
         return why, seconds_until_kill(job, waits)
+
+    def _learn_kill_wait(self) -> None:
+        """Ask, again where there was no answer yet. Two may ask at once: no answer takes none back."""
+        if self._kill_wait is None and (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
+            self._kill_wait = answer
 
     def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
         job = show_job(self._start.job_id, seconds=seconds)

@@ -192,6 +192,8 @@ def dying(folder: Path) -> dict[str, Any]:
     dist.barrier()
     storage.deadly = True
     save(target, 2, own_state(2))
+    if RANK == 1:
+        target.finish()  # never returns: its own thread ends this process
     return {"finished": target.last_saved == 2}
 
 

@@ -77,6 +77,11 @@ class Row:
 # -- strikes -----------------------------------------------------------------------------------------------------------
 
 
+def _paced(seconds: float) -> tuple[str, Mapping[str, Any]]:
+    """The paced digits with so many seconds for each step."""
+    return "paced_digits.py:PacedDigits", {"seconds": seconds, "brake": "FOLDER/brake"}
+
+
 _FAULTY = "faulty_digits.py:FaultyDigits"
 _MARKER = {"marker": "FOLDER/struck"}
 _CANCEL = {"slurm": {"partition": "cancel"}}
@@ -108,6 +113,7 @@ ROWS: dict[str, Row] = {
         lost=2 * EVERY_STEPS,  # KillWait is 5 s here
         words=("time-limit",),
         job={"requeue": {"warning": "1s"}},
+        task=_paced(seconds=2.5),  # Slurm looks at time limits every half a minute
     ),
     "preemption with grace": Row(
         "saved within the grace of the partition or the QOS, requeued", preempt, words=("stopped: preemption",)

@@ -67,7 +67,7 @@ exec env PYTHONPATH=CHECKOUT PYTHON "$@"
 )
 
 UNTIL_STOPPED = "until [[ -e $run/attempts/000/stop ]]; do sleep 0.05; done; exit 0"
-FOR_EVER = "sleep 60"
+FOR_EVER = "sleep 3600"  # what waits for it has no end before PATIENCE has
 
 
 def event(name: str, *, attempt: int = 0, **fields: Any) -> str:

@@ -18,7 +18,6 @@ TIME_LIMIT = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 PreemptTi
 PREEMPTED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
 CANCELLED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
 TAKEN_BACK = "JobId=77 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
-LESS_THAN_FOR_EVER = 45.0  # seconds: what a stand-in that hangs would take is 60
 
 
 @pytest.fixture
@@ -30,6 +29,14 @@ def reason(stage: Stage) -> str | None:
     """Why training was asked to stop, as the node programs read it."""
     request = read_stop(AttemptDirectory(stage.stop_file.parent))
     return request.reason if request else None
+
+
+def wait_for_reason(stage: Stage, wanted: str) -> None:
+    """Wait until training has been asked to stop for this reason."""
+    deadline = time.monotonic() + PATIENCE
+    while reason(stage) != wanted:
+        assert time.monotonic() < deadline, stage.output
+        time.sleep(0.05)
 
 
 def interrupt(stage: Stage, number: signal.Signals, *, job: str | None = None, **variables: str) -> int:
@@ -89,7 +96,7 @@ def test_the_time_limit_saves_and_requeues(stage: Stage) -> None:
 def test_the_requeue_does_not_wait_for_a_save_that_takes_too_long(stage: Stage) -> None:
     """Nor for a judgement that does: a node that has not signed off is asked about, and Slurm gives no answer."""
     stage.does(kill_wait="5", **{"training.sh": f"{event('node-started', node=0, host='node-b')}\n{FOR_EVER}"})
-    stage.program("sinfo", "sleep 60")
+    stage.program("sinfo", FOR_EVER)
     process = stage.start(stage.write())
     stage.wait_for_training()
     stage.does(job=TIME_LIMIT)
@@ -97,7 +104,7 @@ def test_the_requeue_does_not_wait_for_a_save_that_takes_too_long(stage: Stage) 
     process.send_signal(signal.SIGTERM)
     assert stage.finish(process) == 0, stage.output
     # Slurm kills after 5 s; what has to fit into them is timed in test_launch_keeper_orders, where no load disturbs.
-    assert 1.9 < time.monotonic() - began < LESS_THAN_FOR_EVER
+    assert time.monotonic() - began > 1.9
     assert stage.requeues() == ["77"]
 
 
@@ -107,12 +114,10 @@ def test_slurm_may_send_term_more_than_once_and_to_everything(stage: Stage) -> N
     process = stage.start(stage.write())
     stage.wait_for_training()
     stage.does(job=TIME_LIMIT)
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGTERM)
     assert stage.finish(process) == 0, stage.output
-    assert time.monotonic() - began < LESS_THAN_FOR_EVER
     assert stage.output.count("Slurm ends the job") == 1
     assert stage.requeues() == ["77"]
 
@@ -220,8 +225,8 @@ def test_slurm_may_take_its_time_to_explain_a_sigterm(stage: Stage, job: str, re
     stage.wait_for_training()
     stage.does(job="")
     process.send_signal(signal.SIGTERM)
+    wait_for_reason(stage, "terminated")
     time.sleep(3)
-    assert reason(stage) == "terminated"
     assert process.poll() is None
     assert not stage.requeues()
     stage.does(job=job)
@@ -234,18 +239,16 @@ def test_the_time_limit_is_known_without_slurm(stage: Stage) -> None:
     stage.program("scontrol", stage_scontrol_without_answers(stage))
     process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time())))
     stage.wait_for_training()
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert stage.finish(process) == 0, stage.output
-    assert time.monotonic() - began < LESS_THAN_FOR_EVER
     assert reason(stage) == "time-limit"
     assert stage.requeues() == ["77"]
 
 
 def stage_scontrol_without_answers(stage: Stage) -> str:
-    """An scontrol that answers no question about jobs within a minute, and does as it is told."""
+    """An scontrol that answers no question about jobs, and does as it is told."""
     usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
-    return f"[[ $1-$2 != show-job ]] || exec sleep 60\n{usual}"
+    return f"[[ $1-$2 != show-job ]] || exec {FOR_EVER}\n{usual}"
 
 
 def test_what_a_person_decided_stays_decided(stage: Stage) -> None:
