@@ -33,7 +33,13 @@ def command(
     remark(plan.remarks)
     job_id, exit_status = None, 0
     if plan.start is None:
-        tell(f"run {found.id} is complete; to train on, give it more: --set train.epochs=... (or train.steps)")
+        script = plan.spec.script is not None
+        more = (
+            "its script other arguments: --set 'args=[...]'"
+            if script
+            else "it more: --set train.epochs=... (or train.steps)"
+        )
+        tell(f"run {found.id} is complete; to train on, give {more}")
         job_id, state = status.slurm_job_id, status.state.value
     elif isinstance(plan.start, local.LocalStart):
         status = resume.resume_here(plan, plan.start, show=sys.stderr if as_json else sys.stdout)

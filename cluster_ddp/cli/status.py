@@ -15,6 +15,7 @@ from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe_known, know
 from cluster_ddp.slurm.states import SlurmJob
@@ -24,6 +25,7 @@ _REFRESH_SECONDS = 2.0
 _ASK_SLURM_SECONDS = 15.0
 # What a narrow terminal shows first, after the run and its state; metrics and reasons get the room that is left.
 _BY_IMPORTANCE = ("STEP", "JOB", "CHECKPOINT", "GOODPUT", "ATTEMPTS")
+_UNKNOWN = "unknown (the script reports none)"
 _GAP = 2  # between two columns
 _VALUE_COLUMN = 19  # of the values in the details of one run
 _LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
@@ -112,23 +114,17 @@ def _watch(look: _Look, *, as_json: bool) -> None:
 
 
 def _detail(status: RunStatus) -> str:
-    good = status.goodput
     rows = [
         ("state", status.state.value + (f" ({status.reason})" if status.reason else "")),
         *(("warning", one_line(text)) for text in status.warnings),
-        ("step", _progress(status)),
+        *([("progress", _UNKNOWN)] if status.reports_nothing else [("step", _progress(status))]),
         *([("training", one_line(status.training))] if status.training else []),
         ("samples", "-" if status.samples is None else f"{status.samples:,}"),
         ("last checkpoint", "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}"),
         ("attempts", str(status.attempts)),
         ("Slurm job", status.slurm_job_id or "-"),
         ("metrics", show_metrics(status.metrics, len(status.metrics)) or "-"),
-        (
-            "time",
-            f"{_duration(good.productive_seconds)} productive, {_duration(good.lost_seconds)} lost, "
-            f"{_duration(good.waiting_seconds)} waiting"
-            + ("" if good.ratio is None else f": {good.ratio:.0%} goodput"),
-        ),
+        ("time", _time(status.goodput)),
         ("directory", one_line(status.directory)),
     ]
     below = "\n" + " " * _VALUE_COLUMN
@@ -210,7 +206,8 @@ def _cells(text: str) -> int:
 
 
 def _line(status: RunStatus) -> str:
-    parts = (status.run_id, status.state.value, f"step {_progress(status)}", show_metrics(status.metrics))
+    progress = f"progress {_UNKNOWN}" if status.reports_nothing else f"step {_progress(status)}"
+    parts = (status.run_id, status.state.value, progress, show_metrics(status.metrics))
     return "  ".join(one_line(part) for part in (*parts, status.reason or "") if part)
 
 
@@ -220,6 +217,14 @@ def _progress(status: RunStatus) -> str:
     if not status.total_steps:
         return str(status.step)
     return f"{status.step} of {status.total_steps} ({status.step / status.total_steps:.0%})"
+
+
+def _time(good: Goodput) -> str:
+    spent = f"{_duration(good.running_seconds)} running"
+    if good.productive_seconds is not None and good.lost_seconds is not None:
+        spent = f"{_duration(good.productive_seconds)} productive, {_duration(good.lost_seconds)} lost"
+    ratio = "" if good.ratio is None else f": {good.ratio:.0%} goodput"
+    return f"{spent}, {_duration(good.waiting_seconds)} waiting{ratio}"
 
 
 def _duration(seconds: float) -> str:

@@ -13,8 +13,13 @@ from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_wr
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import living_jobs, slurm_job_ids
-from cluster_ddp.run.stopfile import PERSON, request_stop
+from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
+
+_OF_A_SCRIPT = (
+    "Its script reports nothing to cluster-ddp. It is sent SIGTERM, or the signal of requeue.signal, if it handles one "
+    f"of them; after {SCRIPT_GRACE_SECONDS:.0f} s it is killed, and what it has not saved itself is lost"
+)
 
 
 def command(run: Run) -> None:
@@ -39,10 +44,11 @@ def command(run: Run) -> None:
         raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=last.number, reason=PERSON, by=caller())
     _take_out_the_rest(found, last.slurm_job_id)
-    tell(
-        f"asked attempt {last.number} of {found.id} to save and end "
-        f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})"
-    )
+    see = f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})"
+    if history.reports_nothing:
+        tell(f"asked attempt {last.number} of {found.id} to end {see}", _OF_A_SCRIPT)
+    else:
+        tell(f"asked attempt {last.number} of {found.id} to save and end {see}")
 
 
 def _take_out_the_rest(run: RunDirectory, alive: str | None) -> None:

@@ -10,7 +10,7 @@ from cluster_ddp.job.document import MAX_DEPTH, Node, Place, fault, parse, scala
 
 # A key that is set takes the place of these, so that a job can extend one that made the other choice.
 _INSTEAD_OF = {
-    ("task",): ("script", "args"),
+    ("task",): ("script", "args", "args_on_resume"),
     ("script",): ("task", "params"),
     ("train", "epochs"): ("steps",),
     ("train", "steps"): ("epochs",),

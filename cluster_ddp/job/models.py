@@ -290,6 +290,7 @@ class JobSpec(Section):
     params: fields.Params = Field(default_factory=dict)  # handed to the task
     script: fields.Line | None = None
     args: fields.Strings = ()  # handed to the script
+    args_on_resume: fields.Strings = ()  # handed to it after these, in every attempt but the first
     not_secret: fields.Strings = ()  # keys that are taken for a secret's and are none, such as params.api_key
     slurm: SlurmSpec = section()
     launch: LaunchSpec = section()
@@ -338,6 +339,10 @@ class JobSpec(Section):
             raise contradiction("params go to a task, and this job runs a script", at="params", instead="args: [...]")
         if self.task is not None and self.args:
             raise contradiction("args go to a script, and this job runs a task", at="args", instead="params: {...}")
+        if self.task is not None and self.args_on_resume:
+            raise contradiction(
+                "a task goes on by itself, and only a script is told to", at="args_on_resume", instead="params: {...}"
+            )
 
     def _check_requeue(self) -> None:
         if self.slurm.time is not None and self.requeue.warning >= self.slurm.time:

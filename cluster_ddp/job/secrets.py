@@ -57,7 +57,13 @@ def secrets_in(job: JobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
     What the job's own ``not_secret`` names is none.
     """
     image = job.launch.container.image if job.launch.container else None
-    others = {"launch.container.image": image, "args": job.args, "params": job.params, "slurm.extra": job.slurm.extra}
+    others = {
+        "launch.container.image": image,
+        "args": job.args,
+        "args_on_resume": job.args_on_resume,
+        "params": job.params,
+        "slurm.extra": job.slurm.extra,
+    }
     found = (
         *((("network", "env", name), _wrong_with_variable(name, value)) for name, value in job.network.env.items()),
         *((("launch", "setup", str(number)), _wrong_with_line(line)) for number, line in enumerate(job.launch.setup)),

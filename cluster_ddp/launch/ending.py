@@ -12,7 +12,7 @@ from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import COMPLETED, read_events
-from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE
+from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, SCRIPT_GRACE_SECONDS, TIME_LIMIT
 
 # How a node ended, in the event `node-finished`.
 DONE = "done"
@@ -26,7 +26,7 @@ _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so
 _NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
 _COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
 _STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
-_SCRIPT_SECONDS = 30.0  # what torchrun gives ranks after a signal
+_SECOND_SIGNAL_SECONDS = 15.0  # what a script does at the first may be to save and go on
 
 
 class Ending:
@@ -39,14 +39,22 @@ class Ending:
         attempt: AttemptDirectory,
         *,
         trains_a_task: bool,  # by the trainer, which stops by the heartbeat; else the ranks are a script of the user's
+        warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = ranks
         self._stopping = stopping
         self._attempt = attempt
         self._trains_a_task = trains_a_task
+        self._warn = warn
         self._clock = clock
-        self._signalled = False
+        self._sent: set[tuple[int, signal.Signals]] = set()
+        self._has_warned = False
+
+    @property
+    def has_signalled(self) -> bool:
+        """Whether ranks of a script were sent a signal that they handle: however they end now, they were stopped."""
+        return bool(self._sent)
 
     def after_stop(self) -> str | None:
         """As what to end all that is left, now that a stop was asked for; None: it has time to end by itself."""
@@ -76,19 +84,43 @@ class Ending:
         return STOPPED
 
     def _script(self) -> str | None:
-        """Ranks without a heartbeat are sent SIGTERM. Where none handles it, there is nothing to wait for."""
+        """Ranks without a heartbeat are sent the signals that they handle, and all of them have a while to end."""
         unregistered = self._ranks.unregistered()
-        listening = [rank for rank in unregistered if catches(rank.pid, signal.SIGTERM)]
-        none_registered = len(unregistered) == len(self._ranks.living)
-        if none_registered and (not listening or self._stopping.level == AT_ONCE):
-            return STOPPED
-        if listening and not self._signalled:
-            self._signalled = True
-            for rank in listening:
-                send(rank.pid, signal.SIGTERM)
-            if self._stopping.deadline is None:
-                self._stopping.end_within(_SCRIPT_SECONDS)
-        return None
+        if len(unregistered) < len(self._ranks.living):
+            return None  # some are on the heartbeat, the others come to it: a script that joins the run
+        urgent = self._stopping.level == AT_ONCE
+        heard = True in [self._signal(rank, urgent=urgent) for rank in unregistered]
+        if not heard and not urgent:
+            self._warn_unheard(min(rank.since for rank in unregistered))
+        if heard and self._stopping.deadline is not None:
+            return None  # it has until then
+        return STOPPED if urgent or self._stopping.waited() > SCRIPT_GRACE_SECONDS else None
+
+    def _signal(self, rank: Rank, *, urgent: bool) -> bool:
+        """Send a rank the signals that it handles, one after the other; False when it handles none.
+
+        The warning of the time limit comes as the signal of the job file's ``requeue.signal``, as from Slurm itself;
+        any other request as SIGTERM.
+        """
+        ways = [signal.SIGTERM, self._stopping.warning]
+        if self._stopping.reason == TIME_LIMIT:
+            ways.reverse()
+        handled = [number for number in ways if catches(rank.pid, number)]
+        late = urgent or self._stopping.waited() > _SECOND_SIGNAL_SECONDS
+        for number in handled if late else handled[:1]:
+            if (rank.pid, number) not in self._sent:
+                self._sent.add((rank.pid, number))
+                send(rank.pid, number)
+        return bool(handled)
+
+    def _warn_unheard(self, since: float) -> None:
+        if not self._has_warned and self._clock() - since > _STARTING_SECONDS:  # before, it may still come to it
+            self._has_warned = True
+            self._warn(
+                f"the script handles neither SIGTERM nor {self._stopping.warning.name}: it is killed "
+                f"{SCRIPT_GRACE_SECONDS:.0f} s after it was asked to stop, if it has not ended by then, and what it "
+                "has not saved itself is lost"
+            )
 
     def _can_save(self, rank: Rank) -> bool:
         return self._ranks.phase(rank) not in (None, Phase.STARTING)

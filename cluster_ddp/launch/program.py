@@ -77,6 +77,8 @@ class NodeProgram:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         address = _own_address(spec, command)
         self._command = fill_in(command, is_host=node_rank == 0, local_addr=address, log_dir=str(self._log_dir))
+        if attempt > 0:
+            self._command += spec.args_on_resume
         self._events = events.EventWriter(run, events.on_this_host("node"))
         self._heartbeat = HeartbeatFile.create(slots=self._procs)
         self._environment = node_environment(
@@ -99,7 +101,9 @@ class NodeProgram:
             warning=warning,
             share="SLURM_JOB_ID" not in os.environ,
         )
-        self._ending = Ending(self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task)
+        self._ending = Ending(
+            self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task, warn=self._warn
+        )
         self._sign_of_life = SignOfLife(self._log_dir)
         self._next_watch = 0.0
         self._next_look_for_newer = 0.0
@@ -154,7 +158,8 @@ class NodeProgram:
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
             self._share_logs()
-        if self._outcome is None:  # ranks that this program has ended have not failed
+        # Ranks that this program has ended have not failed.
+        if self._outcome is None and not self._ending.has_signalled:
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
         if self._outcome is None:
@@ -255,7 +260,7 @@ class NodeProgram:
         if self._outcome is None:
             # Status comes from the heartbeat: torchrun turns everything into 0 or 1, and a rank that has done its work
             # may still abort while Python shuts down.
-            clean = agent_status == 0 or self._ranks.all_done()
+            clean = agent_status == 0 or self._ranks.all_done() or self._ending.has_signalled
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
             self._record_agent_failure(agent_status)
@@ -281,6 +286,10 @@ class NodeProgram:
         failure = agent_failure(self._log_dir / _AGENT_LOG, agent_status, self._endpoint)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
+
+    def _warn(self, message: str) -> None:
+        say(f"cluster-ddp: warning: {message}")
+        self._record(events.WARNING, message=message)
 
     def _record(self, event: str, **fields: object) -> None:
         self._events.write(event, attempt=self._attempt.number, node=self._node_rank, host=self._host, **fields)

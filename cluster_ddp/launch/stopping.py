@@ -59,6 +59,7 @@ class Stopping:
         self._events = events
         self._node_rank = node_rank
         self._share = share
+        self.warning = warning
         self._signals: list[tuple[signal.Signals, float]] = []
         self._last_signal: tuple[signal.Signals, float] | None = None
         self._next_file_poll = 0.0

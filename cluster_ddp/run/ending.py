@@ -57,6 +57,9 @@ _PROGRAM = re.compile(
 )
 
 
+LONGEST_START_SECONDS = 600.0
+
+
 class RunState(str, enum.Enum):
     """Where a run stands."""
 
@@ -237,9 +240,14 @@ def _is_surroundings(event: Event) -> bool:
 
 
 def _has_progressed(history: History, number: int) -> bool:
-    """Whether any attempt since a person's last request to resume, up to this one, finished a step."""
+    """Whether any attempt since a person's last request to resume, up to this one, finished a step.
+
+    Of a script that reports nothing: whether one ran for longer than a start takes.
+    """
     logged = history.metrics.steps
     numbers = range(history.first_number, number + 1)
+    if history.reports_nothing:
+        return any(history.ran_for(attempt) > LONGEST_START_SECONDS for attempt in numbers)
     return any(_finished_a_step(history, attempt, logged.get(attempt)) for attempt in numbers)
 
 

@@ -12,12 +12,16 @@ from cluster_ddp.run.history import History
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds over all attempts."""
+    """Seconds over all attempts.
+
+    What of its time a script that reports nothing has kept, only the script knows: productive and lost are None then.
+    """
 
     # Training whose result a checkpoint holds; in an attempt that is alive, all training so far
-    productive_seconds: float
+    productive_seconds: float | None
     # Starting up, work after the last checkpoint (it had to be done again), and what came after training had ended
-    lost_seconds: float
+    lost_seconds: float | None
+    running_seconds: float  # both
     waiting_seconds: float  # in the queue: no attempt was alive
     ratio: float | None  # productive / (productive + lost); None before there is any
 
@@ -42,7 +46,10 @@ def goodput_of(history: History, *, created: float | None, alive: bool) -> Goodp
         free_since = end
     total = productive + lost
     ratio = round(productive / total, 4) if total > 0 else None
-    return Goodput(round(productive, 3), round(lost, 3), round(waiting, 3), ratio)
+    running, waiting = round(total, 3), round(waiting, 3)
+    if history.reports_nothing:
+        return Goodput(None, None, running, waiting, None)
+    return Goodput(round(productive, 3), round(lost, 3), running, waiting, ratio)
 
 
 def _end_of(history: History, record: AttemptRecord) -> float:

@@ -14,7 +14,11 @@ from cluster_ddp.run.events import (
     CHECKPOINT,
     CHECKPOINT_DAMAGED,
     NODE_FINISHED,
+    NODE_STARTED,
     RESUME_REQUESTED,
+    RESUMED,
+    STARTED,
+    STOPPED,
     SUPERSEDED,
     read_events,
 )
@@ -98,6 +102,18 @@ class History:
                 found.setdefault(event["attempt"], []).append(event)
         return found
 
+    @cached_property
+    def reports_nothing(self) -> bool:
+        """Whether it is a script that knows nothing of this package: its steps and checkpoints are its own affair."""
+        if any(event["event"] in (STARTED, RESUMED) for event in self.events):
+            return False
+        return any(event["event"] == NODE_STARTED and event.get("script") for event in self.events)
+
+    def ran_for(self, number: int) -> float:
+        """Seconds from the start of an attempt's first node to the last event; 0 if none has started."""
+        started = [float(event["time"]) for event in self.of_attempt(number, NODE_STARTED)]
+        return float(self.of_attempt(number)[-1]["time"]) - min(started) if started else 0.0
+
     def ran_on(self) -> list[tuple[int, Event]]:
         """Where an attempt was still alive when a newer one had begun: its number, and the last event of the node.
 
@@ -125,7 +141,8 @@ class History:
     def attempts_without_progress(self, upto: int) -> int:
         """How many attempts, counted back from `upto`, ended without a checkpoint of a new step.
 
-        Attempts before a person's last request to resume do not count; nor does a checkpoint of step 0.
+        Attempts before a person's last request to resume do not count; nor does a checkpoint of step 0. A script that
+        reports nothing has got on in an attempt that it was asked to end.
         """
         idle = 0
         saved: set[int] = set()
@@ -142,7 +159,8 @@ class History:
                     best = min(best, max(saved, default=0))
             newest = max(saved, default=0)
             if number >= self.first_number:
-                idle = 0 if newest > best else idle + 1
+                stopped = self.reports_nothing and self.of_attempt(number, STOPPED)
+                idle = 0 if newest > best or stopped else idle + 1
             best = newest
         return idle
 

@@ -10,7 +10,7 @@ from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import Ending, Outcome, describe_failure, outcome_of, root_failure
+from cluster_ddp.run.ending import LONGEST_START_SECONDS, Ending, Outcome, describe_failure, outcome_of, root_failure
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import History, read_history
@@ -56,7 +56,9 @@ def decide(
     history = read_history(run)
     outcome = outcome_of(history, attempt.number)
     if outcome.ending is Ending.FAILED_AT_START:
-        return Decision("fail", f"failed before the first finished step, so it would fail again: {outcome.reason}")
+        early = f"in its first {LONGEST_START_SECONDS / 60:.0f} minutes"
+        when = early if history.reports_nothing else "before the first finished step"
+        return Decision("fail", f"failed {when}, so it would fail again: {outcome.reason}")
     if outcome.ending in _FINAL_ACTIONS:
         return Decision(_FINAL_ACTIONS[outcome.ending], outcome.reason)
     if outcome.stop_reason == TERMINATED and not (job_runs and job_runs()):
@@ -107,9 +109,7 @@ def _next_of_chain(history: History, number: int) -> str | None:
 
 def _guard_applies(history: History, outcome: Outcome) -> bool:
     """Whether missing checkpoints mean anything: a script that does not use our trainer reports none."""
-    reports = any(event["event"] in (events.STARTED, events.RESUMED) for event in history.events)
-    script = any(event["event"] == events.NODE_STARTED and event.get("script") for event in history.events)
-    return reports or not script or outcome.ending is not Ending.STOPPED
+    return not history.reports_nothing or outcome.ending is not Ending.STOPPED
 
 
 def _stalled(history: History, number: int, what: str) -> Decision:

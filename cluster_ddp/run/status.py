@@ -80,6 +80,7 @@ class RunStatus(RunSummary):
     samples: int | None
     # What a step is, in words for people: ranks, global batch, peak learning rate; None when not known
     training: str | None
+    reports_nothing: bool  # it is a script that does not tell of steps; left out of `status --json`
     metrics: dict[str, float]  # latest value of each metric
     warnings: tuple[str, ...]  # what training warned of since a person last asked to resume, each once, the latest last
     goodput: Goodput
@@ -126,6 +127,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
         step=step,
         total_steps=as_whole(_latest(history, "total_steps")),
         samples=samples,
+        reports_nothing=history.reports_nothing,
         training=None if (training := _latest(history, "training")) is None else str(training),
         metrics=history.metrics.values,
         warnings=_warnings(history),

@@ -30,6 +30,9 @@ REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST,
 # Reasons behind which stands a person's decision that the run is not to go on by itself.
 FINAL_REASONS = frozenset({PERSON, CANCEL})
 
+# A script that reports nothing is killed so long after it was asked to stop: what torchrun gives ranks.
+SCRIPT_GRACE_SECONDS = 30.0
+
 SAVE_AND_END = 1
 AT_ONCE = 2
 

@@ -179,6 +179,7 @@ def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:
         return False
     before, after = job.before.train, job.spec.train
     grown = any((getattr(after, key) or 0) > (getattr(before, key) or 0) for key in ("epochs", "steps"))
+    grown |= (job.before.args, job.before.args_on_resume) != (job.spec.args, job.spec.args_on_resume)
     saves = status.last_checkpoint is not None  # a script of the user's may keep its checkpoints itself
     return not grown and not (saves and _last_is_damaged(run))
 
@@ -207,7 +208,7 @@ def _write_job(run: RunDirectory, spec: JobSpec) -> None:
 
 
 def _flat(spec: JobSpec) -> dict[str, Any]:
-    dumped = spec.model_dump(include={"task", "params", "script", "args", "train"})
+    dumped = spec.model_dump(include={"task", "params", "script", "args", "args_on_resume", "train"})
     train = dumped.pop("train")
     return dumped | {f"train.{key}": value for key, value in train.items()}
 

@@ -33,6 +33,7 @@ SECRET = "hf_" + "aB3" * 12
         "network: {env: {MYSQL_PWD: s3cr3t}}",
         "script: train.py\nargs: [--password=s3cr3t]",
         "script: train.py\nargs: [--api-key, s3cr3t]",
+        "script: train.py\nargs_on_resume: [--api-key, s3cr3t]",
         "script: train.py\nargs: [wandb.api_key=s3cr3t]",
         "script: train.py\nargs: ['+logger.apiKey=s3cr3t']",
         "params: {wandb_api_key: s3cr3t}",

@@ -1,4 +1,7 @@
-"""A rank of a script that knows nothing of this package: plain_rank.py [handles]. It never ends by itself."""
+"""A rank of a script that knows nothing of this package: plain_rank.py [handles] [usr1] [fails].
+
+By itself it never ends. It `handles` SIGTERM or SIGUSR1 (`usr1`) by ending, with a status of its own if it `fails`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import sys
 import time
 
 stopped: list[int] = []
-if "handles" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+for word, number in (("handles", signal.SIGTERM), ("usr1", signal.SIGUSR1)):
+    if word in sys.argv:
+        signal.signal(number, lambda number, _: stopped.append(number))
 print("begins", flush=True)
 while not stopped:
     time.sleep(0.05)
-print("saved and ends", flush=True)
+print("saved and ends by", signal.Signals(stopped[0]).name, flush=True)
+sys.exit(3 if "fails" in sys.argv else 0)

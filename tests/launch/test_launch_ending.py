@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class LonelyAgent:
         self.stopping = Stopping(
             self.attempt, self.heartbeat, self.events, node_rank=0, warning=signal.SIGUSR1, share=False
         )
-        self.ending = Ending(ranks, self.stopping, self.attempt, trains_a_task=True, clock=lambda: self.now)
+        self.ending = Ending(ranks, self.stopping, self.attempt, trains_a_task=True, warn=str, clock=lambda: self.now)
         variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(self.heartbeat.path)}
         with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
             self.heartbeat.slots[0].claim(rank=0, pid=process.pid)
@@ -100,3 +101,29 @@ def test_a_run_that_is_complete_does_not_hold_its_machines(make: Callable[..., L
     else:
         assert not agent.after_completion(59.0)
     assert agent.after_completion(1001.0)
+
+
+def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path: Path) -> None:
+    run, began, warnings = RunDirectory(tmp_path), time.monotonic(), []
+    run.events.mkdir()
+    attempt = run.attempt(0)
+    attempt.path.mkdir(parents=True)
+    now = [began + 60.0]
+    heartbeat = HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
+    ranks = LocalRanks(heartbeat, 1)
+    stopping = Stopping(
+        *(attempt, heartbeat, EventWriter(run, "node-0")),
+        **{"node_rank": 0, "warning": signal.SIGUSR1, "share": False, "clock": lambda: now[0]},
+    )
+    ending = Ending(ranks, stopping, attempt, trains_a_task=False, warn=warnings.append, clock=lambda: now[0])
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
+        wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)
+        stopping.ask("person")
+        for seconds, outcome in ((0.0, None), (29.0, None), (31.0, "stopped")):
+            now[0] = began + 60.0 + seconds
+            assert ending.after_stop() == outcome
+        process.kill()
+    heartbeat.close()
+    (warning,) = warnings
+    assert "handles neither SIGTERM nor SIGUSR1: it is killed 30 s after" in warning

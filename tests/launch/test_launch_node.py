@@ -16,7 +16,7 @@ from cluster_ddp.launch.processes import is_alive
 from cluster_ddp.run.ending import outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.status import describe
-from cluster_ddp.run.stopfile import AT_ONCE, PERSON, request_stop
+from cluster_ddp.run.stopfile import AT_ONCE, PERSON, TIME_LIMIT, request_stop
 
 Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc (Linux)")
@@ -156,20 +156,30 @@ def test_nothing_survives_the_node_program(start_node: Start, script: str, args:
     wait_until("all gone", lambda: not any(map(is_alive, pids)), 8)
 
 
-def test_a_script_that_handles_sigterm_is_asked_by_it(start_node: Start) -> None:
-    node = start_node("plain_rank.py", "handles")
+@pytest.mark.parametrize(
+    ("handles", "reason", "by"),
+    [
+        (("handles",), PERSON, "SIGTERM"),
+        (("usr1", "fails"), PERSON, "SIGUSR1"),  # it ends with a status of its own, which is no failure
+        (("handles", "usr1"), TIME_LIMIT, "SIGUSR1"),  # the signal that Slurm would send
+    ],
+)
+def test_a_script_is_asked_by_the_signal_that_it_handles(
+    start_node: Start, handles: tuple[str, ...], reason: str, by: str
+) -> None:
+    node = start_node("plain_rank.py", *handles)
     node.wait_for("begins")
-    request_stop(node.attempt, reason=PERSON, by="test")
+    request_stop(node.attempt, reason=reason, by="test")
     status, out, _ = node.finish()
-    assert (status, node.ended_as()) == (0, "stopped")
-    assert node.logs().count("saved and ends") == 2
+    assert (status, node.ended_as(), node.events("rank-failed")) == (0, "stopped", [])
+    assert node.logs().count(f"saved and ends by {by}") == 2
     assert "saved and ends" in out
 
 
-def test_a_script_that_does_not_handle_sigterm_is_not_waited_for(start_node: Start) -> None:
+def test_a_script_that_handles_no_signal_is_not_waited_for_when_it_is_to_end_at_once(start_node: Start) -> None:
     node = start_node("plain_rank.py")
     node.wait_for("begins")
-    request_stop(node.attempt, reason=PERSON, by="test")
+    request_stop(node.attempt, reason=PERSON, level=AT_ONCE, by="test")
     status, _, _ = node.finish(8)
     assert (status, node.ended_as()) == (0, "stopped")
 

@@ -296,6 +296,31 @@ def test_a_script_that_reports_no_checkpoints_is_not_taken_for_stalled(run: RunD
         assert conclude(attempt).action == "requeue"
 
 
+def test_a_script_that_reports_nothing_has_got_on_whenever_it_was_asked_to_end(run: RunDirectory, say: Say) -> None:
+    actions = []
+    for number, stopped in enumerate([True, True, False, False, True, False, False, False]):
+        attempt = begin_dead(run, slurm_job_id="5", restart_count=number)
+        say("node-started", number, at=10 * number, node=0, host="n1", script=True)
+        if stopped:
+            say("stopped", number, at=10 * number + 1, step=None, reason="preemption")
+        else:
+            say("rank-failed", number, at=10 * number + 1, rank=0, host="n1", error="RuntimeError: NCCL error")
+        actions.append(conclude(attempt).action)
+    assert actions == ["requeue"] * 7 + ["stall"]
+
+
+@pytest.mark.parametrize(("seconds", "action"), [(599, "fail"), (3600, "requeue")])
+def test_a_script_that_reports_nothing_fails_at_its_start_only_when_it_starts(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say, seconds: float, action: str
+) -> None:
+    say("node-started", 0, at=0, node=0, host="n1", script=True)
+    say("rank-failed", 0, at=seconds, rank=1, host="n1", error="ValueError: no such label")
+    decision = decide(run, attempt)
+    assert decision.action == action
+    assert "ValueError: no such label" in decision.reason
+    assert ("failed in its first 10 minutes" in decision.reason) == (action == "fail")
+
+
 def test_a_run_of_which_no_node_ever_says_that_it_started_stalls(run: RunDirectory) -> None:
     for number, action in enumerate(("requeue", "requeue", "stall")):
         attempt = begin_dead(run, slurm_job_id="5", restart_count=number)

@@ -54,7 +54,7 @@ def test_the_contract_of_status_json(run: RunDirectory, say: Say) -> None:
         "samples": 1600, "training": "4 ranks", "last_checkpoint": 40, "metrics": {"train/loss": 0.5},
         "slurm_job_id": "12", "reason": None, "warnings": (), "directory": str(run.path),
     }  # fmt: skip
-    assert set(goodput) == {"productive_seconds", "lost_seconds", "waiting_seconds", "ratio"}
+    assert set(goodput) == {"productive_seconds", "lost_seconds", "running_seconds", "waiting_seconds", "ratio"}
     json.dumps(found, allow_nan=False)
 
 

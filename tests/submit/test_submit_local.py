@@ -181,6 +181,47 @@ def test_on_a_terminal_the_ranks_are_told_which_it_is(call: Call, tmp_path: Path
     assert b"a bar" in os.read(ours, 10000)
 
 
+PLAIN = """
+import os, pathlib, signal, sys, time
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+assert pathlib.Path(os.environ["CLUSTER_DDP_RUN"], "job.yaml").exists()
+saved = pathlib.Path("saved")
+step = int(saved.read_text()) if "--resume" in sys.argv else 0
+print("attempt", os.environ["CLUSTER_DDP_ATTEMPT"], "goes on from step", step, flush=True)
+while not stopped and step < int(sys.argv[1]):
+    step += 1
+    time.sleep(0.01)
+    if step == 10:
+        print("step 10", flush=True)
+saved.write_text(str(step))
+"""
+
+
+def test_a_script_that_knows_nothing_of_this_is_stopped_told_of_and_resumed(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    settings = ("script=plain.py", "args=['1000000']", "args_on_resume=['--resume']", "launch.procs_per_node=1")
+    process = call("local", "job.yaml", *(word for setting in settings for word in ("--set", setting)))
+    run = wait_for_steps(tmp_path)
+    _, out, _ = finish(call("status", run.id))
+    assert "unknown (the script reports none)" in out
+    assert "productive" not in out and "%" not in out
+    _, _, err = finish(call("stop", run.id))
+    assert "after 30 s it is killed, and what it has not saved itself is lost" in err
+    assert finish(process)[0] == 5
+    reached = int((tmp_path / "saved").read_text())
+    run.job_file.write_text(run.job_file.read_text().replace("1000000", str(reached + 5)))
+    status, _, err = finish(call("resume", run.id))
+    assert status == 0, err
+    _, _, err = finish(call("resume", run.id))
+    assert "to train on, give its script other arguments" in err and "train.epochs" not in err
+    status, _, err = finish(call("resume", run.id, "--set", f"args=['{reached + 9}']"))
+    assert status == 0, err
+    said = "".join(log.read_text() for log in run.path.rglob("stdout.log"))
+    for attempt, step in ((0, 0), (1, reached), (2, reached + 5)):
+        assert f"attempt {attempt} goes on from step {step}\n" in said
+
+
 RESTARTED = """
 import os, pathlib, signal, time, torch.distributed as dist
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
