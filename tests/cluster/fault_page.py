@@ -1,6 +1,7 @@
 """docs/faults.md from what was measured: `python tests/cluster/fault_page.py build/chaos/faults` after `make chaos`.
 
-What was measured is kept in fault_results.json beside this file; a fault that was not run again keeps its figures.
+What was measured is kept in fault_results.json beside this file, by version of Slurm; a fault that was not run again
+keeps its figures. With TEST_SLURM=/opt/slurm-26.05 the same faults are struck on another Slurm.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ from fault_rows import ROWS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 RESULTS = Path(__file__).with_name("fault_results.json")
+VERSIONS = ("22.05", "24.05", "26.05")
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
-_HEAD = "| fault | what follows | ends as | attempts | steps again | seconds |\n|---|---|---|---|---|---|\n"
+_WAYS = ("sbatch", "submitit")
+_HEAD = "fault", "what follows", "ends as", "attempts", "steps again", *(f"s, {version}" for version in VERSIONS)
+_NOT_RUN, _NONE = "?", "–"
 
-Results = dict[str, dict[str, Any]]
+Results = dict[str, dict[str, dict[str, Any]]]
+"""By version of Slurm, then by fault and way."""
 
 
 def table(results: Results) -> str:
     """The table: a row for each fault, the figures of sbatch and of submitit beside each other."""
-    lines = []
+    lines = [_line(_HEAD), _line(("---",) * len(_HEAD)).replace(" ", "")]
     for name, row in ROWS.items():
-        found = [results.get(f"{name}: {via}") for via in ("sbatch", "submitit")]
-        lost, seconds = (" · ".join(_figure(result, key) for result in found) for key in ("lost", "seconds"))
-        lines.append(f"| {name} | {row.follows} | {row.state} | {row.attempts} | {lost} | {seconds} |\n")
-    return _HEAD + "".join(lines)
+        again = _figures([_most_lost(results, f"{name}: {via}") for via in _WAYS])
+        seconds = [_figures([_seconds(results, version, f"{name}: {via}") for via in _WAYS]) for version in VERSIONS]
+        lines.append(_line((name, row.follows, row.state, str(row.attempts), again, *seconds)))
+    return "".join(lines)
 
 
 def read_results() -> Results:
-    """What was measured so far, by fault and way."""
+    """What was measured so far."""
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return results
 
@@ -42,10 +47,25 @@ def page_with(text: str, table: str) -> str:
     return before + BEGIN + table + END + rest.split(END)[1]
 
 
-def _figure(result: dict[str, Any] | None, key: str) -> str:
-    if result is None or result[key] is None:
-        return "–"
-    return f"{result[key]:.0f}"
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _figures(both: list[str]) -> str:
+    return both[0] if both[0] == both[1] and both[0] in (_NOT_RUN, _NONE) else " · ".join(both)
+
+
+def _most_lost(results: Results, case: str) -> str:
+    """The steps trained again, at the most of all versions."""
+    lost = [found[case]["lost"] for found in results.values() if case in found]
+    return str(max(lost)) if lost else _NOT_RUN
+
+
+def _seconds(results: Results, version: str, case: str) -> str:
+    result = results.get(version, {}).get(case)
+    if result is None:
+        return _NOT_RUN
+    return _NONE if result["seconds"] is None else f"{result['seconds']:.0f}"
 
 
 def main(folder: Path) -> None:
@@ -53,10 +73,12 @@ def main(folder: Path) -> None:
     results = read_results()
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
-        results[f"{result['fault']}: {result['via']}"] = {key: result[key] for key in ("lost", "seconds", "slurm")}
-    known = {name: results[name] for name in sorted(results) if name.rsplit(": ", 1)[0] in ROWS}
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
-    PAGE.write_text(page_with(PAGE.read_text(), table(known)))
+        case = f"{result['fault']}: {result['via']}"
+        results.setdefault(result["slurm"], {})[case] = {key: result[key] for key in ("lost", "seconds")}
+    for version, found in results.items():
+        results[version] = {case: found[case] for case in sorted(found) if case.rsplit(": ", 1)[0] in ROWS}
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page_with(PAGE.read_text(), table(results)))
 
 
 if __name__ == "__main__":

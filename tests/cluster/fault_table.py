@@ -97,7 +97,7 @@ def endure(scene: Scene, name: str) -> Result:
     return Result(
         fault=name,
         via=scene.via,
-        slurm=".".join(map(str, scene.cluster.version)),
+        slurm="{}.{:02}".format(*scene.cluster.version),
         state=status["state"],
         attempts=status["attempts"],
         lost=len(repeated_steps(training.run)) if _attempts(training) else 0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from documented import PROJECT
-from fault_page import page_with, read_results, table
+from fault_page import VERSIONS, page_with, read_results, table
+from fault_rows import ROWS
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.attempt import ROOM_SECONDS
@@ -40,3 +41,24 @@ def test_seconds_are_those_of_the_program() -> None:
 
 def test_the_table_is_that_of_the_faults_with_what_was_measured() -> None:
     assert page_with(PAGE, table(read_results())) == PAGE, "python tests/cluster/fault_page.py build/chaos/faults"
+
+
+def test_what_was_measured_is_of_faults_and_versions_that_the_page_shows() -> None:
+    results = read_results()
+    assert set(results) <= set(VERSIONS)
+    cases = {f"{name}: {via}" for name in ROWS for via in ("sbatch", "submitit")}
+    assert {case for found in results.values() for case in found} <= cases
+
+
+def test_a_figure_stands_with_its_version_and_its_way() -> None:
+    name, other = list(ROWS)[:2]
+    measured = {
+        "22.05": {f"{name}: sbatch": {"lost": 3, "seconds": 56.4}},
+        "26.05": {
+            f"{name}: sbatch": {"lost": 7, "seconds": 41.2},
+            f"{name}: submitit": {"lost": 0, "seconds": None},
+        },
+    }
+    first, second = table(measured).splitlines()[2:4]
+    assert first.startswith(f"| {name} |") and first.endswith("| 7 · 0 | 56 · ? | ? | 41 · – |")
+    assert second.startswith(f"| {other} |") and second.endswith("| ? | ? | ? | ? |")
