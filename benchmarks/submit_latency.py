@@ -5,7 +5,8 @@ Run it from the repository or with the package installed::
     python benchmarks/submit_latency.py             # 15 runs of each, alternating
     python benchmarks/submit_latency.py --imports   # also the dearest imports
 
-It prints medians, the spread, and what of it is the start of Python itself. To reach: 0.25 s.
+It prints medians, the spread, and what of it is the start of Python itself. To reach: 0.20 s. A site file is
+in place, and byte code is kept, as where the package is installed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-TARGET_SECONDS = 0.25
+TARGET_SECONDS = 0.20
 BARE = (sys.executable, "-c", "pass")
 DRY_RUN = (sys.executable, "-m", "cluster_ddp", "submit", "multi-node", "--dry-run")
+SITE = """\
+runs_dir: runs
+slurm: {partition: gpu, account: lab}
+launch: {setup: ["module load cuda"]}
+network: {socket_ifname: ib0}
+"""
 IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)")
 
 
@@ -53,7 +60,11 @@ def main() -> int:
     repository = str(Path(__file__).resolve().parents[1])
     search = os.pathsep.join(filter(None, (repository, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": search}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder, "site.yaml")
+        site.write_text(SITE)
+        environment |= {"CLUSTER_DDP_CONFIG": str(site), "PYTHONPYCACHEPREFIX": f"{folder}/bytecode"}
         measured: dict[str, list[float]] = {"python -c pass": [], "submit multi-node --dry-run": []}
         for run in range(options.runs + 1):
             for name, command in zip(measured, (BARE, DRY_RUN), strict=True):

@@ -10,6 +10,7 @@ from slurm_cluster import SlurmCluster, why_unavailable
 
 # Small tasks on few cores: threads that wait for each other would cost more than they bring. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CLUSTER_DDP_CONFIG"] = ""  # no defaults of the site where the tests run
 
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM", "") not in ("", "0")
 RUNNING: list[SlurmCluster] = []

@@ -11,12 +11,14 @@ import typer
 
 from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.options import Job, JsonLine, Settings
-from cluster_ddp.printing import printable
+from cluster_ddp.printing import one_line, printable
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
 from cluster_ddp.submit.ways import submission
 
 if TYPE_CHECKING:
-    from cluster_ddp.job import JobSpec
+    from cluster_ddp.job import JobSpec, LoadedJob
+
+_SHOWN = 60  # characters of a value
 
 
 class Via(str, Enum):
@@ -52,7 +54,7 @@ def command(
     sending = submission(loaded.spec, via.value, chain=chain, after=_jobs_of(after) if after else ())
     remark(sending.remarks)
     if dry_run:
-        _show(loaded.spec, sending)
+        _show(loaded, sending)
         return
     run, job_id = start_run(loaded.spec, sending)
     report_submitted(run, job_id)
@@ -79,11 +81,12 @@ def _jobs_of(run: str) -> tuple[str, ...]:
     return tuple(job_ids)
 
 
-def _show(spec: JobSpec, sending: Submission) -> None:
+def _show(loaded: LoadedJob, sending: Submission) -> None:
     """Print a dry run: the script alone on standard output, everything else on standard error."""
     from cluster_ddp.network import resolve
     from cluster_ddp.run.runs import runs_dir_of
 
+    spec = loaded.spec
     # A file gets the script as it is; what a terminal would obey is only shown to it.
     sys.stdout.write(printable(sending.text) if sys.stdout.isatty() else sending.text)
     sys.stdout.flush()
@@ -96,4 +99,11 @@ def _show(spec: JobSpec, sending: Submission) -> None:
         *_steps(spec),
         f"  network:        collectives may take {network.timeout} s",
         *(f"                  {setting.name}={setting.value}  ({setting.why})" for setting in network.settings),
+        "  where the values come from; all others are defaults (docs/job-file.md):",
+        *(f"    {origin.key}: {_short(origin.value)}   {origin.place}" for origin in loaded.origins),
     )
+
+
+def _short(value: str) -> str:
+    line = one_line(value)
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."

@@ -10,18 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from cluster_ddp.job.batch import plan_batch
-from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping, plain, read_document
-from cluster_ddp.job.errors import BatchError, JobFileError
-from cluster_ddp.job.merge import apply_overrides, drop_nulls, merge
+from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping, plain, read_document, without_value
+from cluster_ddp.job.errors import BatchError
+from cluster_ddp.job.extends import absolute, read_extended
+from cluster_ddp.job.merge import apply_overrides, drop_nulls
 from cluster_ddp.job.models import JobSpec, SlurmSpec
 from cluster_ddp.job.refusals import refuse
 from cluster_ddp.job.report import find, job_file_error
 from cluster_ddp.job.sections import as_written, known_part
+from cluster_ddp.job.site import over_site
 from cluster_ddp.job.target import TargetProblem, check_script, check_task
 from cluster_ddp.job.templates import is_path, template_file
 from cluster_ddp.job.units import format_slurm_time
@@ -30,12 +32,21 @@ _PATHS = (("runs_dir",), ("task",), ("script",), ("launch", "python"), ("launch"
 _IMAGE_FILES = (".sif", ".sqsh", ".simg", ".img")
 
 
+class Origin(NamedTuple):
+    """Where the value of a key was written."""
+
+    key: str
+    value: str
+    place: Place
+
+
 @dataclass(frozen=True)
 class LoadedJob:
     """A valid job, and what is to be said about it all the same."""
 
     spec: JobSpec
     warnings: tuple[str, ...]
+    origins: tuple[Origin, ...]  # of every value that is no default, in the order of the keys
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class RunJob:
 
 
 def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool = True) -> LoadedJob:
-    """Load and check a job.
+    """Load and check a job, over the defaults of the site.
 
     Parameters
     ----------
@@ -64,10 +75,10 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
         With one message for everything that is wrong, each with its file and line.
     """
     file = _find_file(source)
-    spec, root = _with_overrides(_extended((file,)), overrides, file)
+    spec, root = _with_overrides(over_site(read_extended((file,))), overrides, file)
     refuse(spec, root)
     warnings = _check_target(spec, root) if check_target else ()
-    return LoadedJob(spec, warnings)
+    return LoadedJob(spec, warnings, tuple(_origins(root)))
 
 
 def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
@@ -121,41 +132,19 @@ def _with_overrides(root: Node, overrides: Sequence[str], file: Path) -> tuple[J
     return spec, root
 
 
+def _origins(node: Node, path: tuple[str, ...] = ()) -> Iterator[Origin]:
+    """Yield where each value was written; one that stands in a list or is empty belongs to its key."""
+    if isinstance(node.value, dict) and node.value:
+        for key, below in node.value.items():
+            yield from _origins(below, (*path, key))
+    else:
+        yield Origin(".".join(path), str(plain(node)), without_value(node.place))
+
+
 def _find_file(source: str) -> Path:
     if is_path(source) or is_file(Path(source)):
         return Path(os.path.expanduser(source))  # noqa: PTH111 - Path.expanduser raises for an unknown user
     return template_file(source)
-
-
-def _extended(chain: tuple[Path, ...]) -> Node:
-    """Read the last job file of `chain` and everything it extends. The name is a file's own and not inherited."""
-    own = read_document(chain[-1])
-    entries = mapping(own)
-    extends = entries.pop("extends", None)
-    own = replace(own, value=entries)
-    if extends is None or extends.value is None:
-        return own
-    base_file = _extended_file(extends)
-    if any(base_file.samefile(file) for file in chain):
-        circle = " -> ".join(map(str, (*chain, base_file)))
-        raise fault(extends.place, f"extends: goes round in a circle: {circle}", "a job that does not lead back here")
-    base = _extended((*chain, base_file))
-    inherited = {key: node for key, node in mapping(base).items() if key != "name"}
-    return merge(replace(base, value=inherited), own)
-
-
-def _extended_file(extends: Node) -> Path:
-    if not isinstance(extends.value, str):
-        raise fault(extends.place, "extends: is not a string", "a template's name, or the path of a job file")
-    if is_path(extends.value):
-        base = Path(_absolute(extends.value, extends.place))
-        if not is_file(base):
-            raise fault(extends.place, f"extends: {base}: no such file")
-        return base
-    try:
-        return template_file(extends.value)
-    except JobFileError as error:
-        raise fault(extends.place, f"extends: {error}") from error
 
 
 def _with_name(root: Node, file: Path) -> Node:
@@ -163,7 +152,7 @@ def _with_name(root: Node, file: Path) -> Node:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip("-._")[:64]
     if "name" in mapping(root) or not name:
         return root
-    return replace(root, value={"name": Node(name, root.place), **mapping(root)})
+    return replace(root, value={"name": Node(name, Place(file, 0)), **mapping(root)})
 
 
 def _with_absolute_paths(root: Node, path: tuple[str, ...] = ()) -> Node:
@@ -178,22 +167,12 @@ def _located(key: str, text: str, place: Place) -> str:
     """Return the value of a key that may hold a path, with the path made absolute."""
     if key == "task":
         file, colon, name = text.rpartition(":")
-        return f"{_absolute(file, place)}:{name}" if colon and file.endswith(".py") else text
+        return f"{absolute(file, place)}:{name}" if colon and file.endswith(".py") else text
     if key == "python" and "/" not in text and not text.startswith("~"):
         return text  # a command, found on the node
     if key == "image" and ("://" in text or not (text.startswith((".", "~")) or text.endswith(_IMAGE_FILES))):
         return text  # an image of a registry
-    return _absolute(text, place) if text.strip() else text
-
-
-def _absolute(text: str, place: Place) -> str:
-    """Return a path with ``~`` and ``$NAME`` filled in, made absolute from the folder of the file that names it."""
-    filled = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises for an unknown user
-    unset = re.search(r"\$(?:\w+|\{\w+\})", filled)
-    if unset:
-        raise fault(place, f"{text}: the variable {unset[0]} is not set here", "a path, or a variable that is set")
-    folder = place.file.parent if place.file is not None else Path()
-    return os.path.abspath(folder / filled)  # noqa: PTH100 - Path.absolute keeps ".."
+    return absolute(text, place) if text.strip() else text
 
 
 def _validate(root: Node) -> JobSpec:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster_ddp.job.site_file import RUNS_VARIABLE, site_file
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
@@ -21,9 +22,16 @@ _MAX_CANDIDATES_SHOWN = 10
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
-    """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute."""
-    chosen = spec.runs_dir if spec is not None else None
-    return _absolute(chosen or os.environ.get("CLUSTER_DDP_RUNS") or "runs")
+    """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute.
+
+    Without a job the site file's stands for it.
+    """
+    chosen = (spec.runs_dir if spec is not None else None) or os.environ.get(RUNS_VARIABLE)
+    if not chosen and spec is None and site_file() is not None:
+        from cluster_ddp.job.site import site_runs_dir
+
+        chosen = site_runs_dir()
+    return _absolute(chosen or "runs")
 
 
 def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:

@@ -210,3 +210,12 @@ def test_remarks_about_the_network_are_passed_on(call: Call, here: Path) -> None
     assert "became the process-group timeout" in " ".join(said.err.split())
     assert "collectives may take 1800 s" in said.err
     assert "NCCL_TIMEOUT=" not in said.out
+
+
+def test_a_dry_run_says_where_each_value_was_written(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "site.yaml").write_text("slurm: {partition: gpu}\n")
+    monkeypatch.setenv("CLUSTER_DDP_CONFIG", "site.yaml")
+    said = call("submit", "job.yaml", "--set", "train.lr=0.5", "--dry-run")
+    assert "slurm.partition: gpu   site.yaml:1" in said.err
+    assert "slurm.nodes: 2   job.yaml:3" in said.err
+    assert "train.lr: 0.5   --set train.lr=..." in said.err

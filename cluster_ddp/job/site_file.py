@@ -1,0 +1,24 @@
+"""Where the defaults of a site are looked for; nothing is read here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CONFIG_VARIABLE = "CLUSTER_DDP_CONFIG"
+RUNS_VARIABLE = "CLUSTER_DDP_RUNS"
+
+
+def site_file() -> Path | None:
+    """Return the site file; None where there is none, or the variable is set to nothing."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    if named is not None:
+        return Path(os.path.expanduser(named)) if named else None  # noqa: PTH111 - as job files are found
+    file = default_site_file()
+    return file if os.path.isfile(file) else None  # noqa: PTH113 - Path.is_file raises for some
+
+
+def default_site_file() -> Path:
+    """Return where the site file is looked for when no variable names one."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.path.expanduser(folder), "cluster-ddp", "site.yaml")  # noqa: PTH111
