@@ -26,7 +26,7 @@ class AgentFailure:
     suspect: bool  # whether the node itself may be at fault, so that another should be tried
 
 
-def agent_failure(log: Path, status: int | None, endpoint: str) -> AgentFailure:
+def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: float) -> AgentFailure:
     """Read the end of an agent's log."""
     lines = last_lines(log, _LOG_LINES)
     errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
@@ -46,8 +46,8 @@ def agent_failure(log: Path, status: int | None, endpoint: str) -> AgentFailure:
         )
     if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
         return AgentFailure(
-            f"not all nodes came to {endpoint} within launch.join_timeout: {words}; a node that is missing is named if "
-            "it is known, else see whether a firewall lets the nodes reach each other",
+            f"not all nodes came to {endpoint} within {join_timeout:.0f} s (launch.join_timeout): {words}; a node that "
+            "is missing is named if it is known, else see whether a firewall lets the nodes reach each other",
             suspect=False,
         )
     if status is not None and status < 0 and not own:

@@ -70,6 +70,7 @@ class NodeProgram:
         self._node_rank = node_rank
         self._host = socket.gethostname()
         self._endpoint = option(command, "--rdzv-endpoint")
+        self._join_timeout = spec.launch.join_timeout
         self._procs = int(option(command, "--nproc-per-node"))
         self._trains_a_task = trains_a_task(command)
         self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
@@ -283,7 +284,7 @@ class NodeProgram:
 
     def _record_agent_failure(self, agent_status: int | None) -> None:
         """An agent that gave up before there were ranks: why stands in its log only."""
-        failure = agent_failure(self._log_dir / _AGENT_LOG, agent_status, self._endpoint)
+        failure = agent_failure(self._log_dir / _AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
 

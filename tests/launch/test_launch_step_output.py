@@ -128,14 +128,14 @@ def test_a_step_whose_nodes_have_all_signed_off_is_over(tmp_path: Path) -> None:
             "n1, does not resolve",
             True,
         ),
-        ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n", "launch.join_timeout", False),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n", "20 s (launch.join_timeout)", False),
         ("ModuleNotFoundError: No module named 'torch'\n", "No module named 'torch'", True),
         ("", "its log is empty", True),
     ],
 )
 def test_why_an_agent_gave_up(tmp_path: Path, log: str, words: str, suspect: bool) -> None:
     (tmp_path / "agent.log").write_text(log)
-    found = agent_failure(tmp_path / "agent.log", 1, "n1:20077")
+    found = agent_failure(tmp_path / "agent.log", 1, "n1:20077", 20)
     assert words in found.error
     assert found.suspect is suspect
 
