@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from chaos_faults import FAULTS, TIME_LIMIT, NoVictim, Scene, Strike
+from login_node import OVER
 from same_training import trained_steps
-from slurm_cluster import OVER, SlurmCluster
+from slurm_cluster import SlurmCluster
 from training_job import EPOCHS, STEPS_PER_EPOCH, TrainingJob, submit
 
 EVERY_STEPS = 5

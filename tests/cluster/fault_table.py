@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from fault_harms import Scene
 from fault_rows import ROWS, Row
+from login_node import OVER
 from same_training import repeated_steps
-from slurm_cluster import OVER
 from training_job import TrainingJob, write_job
 
 PATIENCE = 300.0

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from login_node import OVER
 from same_training import lines
-from slurm_cluster import OVER, SlurmCluster
+from slurm_cluster import SlurmCluster
 
 SAMPLES = 1442
 GLOBAL_BATCH = 48
