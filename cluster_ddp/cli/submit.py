@@ -43,11 +43,12 @@ def command(
         str | None, typer.Option(metavar="RUN", help="Start when the Slurm jobs of this run have ended.")
     ] = None,
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not look whether the task or script exists.")
+        bool, typer.Option("--no-check", help="Do not check the task, the storage and the cluster before.")
     ] = False,
 ) -> None:
     """Check a job, make its run directory, and put it into Slurm's queue."""
     from cluster_ddp.job import load_job
+    from cluster_ddp.submit.preflight import check_before_queue
 
     loaded = load_job(job, settings or (), check_target=not no_check)
     remark(loaded.warnings)
@@ -56,6 +57,8 @@ def command(
     if dry_run:
         _show(loaded, sending)
         return
+    if not no_check:
+        check_before_queue(loaded, sending, remark)
     run, job_id = start_run(loaded.spec, sending)
     report_submitted(run, job_id)
     if as_json:

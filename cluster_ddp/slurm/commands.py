@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.slurm.refusals import advice
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
 QUEUE_FORMAT = "%i|%A|%T|%N|%r|%k"
@@ -84,10 +85,30 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
         sbatch is missing, or refuses.
     """
     require("sbatch")
-    answer = call(
-        ["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ)
-    )
+    try:
+        answer = call(
+            ["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ)
+        )
+    except SlurmRefused as error:
+        raise SlurmRefused(f"{error}{advice(str(error))}") from error
     return parse_job_id(answer)
+
+
+def try_script(text: str, *, seconds: float) -> None:
+    """Have sbatch judge a batch script without submitting it.
+
+    Raises
+    ------
+    SlurmRefused
+        In Slurm's words, with what to do about it.
+    SlurmError
+        sbatch gives no answer in time, or cannot reach the controller.
+    """
+    command = ["sbatch", "--test-only"]
+    try:
+        call_once(command, environment=child_environment(os.environ), seconds=seconds, text=text)
+    except SlurmRefused as error:
+        raise SlurmRefused(f"{error}{advice(str(error))}") from error
 
 
 def parse_job_id(answer: str) -> str:
@@ -220,9 +241,13 @@ def call(command: list[str], *, environment: Mapping[str, str] | None = None, se
 
 
 def call_once(
-    command: list[str], *, environment: Mapping[str, str] | None = None, seconds: float = _COMMAND_TIMEOUT
+    command: list[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = _COMMAND_TIMEOUT,
+    text: str = "",
 ) -> str:
-    """Standard output of a command of Slurm's.
+    """Standard output of a command of Slurm's, which reads `text` from its standard input.
 
     Raises
     ------
@@ -237,7 +262,7 @@ def call_once(
         done = subprocess.run(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            input=text,
             capture_output=True,
             text=True,
             errors="replace",

@@ -1,0 +1,103 @@
+"""What is found out before a job waits in the queue, the cheap first, Slurm's own verdict last.
+
+Each question to Slurm has five seconds; one without an answer is told and passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from cluster_ddp.run.runs import runs_dir_of
+from cluster_ddp.run.shared import why_not_shared
+from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
+from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
+from cluster_ddp.submit.base import Submission, SubmitError, check_writable
+from cluster_ddp.submit.fits import Misfit, find_partition, misfits
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import JobSpec, LoadedJob
+
+T = TypeVar("T")
+_SECONDS = 5.0
+# A real submission of these waits until nodes are back; whether any node fits at all was asked before.
+_MAY_CHANGE = ("node configuration is not available", "DOWN, DRAINED")
+
+
+def check_before_queue(loaded: LoadedJob, sending: Submission, remark: Callable[[Iterable[str]], None]) -> None:
+    """Look for everything that would make a job fail at its start, or wait for ever.
+
+    Parameters
+    ----------
+    remark
+        Is told what may be wrong, and what could not be checked.
+
+    Raises
+    ------
+    SubmitError
+        Names everything that the partition does not allow, and what it allows.
+    SlurmRefused
+        ``sbatch --test-only`` refuses the script.
+    """
+    spec = loaded.spec
+    runs_dir = runs_dir_of(spec)
+    check_writable(runs_dir)
+    reason = why_not_shared(runs_dir)
+    if reason is not None and spec.slurm.nodes > 1:
+        remark([f"runs_dir: {runs_dir} may not be seen by the nodes: {reason}. It has to lie on shared storage"])
+    sending.check()
+    if sending.via == "sbatch":
+        _check_partition(loaded, remark)
+        _try(sending, remark)
+
+
+def _check_partition(loaded: LoadedJob, remark: Callable[[Iterable[str]], None]) -> None:
+    spec = loaded.spec
+    partitions = _ask("the partitions", lambda: ask_partitions(seconds=_SECONDS), remark)
+    if not partitions:
+        return
+    partition = find_partition(spec.slurm, partitions)
+    if isinstance(partition, Partition):
+        _check_fit(loaded, partition, remark)
+    elif partition is not None:
+        raise _misfit_error(loaded, [partition])
+
+
+def _check_fit(loaded: LoadedJob, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:
+    nodes = _ask("the nodes", lambda: ask_nodes(partition.name, seconds=_SECONDS), remark) or []
+    found = list(misfits(loaded.spec, partition, nodes))
+    if found:
+        raise _misfit_error(loaded, found)
+    if not partition.up:
+        remark([f"partition {partition.name} is not up: the job waits until it is (sinfo -p {partition.name})"])
+    _remark_on_grace(loaded.spec, partition, remark)
+
+
+def _remark_on_grace(spec: JobSpec, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:
+    if partition.preempted and not spec.requeue.max_requeues:
+        remark([f"jobs of partition {partition.name} may be preempted, and requeue.max_requeues is 0"])
+
+
+def _misfit_error(loaded: LoadedJob, found: list[Misfit]) -> SubmitError:
+    places = {origin.key: f"{origin.place}: " for origin in loaded.origins}
+    lines = [f"{places.get(key, '')}{key}: {what}" for key, what in found]
+    return SubmitError("\n".join([*lines, "The job would never start. (--no-check submits it all the same.)"]))
+
+
+def _try(sending: Submission, remark: Callable[[Iterable[str]], None]) -> None:
+    try:
+        try_script(sending.text, seconds=_SECONDS)
+    except SlurmRefused as error:
+        if not any(sign in str(error) for sign in _MAY_CHANGE):
+            raise
+        remark([f"{error}\nWhere nodes are only down or drained at the moment the job waits for them"])
+    except SlurmError as error:
+        remark([f"not tried with sbatch --test-only: {error}"])
+
+
+def _ask(what: str, ask: Callable[[], T], remark: Callable[[Iterable[str]], None]) -> T | None:
+    try:
+        return ask()
+    except SlurmError as error:
+        remark([f"not checked against {what} of the cluster: {str(error).splitlines()[0]}"])
+        return None

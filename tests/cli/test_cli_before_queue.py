@@ -1,0 +1,55 @@
+"""What `submit` finds out before there is a job, and how it says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_stage import Call, Slurm
+
+ASKED = ("submit", "job.yaml", "--set")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("slurm.partition=gpuu", "slurm.partition: there is no partition gpuu. Did you mean gpu? There are: gpu"),
+        ("slurm.cpus_per_task=256", "slurm.cpus_per_task: 256 is more than any node of partition gpu has: 128"),
+        ("slurm.mem=600G", "slurm.mem: 600G is more than any node of partition gpu has: 512000 MiB"),
+        ("slurm.gpus_per_node=8", "slurm.gpus_per_node: 8 is more than any node of partition gpu has: 4"),
+        ("slurm.gpus_per_node=h100:1", "more than any node of partition gpu has: 0 (of the types a100)"),
+        ("slurm.nodes=6", "slurm.nodes: 6 is more than partition gpu allows: 5"),
+        ("slurm.time=2-00", "slurm.time: 2-00:00:00 is more than partition gpu allows: 1-00:00:00"),
+        ("slurm.account=bio", "slurm.account: partition gpu takes no jobs of bio, only of lab, phys"),
+    ],
+)
+def test_what_the_partition_never_gives(call: Call, here: Path, slurm: Slurm, setting: str, said: str) -> None:
+    answer = call(*ASKED, setting)
+    assert answer.status == 2
+    assert f"--set {setting.partition('=')[0]}=...: " in answer.err and said in answer.err
+    assert slurm.submissions() == []
+    assert call(*ASKED, setting, "--no-check").status == 0
+
+
+def test_fewer_nodes_than_wanted_have_it_all(call: Call, here: Path, slurm: Slurm) -> None:
+    answer = call(*ASKED, "slurm.nodes=5", "--set", "slurm.gpus_per_node=4")
+    assert answer.status == 2
+    assert "5 is more than partition gpu has with 1 CPUs, 4 GPUs each: 4" in answer.err
+
+
+def test_a_question_without_an_answer_is_told_and_passed_over(call: Call, here: Path, slurm: Slurm) -> None:
+    slurm.program("scontrol", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    answer = call("submit", "job.yaml")
+    assert answer.status == 0
+    assert "note: not checked against the partitions of the cluster" in answer.err
+
+
+def test_the_script_that_is_tried_is_the_one_that_is_sent(call: Call, here: Path, slurm: Slurm) -> None:
+    assert call("submit", "job.yaml").status == 0
+    (run,) = (here / "runs").iterdir()
+    assert (slurm.folder / "tried").read_text() == (run / "job.sbatch").read_text()
+
+
+def test_runs_on_a_file_system_of_this_machine_are_warned_of(call: Call, here: Path, slurm: Slurm) -> None:
+    answer = call("submit", "job.yaml", "--set", "runs_dir=/dev/shm/cluster-ddp-none", "--set", "slurm.nodes=6")
+    assert "/dev/shm is each machine's own" in answer.err
