@@ -48,7 +48,6 @@ def command(
 ) -> None:
     """Check a job, make its run directory, and put it into Slurm's queue."""
     from cluster_ddp.job import load_job
-    from cluster_ddp.submit.preflight import check_before_queue
 
     loaded = load_job(job, settings or (), check_target=not no_check)
     remark(loaded.warnings)
@@ -58,6 +57,8 @@ def command(
         _show(loaded, sending)
         return
     if not no_check:
+        from cluster_ddp.submit.preflight import check_before_queue
+
         check_before_queue(loaded, sending, remark)
     run, job_id = start_run(loaded.spec, sending)
     report_submitted(run, job_id)

@@ -13,7 +13,9 @@ from cluster_ddp.run.shared import why_not_shared
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
 from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
 from cluster_ddp.submit.base import Submission, SubmitError, check_writable
+from cluster_ddp.submit.check_program import check_program
 from cluster_ddp.submit.fits import Misfit, find_partition, misfits
+from cluster_ddp.submit.save_time import what_does_not_fit
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
@@ -46,21 +48,26 @@ def check_before_queue(loaded: LoadedJob, sending: Submission, remark: Callable[
     if reason is not None and spec.slurm.nodes > 1:
         remark([f"runs_dir: {runs_dir} may not be seen by the nodes: {reason}. It has to lie on shared storage"])
     sending.check()
+    partition = _check_partition(loaded, remark) if sending.via == "sbatch" else None
+    saved = check_program(loaded, remark)
+    if saved is not None:
+        remark(what_does_not_fit(spec, runs_dir, saved, partition, seconds=_SECONDS))
     if sending.via == "sbatch":
-        _check_partition(loaded, remark)
         _try(sending, remark)
 
 
-def _check_partition(loaded: LoadedJob, remark: Callable[[Iterable[str]], None]) -> None:
+def _check_partition(loaded: LoadedJob, remark: Callable[[Iterable[str]], None]) -> Partition | None:
     spec = loaded.spec
     partitions = _ask("the partitions", lambda: ask_partitions(seconds=_SECONDS), remark)
     if not partitions:
-        return
+        return None
     partition = find_partition(spec.slurm, partitions)
     if isinstance(partition, Partition):
         _check_fit(loaded, partition, remark)
-    elif partition is not None:
+        return partition
+    if partition is not None:
         raise _misfit_error(loaded, [partition])
+    return None
 
 
 def _check_fit(loaded: LoadedJob, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:

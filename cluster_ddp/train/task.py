@@ -104,7 +104,12 @@ def expect_type(value: Any, kind: type[T], by: str) -> T:
 
 
 def load_task(target: str, params: Mapping[str, Any]) -> Task:
-    """Make the task that a job file names.
+    """Make the task that a job file names; see `find_task`. An error inside ``__init__`` is raised as it is."""
+    return find_task(target, params)(**params)
+
+
+def find_task(target: str, params: Mapping[str, Any]) -> type[Task]:
+    """Import the class that a job file names, and see that it takes the parameters.
 
     Parameters
     ----------
@@ -117,7 +122,7 @@ def load_task(target: str, params: Mapping[str, Any]) -> Task:
     ------
     TaskError
         There is no such class, it is no Task, or it does not take these parameters. An error inside the module itself
-        or inside ``__init__`` is raised as it is.
+        is raised as it is.
     """
     place, _, name = target.rpartition(":")
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(place)
@@ -129,7 +134,7 @@ def load_task(target: str, params: Mapping[str, Any]) -> Task:
         inspect.signature(kind).bind(**params)
     except TypeError as error:
         raise TaskError(f"task: {target} does not take these params: {error}") from error
-    return kind(**params)
+    return kind
 
 
 def _module_of_name(name: str) -> Any:

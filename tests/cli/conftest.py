@@ -25,6 +25,18 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
+def imported() -> None:
+    """`submit` imports the task before it submits, which takes seconds."""
+
+
+@pytest.fixture(autouse=True)
+def without_imports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tests that are about it import the task before they submit."""
+    if "imported" not in request.fixturenames:
+        monkeypatch.setattr("cluster_ddp.submit.preflight.check_program", lambda loaded, remark: None)
+
+
+@pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a job file in it, as the current one; runs go to its folder `runs`."""
     folder = tmp_path / "here"

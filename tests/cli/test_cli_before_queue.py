@@ -53,3 +53,45 @@ def test_the_script_that_is_tried_is_the_one_that_is_sent(call: Call, here: Path
 def test_runs_on_a_file_system_of_this_machine_are_warned_of(call: Call, here: Path, slurm: Slurm) -> None:
     answer = call("submit", "job.yaml", "--set", "runs_dir=/dev/shm/cluster-ddp-none", "--set", "slurm.nodes=6")
     assert "/dev/shm is each machine's own" in answer.err
+
+
+def test_a_task_that_cannot_be_imported_is_refused(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
+    (here / "broken.py").write_text("import no_such_package\nclass Broken: pass\n")
+    job = ("submit", "job.yaml", "--set", "task=broken.py:Broken", "--set", "params={}")
+    answer = call(*job)
+    assert answer.status == 2
+    assert "--set task=" in answer.err and "No module named 'no_such_package'" in answer.err
+    assert f"{here / 'broken.py'}:1" in answer.err
+    assert slurm.submissions() == []
+    setup = call(*job, "--set", 'launch.setup=["module() { :; }"]')
+    assert setup.status == 0 and "only a note" in setup.err
+
+
+def test_a_script_is_not_run_to_see_what_it_imports(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
+    (here / "job.yaml").write_text("script: train.py\n")
+    (here / "train.py").write_text("open('ran', 'w')\nimport json, no_such_package\n")
+    answer = call("submit", "job.yaml")
+    assert answer.status == 2
+    assert "job.yaml:1: script:" in answer.err and "'no_such_package'" in answer.err
+    assert not (here / "ran").exists()
+
+
+HUGE = """\
+from torch import nn
+from cluster_ddp.train import Task
+print("noise")
+class Huge(Task):
+    def model(self):
+        return nn.Linear(1 << 20, 1 << 20)
+"""
+
+
+def test_a_save_that_does_not_fit_into_the_warning_is_told(
+    call: Call, here: Path, slurm: Slurm, imported: None
+) -> None:
+    (here / "huge.py").write_text(HUGE)
+    settings = ("task=huge.py:Huge", "params={}", "requeue.warning=5s")
+    answer = call("submit", "job.yaml", *(word for setting in settings for word in ("--set", setting)))
+    assert answer.status == 0, answer.err
+    assert "a checkpoint of 12288.0 GiB takes about" in answer.err
+    assert "requeue.warning is 5 s before the time limit: make it longer" in answer.err

@@ -24,6 +24,8 @@ def test_a_job_that_could_never_start_is_refused(
     cluster: SlurmCluster, tmp_path: Path, setting: str, status: int, said: str
 ) -> None:
     job = str(CHECKOUT / "job_templates" / "cpu.yaml")
-    done = cluster.cli("submit", job, "--set", setting, "--set", f"runs_dir={tmp_path / 'runs'}", check=False)
+    done = cluster.cli(
+        "submit", job, "--set", setting, "--set", f"runs_dir={tmp_path / 'runs'}", check=False, timeout=250
+    )
     assert (done.returncode, said in done.stderr) == (status, True), done.stderr
     assert not (tmp_path / "runs").exists()

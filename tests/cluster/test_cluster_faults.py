@@ -47,7 +47,9 @@ def submit(
         job["task"] = f"{Path(__file__).with_name('faulty_digits.py')}:FaultyDigits"
         job["params"] = {"width": 8, **fault}
         path.write_text(yaml.safe_dump(job))
-    answer = json.loads(cluster.cli("submit", str(path), "--json", *options, cwd=folder).stdout.splitlines()[-1])
+    answer = json.loads(
+        cluster.cli("submit", str(path), "--json", "--no-check", *options, cwd=folder).stdout.splitlines()[-1]
+    )
     return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), folder / "brake")
 
 

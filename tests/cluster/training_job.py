@@ -138,6 +138,6 @@ def submit(
 ) -> TrainingJob:
     """Write the job file into `folder` and submit it with ``cluster-ddp submit``."""
     job_file = write_job(folder, braked=braked, **sections)
-    done = cluster.cli("submit", str(job_file), "--json", *options, cwd=folder)
+    done = cluster.cli("submit", str(job_file), "--json", "--no-check", *options, cwd=folder)
     answer = json.loads(done.stdout.splitlines()[-1])
     return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), folder / "brake")
