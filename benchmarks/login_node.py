@@ -1,15 +1,17 @@
-"""How long do ``cluster-ddp status`` and ``list`` take in a folder of many runs?
+"""How long do ``cluster-ddp status`` and ``list`` take in a folder of many runs, and ``sweep`` of as many elements?
 
 Run it from the repository or with the package installed::
 
     python benchmarks/login_node.py                             # 5 rounds at 10, 100 and 1,000 runs
     python benchmarks/login_node.py --against ../older          # alternating with another checkout
+    python benchmarks/login_node.py --counts 10000              # also of a sweep, the most elements that it may have
     python benchmarks/login_node.py --make RUNS --counts 1000   # only makes the runs, to look at or to profile
 
 The runs are made up, in the state that real ones leave: attempts that were preempted and queued again, events of
 several writers, 300 lines of metrics, checkpoints; three in five are complete, the others in every other state. squeue
 and sacct are stand-ins that answer at once and count their calls. It prints medians of the wall-clock time and of the
-CPU time. To reach, at 1,000 runs: 0.8 s, one call of squeue and at most one of sacct.
+CPU time. To reach, at 1,000 runs: 0.8 s, one call of squeue and at most one of sacct; and of a sweep, prepared and
+submitted: 2 s, one call of sbatch.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from typing import Any
 TARGET_SECONDS = 0.8  # at `TARGET_RUNS`
 TARGET_RUNS = 1_000
 COMMANDS = ("status", "list")
+TARGET_SWEEP_SECONDS = 2.0  # of as many elements
+SWEEP_JOB = "name: {}\ntask: cluster_ddp.tasks.digits:Digits\nslurm: {{nodes: 2}}\ntrain: {{epochs: 20}}\n"
 STEPS = 3_000
 LOG_EVERY, SAVE_EVERY, VALIDATE_EVERY = 10, 100, 200
 SECONDS_PER_STEP = 0.5
@@ -174,13 +178,14 @@ def make_stand_ins(folder: Path, queue: list[str]) -> None:
     """Put a squeue that knows these jobs, and a sacct that knows none, into a folder; each notes its calls."""
     folder.mkdir()
     (folder / "queue").write_text("".join(queue))
-    for name, answer in (("squeue", f"cat {folder}/queue"), ("sacct", "")):
+    answers = {"squeue": f"cat {folder}/queue", "sacct": "", "sbatch": "echo 7", "scontrol": "echo MaxArraySize=100000"}
+    for name, answer in answers.items():
         program = folder / name
         program.write_text(f"#!/bin/sh\necho {name} >>{folder}/calls\n{answer}\n")
         program.chmod(0o755)
 
 
-def call(command: str, checkout: Path, folder: Path) -> tuple[float, float, list[str]]:
+def call(command: str, checkout: Path, folder: Path, *arguments: str) -> tuple[float, float, list[str]]:
     """Wall-clock and CPU seconds of a command of a checkout, and what was called of Slurm's."""
     calls = folder / "bin" / "calls"
     calls.write_text("")
@@ -191,7 +196,7 @@ def call(command: str, checkout: Path, folder: Path) -> tuple[float, float, list
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
     begin, before = time.perf_counter(), os.times()
-    words = (sys.executable, "-m", "cluster_ddp", command)
+    words = (sys.executable, "-m", "cluster_ddp", command, *arguments)
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     seconds, after = time.perf_counter() - begin, os.times()
     if done.returncode:
@@ -221,6 +226,23 @@ def measure(count: int, checkouts: list[Path], rounds: int, folder: Path) -> boo
     return reached
 
 
+def measure_sweep(count: int, checkout: Path, rounds: int, folder: Path) -> bool:
+    """Print the rows for a sweep of so many elements; whether it reaches what it has to."""
+    make_stand_ins(folder / "bin", [])
+    seeds = "train.seed=" + ",".join(map(str, range(count)))
+    walls = {}
+    for title, options in (("dry run", ("--dry-run",)), ("sweep", ())):
+        figures = []
+        for number in range(rounds + 1):  # the first of each fills caches
+            (folder / "job.yaml").write_text(SWEEP_JOB.format(f"round-{number}"))  # another sweep each time
+            figures.append(call("sweep", checkout, folder, "job.yaml", "--grid", seeds, *options))
+        wall, cpu = (statistics.median(row[column] for row in figures[1:]) for column in (0, 1))
+        calls = figures[-1][2]
+        print(f"{count:6} {title:8}{wall:9.3f}{cpu:9.3f}   {calls.count('sbatch')} sbatch", flush=True)
+        walls[title] = wall
+    return count < TARGET_RUNS or (walls["sweep"] <= TARGET_SWEEP_SECONDS and calls.count("sbatch") == 1)
+
+
 def make_runs(folder: Path, count: int) -> list[str]:
     """Make runs up; the lines of squeue about those of their jobs that are in its queue."""
     lines = [make_run(folder, index) for index in range(count)]
@@ -247,8 +269,11 @@ def main() -> int:
     for count in options.counts:
         with tempfile.TemporaryDirectory() as folder:
             reached &= measure(count, checkouts, options.rounds, Path(folder))
+        with tempfile.TemporaryDirectory() as folder:
+            reached &= measure_sweep(count, repository, options.rounds, Path(folder))
     if max(options.counts) >= TARGET_RUNS:
-        print(f"to reach at {TARGET_RUNS:,} runs: {TARGET_SECONDS} s; {'reached' if reached else 'missed'}")
+        targets = f"{TARGET_SECONDS} s, and of a sweep {TARGET_SWEEP_SECONDS} s"
+        print(f"to reach at {TARGET_RUNS:,} runs: {targets}; {'reached' if reached else 'missed'}")
     return 0 if reached else 1
 
 

@@ -11,6 +11,7 @@ from cluster_ddp.printing import printable, say
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
+    from cluster_ddp.run.sweep import SweepDirectory
 
 
 def tell(*lines: str) -> None:
@@ -45,7 +46,7 @@ def report_submitted(run: RunDirectory, job_id: str | None) -> None:
     )
 
 
-def answer(run: RunDirectory, slurm_job_id: str | None, state: str) -> None:
+def answer(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: str) -> None:
     """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it.
 
     Where it cannot be written the exit status stays what it was: that the job was not submitted, say, would be wrong.

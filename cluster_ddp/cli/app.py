@@ -25,6 +25,7 @@ from cluster_ddp.process import limit_umask
 COMMANDS: dict[str, str] = {
     "submit": "Start",
     "local": "Start",
+    "sweep": "Start",
     "resume": "Start",
     "stop": "End",
     "cancel": "End",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cluster_ddp.cli.answer import tell
-from cluster_ddp.cli.options import Run
+from cluster_ddp.cli.options import RunOrSweep
+from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
@@ -13,25 +14,38 @@ from cluster_ddp.run.record import read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
+from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 
 
-def command(run: Run) -> None:
-    """Cancel a run: it ends at once and no trap or requeue starts it again. Only `resume` does."""
+def command(run: RunOrSweep) -> None:
+    """Cancel a run, or all of a sweep: it ends at once and no trap or requeue starts it again. Only `resume` does."""
+    sweep = find_sweep(run, runs_dir_of(None))
+    if sweep is not None:
+        cancel_sweep(sweep, _mark)
+        return
     found = find_run_to_change(run, runs_dir_of(None))
-    history = read_history(found)
     _say_if_unreadable(found)
-    if history.current(COMPLETED):
+    if read_history(found).current(COMPLETED):
         tell(f"run {found.id} is complete: there is nothing to cancel")
+        return
+    _mark(found)
+    ended = _cancel_jobs(found)
+    jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
+    tell(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})")
+
+
+def _mark(found: RunDirectory) -> None:
+    """Note in a run that is not complete that it is cancelled, and have what is alive of it end."""
+    found.refuse_links()
+    history = read_history(found)
+    if history.current(COMPLETED):
         return
     # The event comes first: from now on nothing begins another attempt, however far what follows gets.
     number = history.last.number if history.last else None
     if not EventWriter(found, login_writer()).write(CANCELLED, attempt=number, by=caller()):
         raise RunError(f"run {found.id} is not cancelled: nothing can be written to {found.events}")
     _stop_last_attempt(found, history)
-    ended = _cancel_jobs(found)
-    jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
-    tell(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})")
 
 
 def _say_if_unreadable(run: RunDirectory) -> None:

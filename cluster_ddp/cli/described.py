@@ -14,6 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
+from cluster_ddp.run.sweep_status import NotBegun
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs, query_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -21,6 +22,7 @@ _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 
 _FAILED_STATUS = 4
 _DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
+K = TypeVar("K", bound="KnownRun | NotBegun")
 S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
@@ -33,7 +35,7 @@ def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
     return describe_with(known, ask_slurm(known), describe_known)
 
 
-def describe_with(known: Sequence[KnownRun], jobs: SlurmJobs, describe: Callable[[KnownRun, SlurmJobs], S]) -> list[S]:
+def describe_with(known: Sequence[K], jobs: SlurmJobs, describe: Callable[[K, SlurmJobs], S]) -> list[S]:
     """The state of each run with what squeue says; where that leaves a doubt, with what the accounting knows, too."""
     found = [describe(run, jobs) for run in known]
     if jobs is None:
@@ -51,7 +53,7 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
 
 
-def ask_slurm(known: Sequence[KnownRun]) -> SlurmJobs:
+def ask_slurm(known: Sequence[KnownRun | NotBegun]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be asked."""
     job_ids = {job_id for run in known for job_id in run.slurm_job_ids}
     try:

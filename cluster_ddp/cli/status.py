@@ -14,10 +14,11 @@ import typer
 from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe_known, know
+from cluster_ddp.run.status import KnownRun, RunStatus, know
+from cluster_ddp.run.sweep import find_sweep, read_sweep
+from cluster_ddp.run.sweep_status import NotBegun, best_of, describe_element, know_elements
 from cluster_ddp.slurm.states import SlurmJob
 
 _REFRESH_SECONDS = 2.0
@@ -34,7 +35,7 @@ _LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
 def command(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one. Default: all."),
+        typer.Argument(metavar="RUN", help="Run or sweep: its directory, id, or a unique prefix. Default: all runs."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing is left to happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; of several runs a list.")] = False,
@@ -57,25 +58,36 @@ class _Look:
         self._names = names
         self._asked_at = -float("inf")
         self._jobs: Mapping[str, SlurmJob] | None = None
-        self.single = len(names) == 1
+        self.sweep = find_sweep(names[0], self.runs_dir) if len(names) == 1 else None
+        self.single = len(names) == 1 and self.sweep is None
 
     def take(self) -> list[RunStatus]:
         """The states now."""
-        known = [know(run) for run in self._runs()]
+        known = self._known()
         if time.monotonic() - self._asked_at >= _ASK_SLURM_SECONDS:
             self._jobs = ask_slurm(known)
             self._asked_at = time.monotonic()
-        return describe_with(known, self._jobs, describe_known)
+        return describe_with(known, self._jobs, describe_element)
 
     def json(self, found: list[RunStatus]) -> Any:
         """An object for one run that was named, a list for several."""
         values = [status.to_json() for status in found]
         return values[0] if self.single else values
 
-    def _runs(self) -> list[RunDirectory]:
+    def best(self, found: list[RunStatus]) -> list[str]:
+        """The line on the best element of a sweep, below its table."""
+        best = best_of(found, read_sweep(self.sweep)) if self.sweep is not None else None
+        if best is None:
+            return []
+        status, metric = best
+        return ["", f"best by {one_line(metric)}: {one_line(status.run_id)}  {status.metrics[metric]:.4g}"]
+
+    def _known(self) -> list[KnownRun | NotBegun]:
+        if self.sweep is not None:
+            return know_elements(self.sweep, read_sweep(self.sweep))
         if not self._names:
-            return list_runs(self.runs_dir)
-        return list(dict.fromkeys(find_run(name, self.runs_dir) for name in self._names))
+            return [know(run) for run in list_runs(self.runs_dir)]
+        return [know(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]
 
 
 def _print(found: list[RunStatus], look: _Look) -> None:
@@ -89,7 +101,7 @@ def _print(found: list[RunStatus], look: _Look) -> None:
             widths = _fitted(columns, shutil.get_terminal_size().columns)
         else:  # a pipe takes lines of any length, and its reader the columns that it knows
             widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
-        show(*_table(columns, widths))
+        show(*_table(columns, widths), *look.best(found))
 
 
 def _watch(look: _Look, *, as_json: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import describe_runs
-from cluster_ddp.cli.options import Run
+from cluster_ddp.cli.options import RunOrSweep
+from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
@@ -12,8 +13,9 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
-from cluster_ddp.run.status import living_jobs, slurm_job_ids
+from cluster_ddp.run.status import RunStatus, living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
+from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 
 _OF_A_SCRIPT = (
@@ -22,10 +24,19 @@ _OF_A_SCRIPT = (
 )
 
 
-def command(run: Run) -> None:
-    """Ask a run to save a checkpoint and end; `resume` goes on from there."""
+def command(run: RunOrSweep) -> None:
+    """Ask a run to save a checkpoint and end; `resume` goes on from there. Of a sweep, all its elements."""
+    sweep = find_sweep(run, runs_dir_of(None))
+    if sweep is not None:
+        stop_sweep(sweep, _stop)
+        return
     found = find_run_to_change(run, runs_dir_of(None))
     (status,) = describe_runs([found])
+    _stop(found, status)
+
+
+def _stop(found: RunDirectory, status: RunStatus) -> None:
+    """Stop one run."""
     if not status.state.alive:
         raise RunError(
             f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status.state, found.id)}"

@@ -43,10 +43,11 @@ class Place:
     file: Path | None
     line: int = 1
     override: str | None = None
+    option: str = "--set"  # of the command line, by which the override was given
 
     def __str__(self) -> str:
         if self.override is not None:
-            return f"--set {self.override}"
+            return f"{self.option} {self.override}"
         return f"{self.file}:{self.line}" if self.line else str(self.file)
 
 
@@ -120,7 +121,7 @@ def read_document(file: Path) -> Node:
         When the file cannot be read, is larger than `MAX_BYTES`, is not UTF-8 or not YAML, has duplicate keys, tags or
         several documents, or is not a mapping.
     """
-    node = parse(_read_text(file), Place(file))
+    node = parse(read_text(file), Place(file))
     if node.value is None:
         raise fault(node.place, "the file is empty", "keys such as name:, task: and train:")
     if not isinstance(node.value, dict):
@@ -129,7 +130,8 @@ def read_document(file: Path) -> Node:
     return node
 
 
-def _read_text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Read a YAML file that a person wrote; `JobFileError` as `read_document` says."""
     whole = Place(file, 0)
     if not is_file(file):
         raise fault(whole, "is no regular file" if os.path.lexists(file) else "no such file")

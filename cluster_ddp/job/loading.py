@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from cluster_ddp.job.batch import plan_batch
 from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping, plain, read_document, without_value
-from cluster_ddp.job.errors import BatchError
+from cluster_ddp.job.errors import BatchError, JobFileError
 from cluster_ddp.job.extends import absolute, read_extended
 from cluster_ddp.job.merge import apply_overrides, drop_nulls
 from cluster_ddp.job.models import JobSpec, SlurmSpec
@@ -81,6 +81,49 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
     return LoadedJob(spec, warnings, tuple(_origins(root)))
 
 
+@dataclass(frozen=True)
+class Variants:
+    """A job in several variants, each valid."""
+
+    job: dict[str, Any]  # without what differs; from the file that it is written to, `load_variant` loads each
+    first: LoadedJob
+
+
+def load_variants(
+    source: str, overrides: Sequence[str], variants: Sequence[Sequence[str]], *, check_target: bool = True
+) -> Variants:
+    """Check every variant of a job: what `load_job` would say to it with the variant's settings as overrides.
+
+    Raises
+    ------
+    JobFileError
+        Names the variants that are wrong by their numbers from 0, and what is wrong with each.
+    """
+    file = _find_file(source)
+    root = _prepared(apply_overrides(over_site(read_extended((file,))), overrides), file)
+    specs, errors = [], dict[str, list[int]]()
+    for number, settings in enumerate(variants):
+        try:
+            spec, changed = _with_overrides(root, settings, file)
+            refuse(spec, changed)
+            specs.append((spec, changed))
+        except JobFileError as error:
+            errors.setdefault(str(error), []).append(number)
+    if errors:
+        raise JobFileError("\n".join(f"{_which(numbers)}: {message}" for message, numbers in errors.items()))
+    warnings = _check_target(*specs[0]) if check_target else ()
+    return Variants(plain(root), LoadedJob(specs[0][0], warnings, tuple(_origins(specs[0][1]))))
+
+
+def load_variant(file: Path, settings: Sequence[str]) -> JobSpec:
+    """Load a variant of a job that `load_variants` has checked; what the site sets as defaults is in the file."""
+    return _with_overrides(read_document(file), settings, file)[0]
+
+
+def _which(numbers: list[int]) -> str:
+    return f"element {numbers[0]}" + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")
+
+
 def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
     """Load the resolved job of a run directory and lay settings over it; the file is read once.
 
@@ -125,8 +168,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_overrides(root: Node, overrides: Sequence[str], file: Path) -> tuple[JobSpec, Node]:
-    root = drop_nulls(apply_overrides(root, overrides))
-    root = _with_name(as_written(_with_absolute_paths(root)), file)
+    root = _prepared(apply_overrides(root, overrides), file)
     spec = _validate(root)
     _check_batch(spec, root)
     return spec, root
@@ -139,6 +181,11 @@ def _origins(node: Node, path: tuple[str, ...] = ()) -> Iterator[Origin]:
             yield from _origins(below, (*path, key))
     else:
         yield Origin(".".join(path), str(plain(node)), without_value(node.place))
+
+
+def _prepared(root: Node, file: Path) -> Node:
+    """Return the job as it is validated: named, without what is set to nothing, strings and paths as they are meant."""
+    return _with_name(as_written(_with_absolute_paths(drop_nulls(root))), file)
 
 
 def _find_file(source: str) -> Path:

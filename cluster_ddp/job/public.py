@@ -7,10 +7,13 @@ from cluster_ddp.job.batch import BatchPlan, describe_training, plan_batch, scal
 from cluster_ddp.job.loading import (
     LoadedJob,
     RunJob,
+    Variants,
     dump_resolved,
     load_job,
     load_resolved,
     load_run_job,
+    load_variant,
+    load_variants,
 )
 from cluster_ddp.job.models import (
     CheckpointSpec,

@@ -137,7 +137,7 @@ class SlurmAllocation:
             self._kill_wait = answer
 
     def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
-        job = show_job(self._start.job_id, seconds=seconds)
+        job = show_job(self._start.task, seconds=seconds)
         if job is not None:
             self._grace_end = grace_end(job) or self._grace_end
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:

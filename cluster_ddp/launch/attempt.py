@@ -58,7 +58,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
         return begin_attempt(run, host=socket.gethostname(), pid=pid, nodes=1, procs=procs)
     attempt = begin_attempt(
         run,
-        slurm_job_id=start.job_id,
+        slurm_job_id=start.task,
         restart_count=start.restart_count,
         host=start.batch_host or socket.gethostname(),
         pid=pid,

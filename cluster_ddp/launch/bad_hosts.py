@@ -141,7 +141,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     """
     history = read_history(run)
     last = history.last
-    if start.restart_count == 0 or last is None or not is_earlier_start(last, start.job_id, start.restart_count):
+    if start.restart_count == 0 or last is None or not is_earlier_start(last, start.task, start.restart_count):
         return []
     refuse_ended(history)
     events = EventWriter(run, login_writer())
@@ -151,7 +151,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     new = (set(bad) & set(host_list(start)) if bad else set()) - _named_before(history)
     # What cannot be recorded (a full disk) could be asked for ever.
     recorded = [
-        events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.job_id) for host in sorted(new)
+        events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.task) for host in sorted(new)
     ]
     return bad if recorded and all(recorded) else []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster_ddp.run.errors import RunError
 
 MANIFEST = "manifest.json"  # of a checkpoint, in its folder
+SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that holds its runs
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
 
@@ -84,6 +85,12 @@ class RunDirectory:
     def id(self) -> str:
         """`<name>-<yyyymmdd-hhmmss>-<4 hex>`."""
         return self.path.name
+
+    @property
+    def sweep_id(self) -> str | None:
+        """The sweep that the run is an element of; None for a run of its own."""
+        folder = self.path.parent
+        return folder.name if os.path.lexists(folder / SWEEP_RECORD) else None
 
     def attempt(self, number: int) -> AttemptDirectory:
         """The attempt of that number, whether it exists or not."""

@@ -34,8 +34,16 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
     return _absolute(chosen or "runs")
 
 
-def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -> RunDirectory:
-    """Make the folder of a new run and everything in it that is known before it starts; or a `RunError`."""
+def create_run(
+    spec: JobSpec, *, runs_dir: Path, via: str, script: str | None, folder: str | None = None
+) -> RunDirectory:
+    """Make the folder of a new run and everything in it that is known before it starts; or a `RunError`.
+
+    Parameters
+    ----------
+    folder
+        Its name; by default the job's name, the time and four digits that no other run has.
+    """
     from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
     from cluster_ddp.run.record import new_record, write_record
     from cluster_ddp.run.storage import Storage, replace_file
@@ -44,12 +52,14 @@ def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         limit_umask()
-        run = _new_folder(storage, runs_dir, spec.name)
+        run = _new_folder(storage, runs_dir, spec.name) if folder is None else RunDirectory(runs_dir / folder)
+        if folder is not None:
+            storage.mkdir(run.path)
         if spec.storage.mode == "group":
-            run.path.chmod(stat.S_IMODE(run.path.stat().st_mode) | stat.S_IRWXG | stat.S_ISGID)
+            share_with_group(run.path)
         limit_umask(run.path)
-        for folder in (run.events, run.attempts, run.checkpoints):
-            storage.mkdir(folder)
+        for inside in (run.events, run.attempts, run.checkpoints):
+            storage.mkdir(inside)
         replace_file(storage, run.job_file, dump_resolved(spec).encode())
         if script is not None:
             replace_file(storage, run.script, script.encode(), mode=run.script_mode())
@@ -57,6 +67,11 @@ def create_run(spec: JobSpec, *, runs_dir: Path, via: str, script: str | None) -
     except OSError as error:
         raise RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.") from error
     return run
+
+
+def share_with_group(folder: Path) -> None:
+    """Let the group of a folder change what is in it, and what will be."""
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXG | stat.S_ISGID)
 
 
 def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:

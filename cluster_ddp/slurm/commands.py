@@ -134,7 +134,7 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
     SlurmError
         squeue is missing or the controller does not answer.
     """
-    wanted = sorted(filter(is_job_id, set(job_ids)))
+    wanted = _arrays_as_one(filter(is_job_id, set(job_ids)))
     if not wanted:
         return {}
     require("squeue")
@@ -153,6 +153,14 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
         if "Invalid job id" in str(error):
             return {}
         raise
+
+
+def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
+    """The ids, sorted, with an array in place of several of its tasks: squeue then tells of all of them."""
+    tasks: dict[str, list[str]] = {}
+    for job_id in job_ids:
+        tasks.setdefault(job_id.partition("_")[0], []).append(job_id)
+    return sorted(array if len(named) > 1 else named[0] for array, named in tasks.items())
 
 
 def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, SlurmJob]:
@@ -183,12 +191,18 @@ def parse_queue(answer: str) -> dict[str, SlurmJob]:
     return jobs
 
 
-def cancel_job(job_id: str) -> None:
-    """``scancel``; a job that is no longer there is as good as cancelled."""
-    assert is_job_id(job_id), job_id
+def cancel_job(*job_ids: str, only_waiting: bool = False) -> None:
+    """``scancel``; a job that is no longer there is as good as cancelled.
+
+    Parameters
+    ----------
+    only_waiting
+        Leave those alone that have started meanwhile.
+    """
+    assert all(map(is_job_id, job_ids)), job_ids
     require("scancel")
     try:
-        call(["scancel", job_id])
+        call(["scancel", *(["--state=PENDING"] if only_waiting else []), *job_ids])
     except SlurmError as error:
         if "Invalid job id" not in str(error) and "already completing or completed" not in str(error):
             raise

@@ -14,6 +14,9 @@ _REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all th
 DEFAULT_KILL_WAIT = 30.0
 """Slurm's own, where it cannot be asked."""
 
+DEFAULT_MAX_ARRAY_SIZE = 1001
+"""The same."""
+
 
 def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
     """What Slurm says about a job; None without an answer in so many seconds."""
@@ -31,6 +34,16 @@ def kill_wait(*, seconds: float) -> float | None:
         return None
     found = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
     return float(found[1]) if found else DEFAULT_KILL_WAIT
+
+
+def max_array_size() -> int:
+    """How many tasks a job array may have at the most; Slurm's own default where it cannot be asked."""
+    try:
+        config = call_once(["scontrol", "show", "config"], seconds=_SECONDS)
+    except SlurmError:
+        return DEFAULT_MAX_ARRAY_SIZE
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", config, re.MULTILINE)
+    return int(found[1]) if found else DEFAULT_MAX_ARRAY_SIZE
 
 
 def grace_time(partition: str, qos: str) -> float:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class SlurmStart:
     """One start of a Slurm job. Slurm starts a job again under the same id and counts."""
 
-    job_id: str  # of a task of an array, the task's own
-    # How commands that change the job name it: of an array ``<array>_<task>``, since its plain id would take the
-    # siblings along
+    job_id: str  # a number; of a task of an array, the task's own
+    # How the job is named wherever it is written down or asked about: of an array ``<array>_<task>``, since the number
+    # of one of its tasks is the array's, and stands for all of them
     task: str
     restart_count: int  # 0 at the first start
     nodes: int  # how many nodes it has; 0 where Slurm does not say

@@ -30,13 +30,13 @@ def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) 
     spec = load_job(job, settings).spec
     runs_dir = runs_dir_of(spec)
     # Slurm uses job ids again, but a first start has made no run yet.
-    found = _made_by(start.job_id, runs_dir) if start.restart_count else None
+    found = _made_by(start.task, runs_dir) if start.restart_count else None
     if found is not None:
         return found
     check_writable(runs_dir)
     run = create_run(spec, runs_dir=runs_dir, via=SbatchSubmission.via, script=script.read_text())
-    add_slurm_job(run, start.job_id)
-    note_submitted(run, SbatchSubmission.via, start.job_id)
+    add_slurm_job(run, start.task)
+    note_submitted(run, SbatchSubmission.via, start.task)
     return run
 
 

@@ -31,11 +31,26 @@ _VARIABLES = {
     "\0id\0": "$SLURM_JOB_ID",
     "\0addr\0": "$MASTER_ADDR",
     "\0port\0": "$MASTER_PORT",
+    "\0args\0": "${args[@]}",
 }
 
 _STARTS_WITHOUT_ATTEMPT = 3
 _SETUP_HERE = "\0setup\0"
 _GIVEN_RUN = '${1:+$(realpath -m -- "$1")}'
+_GIVEN_SWEEP = """cluster_ddp_sweep=
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # one element of the sweep $1; $2 is the element that is task 0
+    cluster_ddp_sweep=$cluster_ddp_run
+    cluster_ddp_element=$((SLURM_ARRAY_TASK_ID + ${2:-0}))
+    printf -v cluster_ddp_run '%s/%04d' "$cluster_ddp_sweep" "$cluster_ddp_element"
+    cluster_ddp_made=("$cluster_ddp_run"-*/) # at the first start; the name shows what differs
+    cluster_ddp_run=${cluster_ddp_made[0]%/}
+fi"""
+_RUN_OF_ELEMENT = """if [[ -n $cluster_ddp_sweep ]]; then
+    run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") ||
+        fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
+    cluster_ddp_run=$run
+    exec >>"$run/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out" 2>&1 # no longer into the file that all share
+fi"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ def render_script(
     *,
     python: str | None = None,
     own_run_of: str | None = None,
+    sweep: bool = False,
     exported: Mapping[str, str] | None = None,
 ) -> BatchScript:
     """Render the batch script of a job.
@@ -69,6 +85,9 @@ def render_script(
     own_run_of
         A job file or template's name. With it the script may be submitted without a run directory: it makes a run of
         that job, and finds it again when Slurm starts it again.
+    sweep
+        Whether it is submitted as an array, too: then its arguments are the folder of a sweep and the element that is
+        task 0, and each task makes the run of its element. What differs between elements is no part of the script.
     exported
         The environment that it is submitted in, where that is known. The script does not depend on it; the remarks do.
 
@@ -80,15 +99,16 @@ def render_script(
         A value that sbatch cannot be given.
     """
     network = resolve(spec.network)
-    launcher = _Launcher(spec, python)
+    launcher = _Launcher(spec, python, sweep=sweep)
+    given = f"{_GIVEN_RUN}\n{_GIVEN_SWEEP}" if sweep else _GIVEN_RUN
     blocks = {
         "title": "# " + _title(spec),
-        "usage": "job.sbatch RUN_DIRECTORY" if own_run_of is None else "job.sbatch [RUN_DIRECTORY]",
+        "usage": _usage(own_run_of, sweep=sweep),
         "directives": "\n".join(_directives(spec)),
-        "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=_GIVEN_RUN, setup=_SETUP_HERE)),
+        "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=given, setup=_SETUP_HERE)),
         "python": "\n".join(launcher.definitions()),
         "keeper": launcher.keeper,
-        "run": "\n".join([*_run(own_run_of, launcher.keeper), *launcher.in_container()]),
+        "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.in_container()]),
         "signal": spec.requeue.signal,
         "port": _port(spec),
         "network": "\n".join(_exports(spec, network)),
@@ -147,6 +167,13 @@ def own_comment(spec: JobSpec) -> str:
     return f" {wanted}" if isinstance(wanted, str) and wanted else ""
 
 
+def _usage(own_run_of: str | None, *, sweep: bool) -> str:
+    """How the script is submitted."""
+    if sweep:
+        return "--array=FIRST-LAST job.sbatch SWEEP OFFSET   (or, for one run of it: sbatch job.sbatch RUN_DIRECTORY)"
+    return "job.sbatch RUN_DIRECTORY" if own_run_of is None else "job.sbatch [RUN_DIRECTORY]"
+
+
 def _title(spec: JobSpec) -> str:
     ranks = spec.procs_per_node
     return (
@@ -184,7 +211,7 @@ fail() {
     local words=${2//\\/\\\\}
     words=${words//\"/\\\"}
     printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-        "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" \
+        "$(date +%s)" "$task" "${SLURM_RESTART_COUNT:-0}" \
         "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
         >>"$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl"
     exit 1
@@ -218,11 +245,13 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[st
     yield ""
 
 
-def _run(own_run_of: str | None, keeper: str) -> Iterator[str]:
+def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
     """The lines that set `run`, the run directory."""
     if own_run_of is None:
         yield '[[ -n $cluster_ddp_run ]] || fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
         yield "run=$cluster_ddp_run"
+        if sweep:
+            yield _RUN_OF_ELEMENT.replace("@keeper@", keeper)
     else:
         yield "# Without a run directory this job makes a run of its own and finds it again at each restart."
         yield "# Of what: a job file or a template, and settings laid over it, such as --set train.epochs=3."
@@ -253,8 +282,9 @@ class _Launcher:
     The keeper stays outside of containers: there it would find no scontrol to ask for a requeue.
     """
 
-    def __init__(self, spec: JobSpec, python: str | None) -> None:
+    def __init__(self, spec: JobSpec, python: str | None, *, sweep: bool) -> None:
         self._spec = spec
+        self._sweep = sweep
         self._container = spec.launch.container
         self._host_python = python or sys.executable
         self._python = spec.launch.python or (self._host_python if self._container is None else "python3")
@@ -274,6 +304,9 @@ class _Launcher:
 
     def in_container(self) -> Iterator[str]:
         """The line that defines the array `python` where ranks run in a container; it names the run directory."""
+        if self._sweep and self._spec.script is not None:
+            yield "# The arguments of the script, by the run's own job file: they may differ from element to element."
+            yield f"mapfile -t -d '' args < <({self.keeper} -m cluster_ddp.submit.element --arguments \"$run\")"
         if self._container is not None:
             yield f"python=({self._prefix()}{quote(self._python)})"
 
@@ -289,6 +322,8 @@ class _Launcher:
         )
         options = list(itertools.takewhile(lambda word: word.startswith("--"), command[1:]))
         target = command[1 + len(options) :]  # what is run, and options of its own behind it
+        if self._sweep and self._spec.script is not None:
+            target = [target[0], "\0args\0"]
         lines = [
             f"{' '.join(SRUN)}{self._srun_options}",
             f'    "${{python[@]}}" -m cluster_ddp.launch.node --run "$run" --attempt {quote(ATTEMPT)} --',

@@ -1,0 +1,141 @@
+"""``cluster-ddp sweep``: one job in many variants."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster_ddp.cli.answer import answer, remark, tell
+from cluster_ddp.cli.described import show_metrics
+from cluster_ddp.cli.options import Job, JsonLine, Settings
+from cluster_ddp.printing import one_line, printable
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.status import RunStatus
+from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.sweep import Submitted, SweepPlan, plan_sweep, submit_sweep
+
+
+def command(
+    job: Job,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A.B=V,V", help="Values of a setting: train.lr=1e-3,1e-4. Of several, all combinations."),
+    ] = None,
+    list_file: Annotated[
+        Path | None,
+        typer.Option("--list", metavar="FILE", help="A YAML list of elements, such as - {train.lr: 1e-3}."),
+    ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="K", help="How many may run at the same time. Default: no limit; here: 1."),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run it on this machine, without Slurm, in the foreground.")
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --local: nodes to simulate for each element.")] = None,
+    procs: Annotated[int | None, typer.Option(min=1, help="With --local: ranks on each of them.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="With --local: devices, divided among the elements; none for CPUs.")
+    ] = None,
+    settings: Settings = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script and the elements; write nothing.")
+    ] = False,
+    as_json: JsonLine = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not look whether the task or script exists.")
+    ] = False,
+) -> None:
+    """Start a job once for each combination of settings, as one Slurm array. Again: start what is missing or failed."""
+    from cluster_ddp.job.grid import elements_of, read_list
+
+    elements = elements_of(grid or (), read_list(list_file) if list_file else ())
+    plan = plan_sweep(job, settings or (), elements, check_target=not no_check)
+    remark(plan.remarks)
+    if dry_run:
+        _show(plan, at_once)
+        return
+    if local:
+        raise typer.Exit(_run_here(plan, at_once or 1, nodes, procs, gpus, as_json=as_json))
+    if (nodes, procs, gpus) != (None, None, None):
+        raise SubmitError(
+            "--nodes, --procs and --gpus go with --local; Slurm is asked by --set slurm.nodes=... and so on"
+        )
+    submitted = submit_sweep(plan, at_once=at_once)
+    _report(plan, submitted)
+    if as_json:
+        answer(plan.sweep, submitted.job_ids[0] if submitted.job_ids else None, "PENDING")
+
+
+def _run_here(
+    plan: SweepPlan, at_once: int, nodes: int | None, procs: int | None, gpus: str | None, *, as_json: bool
+) -> int:
+    """Run a sweep in the foreground; the exit status of the command."""
+    from cluster_ddp.submit.sweep_here import OUTPUT, run_sweep
+
+    tell(f"sweep {plan.sweep.id}: the output of each element is in its folder, {plan.sweep.path}/*/{OUTPUT}")
+    found = run_sweep(plan, at_once=at_once, nodes=nodes, procs=procs, gpus=gpus, told=_tell_ended)
+    states = Counter(status.state for status in found)
+    tell(
+        "  ".join(f"{count} {state.value}" for state, count in states.items()),
+        f"  see more   cluster-ddp status {one_line(str(plan.sweep.path))}",
+    )
+    state, exit_status = _outcome(states)
+    if as_json:
+        answer(plan.sweep, None, state.value)
+    return exit_status
+
+
+def _outcome(states: Iterable[RunState]) -> tuple[RunState, int]:
+    """What a sweep that ran here has come to, and what the command exits with."""
+    if {RunState.FAILED, RunState.STALLED} & set(states):
+        return RunState.FAILED, 4
+    return (RunState.COMPLETED, 0) if set(states) == {RunState.COMPLETED} else (RunState.STOPPED, 5)
+
+
+def _tell_ended(status: RunStatus) -> None:
+    reason = f"  ({one_line(status.reason)})" if status.reason else ""
+    tell(f"{status.state.value:<9}  {one_line(status.run_id)}  {show_metrics(status.metrics)}{reason}".rstrip())
+
+
+def _show(plan: SweepPlan, at_once: int | None) -> None:
+    """Print a dry run: the script alone on standard output, everything else on standard error."""
+    from cluster_ddp.job.grid import labels
+
+    sys.stdout.write(printable(plan.script.text) if sys.stdout.isatty() else plan.script.text)
+    sys.stdout.flush()
+    limit = f", {at_once} at once" if at_once is not None else ""
+    names = labels(plan.elements)
+    tell(
+        "",
+        "dry run: nothing was written or submitted",
+        f"  sweep directory:  {plan.sweep.path}",
+        f"  elements:         {len(names)}{limit}",
+        *(
+            f"    {number:04d}-{name}   {shlex.join(settings)}"
+            for number, (name, settings) in enumerate(zip(names, plan.elements, strict=True))
+        ),
+    )
+
+
+def _report(plan: SweepPlan, submitted: Submitted) -> None:
+    """Say what was submitted, what was not and why, and what to do next."""
+    sweep = plan.sweep
+    jobs = f", Slurm job {', '.join(submitted.job_ids)}" if submitted.job_ids else ""
+    others = Counter(status.state.value for status in submitted.found)
+    left = sum(others.values()) - submitted.started
+    tell(f"sweep {sweep.id}: {submitted.started} of {len(submitted.found)} elements submitted{jobs}")
+    if left:
+        told = ", ".join(f"{count} {state}" for state, count in sorted(others.items()))
+        tell(f"  left alone: {left} (before this call: {told})")
+    tell(
+        f"  directory:  {one_line(str(sweep.path))}",
+        f"  watch:      cluster-ddp status {sweep.id} --watch",
+        f"  end early:  cluster-ddp stop {sweep.id}   (for good: cancel)",
+    )

@@ -1,0 +1,119 @@
+"""What ``stop`` and ``cancel`` do with a sweep: end all its elements, with one call of squeue and few of scancel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.described import PATIENCE_SECONDS
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.process import limit_umask
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.status import KnownRun, RunStatus, living_jobs
+from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, read_sweep
+from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
+from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
+from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
+
+
+def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], None]) -> None:
+    """Have the elements that train save and end, and take those that wait out of the queue.
+
+    Parameters
+    ----------
+    stop
+        Stops one run that is alive.
+
+    Raises
+    ------
+    RunError
+        Nothing of the sweep is alive or waits.
+    """
+    started_here = _start_no_more(sweep)
+    looked = _look(sweep)
+    waiting = [job.job_id for _, _, jobs in looked for job in jobs if job.state in WAITING]
+    starting = [
+        job.job_id for known, _, jobs in looked if isinstance(known, NotBegun) for job in jobs if job.state in ACTIVE
+    ]
+    _cancel(sweep, waiting, only_waiting=True)
+    _cancel(sweep, starting)  # it has no run yet, and thus nothing to save
+    asked = sum(
+        _try(functools.partial(stop, known.run, status))
+        for known, status, _ in looked
+        if isinstance(known, KnownRun) and status.state.alive
+    )
+    if not asked and not waiting and not starting and not started_here:
+        raise RunError(f"sweep {sweep.id}: nothing of it is alive or waits")
+    tell(
+        f"sweep {sweep.id}: {asked} elements asked to save and end, {len(waiting) + len(starting)} taken out of the "
+        f"queue (see: cluster-ddp status {sweep.id}; go on later: the same sweep command)"
+    )
+
+
+def cancel_sweep(sweep: SweepDirectory, mark: Callable[[RunDirectory], None]) -> None:
+    """End all elements that are not complete, for good.
+
+    Parameters
+    ----------
+    mark
+        Notes in one run that it is cancelled, if it is not complete; from then on it begins no attempt.
+    """
+    _start_no_more(sweep)
+    for element in sweep.begun(read_sweep(sweep).elements):
+        _try(functools.partial(mark, sweep.run(element)))
+    living = [job.job_id for _, _, jobs in _look(sweep) for job in jobs]
+    _cancel(sweep, living)
+    tell(
+        f"cancelled sweep {sweep.id}, {len(living)} Slurm jobs of it among that (to take a run up again: "
+        "cluster-ddp resume DIRECTORY)"
+    )
+
+
+def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, Sequence[SlurmJob]]]:
+    """Each element, where it stands, and those of its jobs that wait or run and are surely its own."""
+    limit_umask(sweep.path)
+    known = know_elements(sweep, read_sweep(sweep))
+    job_ids = {job_id for one in known for job_id in one.slurm_job_ids}
+    jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
+    return [(one, describe_element(one, jobs), _living(one, jobs)) for one in known]
+
+
+def _living(known: KnownRun | NotBegun, jobs: dict[str, SlurmJob]) -> list[SlurmJob]:
+    if isinstance(known, KnownRun):
+        return living_jobs(known.run, jobs)[0]
+    return [job for job in tasks_of(known, jobs) if job.state in ACTIVE | WAITING]
+
+
+def _try(act: Callable[[], None]) -> bool:
+    """Whether it could be done: what is wrong with one element must not keep the others from it."""
+    try:
+        act()
+    except ClusterDDPError as error:
+        tell(f"cluster-ddp: {error}")
+        return False
+    return True
+
+
+def _cancel(sweep: SweepDirectory, job_ids: Sequence[str], *, only_waiting: bool = False) -> None:
+    if not job_ids:
+        return
+    try:
+        cancel_job(*job_ids, only_waiting=only_waiting)
+    except SlurmError as error:
+        raise SlurmError(f"jobs of sweep {sweep.id} may go on or wait: {error}") from error
+
+
+def _start_no_more(sweep: SweepDirectory) -> bool:
+    """Take the claim from a process that starts elements here, which starts no more then; whether there was one."""
+    if not read_sweep(sweep).busy:
+        return False
+
+    def unclaimed(record: SweepRecord | None) -> SweepRecord:
+        assert record is not None
+        return replace(record, submitting=None)
+
+    change_sweep(sweep, unclaimed)
+    return True

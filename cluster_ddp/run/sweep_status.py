@@ -1,0 +1,91 @@
+"""Where the elements of a sweep stand: those that have a run, and those that have not begun."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.record import run_in_comment
+from cluster_ddp.run.status import KnownRun, RunStatus, describe_known, know
+from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
+from cluster_ddp.slurm.reasons import in_words
+from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
+
+TO_START = frozenset({RunState.FAILED, RunState.STALLED, RunState.LOST, RunState.STOPPED})
+"""The states in which the same sweep command starts an element; what was cancelled is started by `resume` only."""
+
+
+@dataclass(frozen=True)
+class NotBegun:
+    """An element that has no run yet, as a `KnownRun` is one that has."""
+
+    sweep: SweepDirectory
+    record: SweepRecord
+    element: Element
+
+    @property
+    def slurm_job_ids(self) -> list[str]:
+        """The tasks of Slurm's arrays that may be to start it, the latest last."""
+        number = self.element.number
+        return [f"{array.job_id}_{number - array.offset}" for array in self.record.arrays if number >= array.offset]
+
+
+def know_elements(sweep: SweepDirectory, record: SweepRecord) -> list[KnownRun | NotBegun]:
+    """Read what squeue is to be asked about the elements of a sweep by, in their order."""
+    begun = {element.name for element in sweep.begun(record.elements)}
+    return [
+        know(sweep.run(element)) if element.name in begun else NotBegun(sweep, record, element)
+        for element in record.elements
+    ]
+
+
+def tasks_of(known: NotBegun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
+    """Those tasks of the sweep's arrays that were to start an element, of those that Slurm knows; the latest last."""
+    tasks = [slurm_jobs[job_id] for job_id in known.slurm_job_ids if job_id in slurm_jobs]
+    return [task for task in tasks if run_in_comment(task.comment) == known.record.id]
+
+
+def describe_element(known: KnownRun | NotBegun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
+    """Say where an element, or any run, stands; see `cluster_ddp.run.status.describe`."""
+    if isinstance(known, KnownRun):
+        return describe_known(known, slurm_jobs)
+    element, run = known.element, known.sweep.run(known.element)
+    tasks = tasks_of(known, slurm_jobs or {})
+    job = tasks[-1] if tasks else None
+    state, reason = _state(known.record, job, answered=slurm_jobs is not None)
+    empty = describe_known(KnownRun(run, None, None, ()), None)
+    return replace(empty, name=element.name, state=state, reason=reason, slurm_job_id=job.job_id if job else None)
+
+
+def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
+    if job is None:
+        if record.busy:
+            return RunState.PENDING, "waits for its turn"
+        if record.arrays and not answered:
+            return RunState.PENDING, "Slurm cannot be asked about it from here"
+        return RunState.LOST, "has not begun, and no job is to start it; the same sweep command does"
+    if job.held:
+        return RunState.HELD, f"Slurm holds job {job.job_id}; release it with: scontrol release {job.job_id}"
+    if job.state in WAITING:
+        return RunState.PENDING, in_words(job.reason)
+    if job.state in ACTIVE:
+        return RunState.RUNNING, "starting"
+    state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
+    output = f"slurm-{job.job_id.partition('_')[0]}.out"
+    return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began (see {output} of the sweep)"
+
+
+def best_of(found: Sequence[RunStatus], record: SweepRecord) -> tuple[RunStatus, str] | None:
+    """The best element by its latest value of a metric, and which metric; None before one has been measured.
+
+    It is that of ``checkpoint.keep_best``; without one the lowest validation loss, else the lowest training loss.
+    """
+    candidates = [(record.metric, record.mode)] if record.metric else [("val/loss", "min"), ("train/loss", "min")]
+    for metric, mode in candidates:
+        measured = [status for status in found if math.isfinite(status.metrics.get(metric, math.nan))]
+        if measured:
+            best = max if mode == "max" else min
+            return best(measured, key=lambda status: status.metrics[metric]), metric
+    return None

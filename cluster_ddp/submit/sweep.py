@@ -1,0 +1,231 @@
+"""Sweeps: many runs of one job that differ in a few settings, as one job array.
+
+Preparing one makes a folder and a few files, however many elements it has: each element makes its run when it starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cluster_ddp.process import limit_umask
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.events import caller
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.record import add_slurm_job, slurm_comment
+from cluster_ddp.run.runs import runs_dir_of, share_with_group
+from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.storage import Storage, replace_file
+from cluster_ddp.run.sweep import (
+    Element,
+    Settings,
+    SlurmArray,
+    SweepDirectory,
+    SweepRecord,
+    change_sweep,
+    claimed,
+    read_sweep,
+    with_elements,
+)
+from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
+from cluster_ddp.slurm.commands import query_jobs, require, submit_script
+from cluster_ddp.slurm.control import max_array_size
+from cluster_ddp.submit.base import check_writable, note_submitted
+from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import JobSpec
+
+_TRAINED = ("name", "task", "params", "script", "args", "train")
+"""The keys of a job by which a sweep is the same; what is asked of Slurm, say, may change on the way."""
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep, ready to be started: what a dry run prints and what is submitted."""
+
+    sweep: SweepDirectory
+    elements: tuple[Settings, ...]
+    job: dict[str, Any]  # without what differs
+    spec: JobSpec  # of the first element; what Slurm is asked for is the same for all of them
+    script: BatchScript
+    remarks: tuple[str, ...]
+
+
+def plan_sweep(job: str, settings: Sequence[str], elements: Sequence[Settings], *, check_target: bool) -> SweepPlan:
+    """Check every element of a sweep, and render the script that starts them; nothing is written.
+
+    Raises
+    ------
+    ClusterDDPError
+        Something is wrong with the job or with an element; the message tells which.
+    """
+    from cluster_ddp.job import load_variants
+
+    variants = load_variants(job, settings, elements, check_target=check_target)
+    spec = variants.first.spec
+    script = render_script(spec, sweep=True, exported=os.environ)
+    trained = json.dumps({key: variants.job.get(key) for key in _TRAINED}, sort_keys=True)
+    name = f"{spec.name}-sweep-{hashlib.sha256(trained.encode()).hexdigest()[:8]}"
+    remarks = (*variants.first.warnings, *script.remarks)
+    return SweepPlan(SweepDirectory(runs_dir_of(spec) / name), tuple(elements), variants.job, spec, script, remarks)
+
+
+def prepare(plan: SweepPlan, via: str) -> SweepRecord:
+    """Make the folder of a sweep, or add to it what is new, and claim it: nobody else starts its elements meanwhile.
+
+    Parameters
+    ----------
+    via
+        How its elements are started: of one sweep all alike.
+    """
+    from cluster_ddp.job.document import dump
+
+    sweep, storage = plan.sweep, Storage()
+    check_writable(sweep.path.parent)
+    try:
+        limit_umask()
+        sweep.path.mkdir(parents=True, exist_ok=True)
+        if plan.spec.storage.mode == "group":
+            share_with_group(sweep.path)
+        limit_umask(sweep.path)
+        record = change_sweep(sweep, lambda before: _claimed(plan, before, via))
+        replace_file(storage, sweep.job_file, dump(plan.job).encode())
+        replace_file(storage, sweep.script, plan.script.text.encode(), mode=0o700)
+    except OSError as error:
+        raise RunError(f"the sweep cannot be made in {sweep.path}: {error}") from error
+    return record
+
+
+def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str) -> SweepRecord:
+    if before is not None and before.via != via:
+        raise RunError(
+            f"sweep {before.id} was started via {before.via}, and its runs go on only there.\n"
+            f"For another one: --set name=... or --set runs_dir=..."
+        )
+    record = replace(claimed(with_elements(plan.sweep, before, plan.elements)), via=via)
+    best = plan.spec.checkpoint.keep_best
+    return replace(record, metric=best.metric, mode=best.mode) if best is not None else record
+
+
+def release(plan: SweepPlan) -> None:
+    """Let others start elements of the sweep again."""
+
+    def released(record: SweepRecord | None) -> SweepRecord:
+        assert record is not None
+        return replace(record, submitting=None)
+
+    change_sweep(plan.sweep, released)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What a call has put into the queue."""
+
+    job_ids: tuple[str, ...]  # of the arrays
+    started: int
+    found: tuple[RunStatus, ...]  # where the elements stood before
+
+
+def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
+    """Submit those elements of a sweep that are missing or have not come to their end.
+
+    Parameters
+    ----------
+    at_once
+        How many may run at the same time; None for as many as there is room for.
+
+    Raises
+    ------
+    ClusterDDPError
+        A check failed, another process is submitting the sweep, or Slurm refuses or cannot be asked. Arrays that were
+        submitted before stay in the queue, and the same command submits the rest.
+    """
+    require("sbatch")
+    check_setup(plan.spec)
+    record = prepare(plan, "sbatch")
+    try:
+        found = find_out(plan.sweep)
+        numbers = [number for number, status in enumerate(found) if status.state in TO_START]
+        begun = {element.number: element for element in plan.sweep.begun([record.elements[n] for n in numbers])}
+        for element in begun.values():
+            ask_to_go_on(plan.sweep, element)
+        job_ids: list[str] = []
+        for offset, tasks in split(numbers, max_array_size()):
+            after = job_ids[-1] if job_ids and at_once is not None else None
+            options = _options(plan, _ranges(tasks), at_once, after)
+            job_id = submit_script(plan.sweep.script, str(plan.sweep.path), str(offset), options=options)
+            job_ids.append(job_id)
+            _note(plan.sweep, SlurmArray(job_id, offset), tasks, begun)
+    finally:
+        release(plan)
+    return Submitted(tuple(job_ids), len(numbers), tuple(found))
+
+
+def find_out(sweep: SweepDirectory) -> list[RunStatus]:
+    """Where the elements stand, while this process has claimed them; `SlurmError` where Slurm does not answer."""
+    record = replace(read_sweep(sweep), submitting=None)
+    known = know_elements(sweep, record)
+    jobs = query_jobs(job_id for one in known for job_id in one.slurm_job_ids)
+    return [describe_element(one, jobs) for one in known]
+
+
+def ask_to_go_on(sweep: SweepDirectory, element: Element) -> None:
+    """Have a run that has ended go on when its element is started again."""
+    run = sweep.run(element)
+    run.refuse_links()
+    request_resume(run, by=caller(), seen=read_history(run))
+
+
+def split(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
+    """The arrays for some elements: of each the element that is its task 0, and its tasks, all of them below `size`."""
+    for offset in range(0, max(numbers, default=-1) + 1, size):
+        tasks = [number - offset for number in numbers if offset <= number < offset + size]
+        if tasks:
+            yield offset, tasks
+
+
+def _options(plan: SweepPlan, tasks: str, at_once: int | None, after: str | None) -> list[str]:
+    """The options of sbatch that belong to a sweep and thus cannot stand in the script.
+
+    Of several arrays each waits for the one before when only so many elements may run at once.
+    """
+    options = [
+        f"--array={tasks}" + (f"%{at_once}" if at_once is not None else ""),
+        # Of what is said before the run of an element is there. In sbatch's file patterns % begins a replacement.
+        f"--output={str(plan.sweep.path).replace('%', '%%')}/slurm-%A.out",
+        f"--comment={slurm_comment(plan.sweep.id)}{own_comment(plan.spec)}",
+    ]
+    return [*options, f"--dependency=afterany:{after}"] if after else options
+
+
+def _note(sweep: SweepDirectory, array: SlurmArray, tasks: Sequence[int], begun: dict[int, Element]) -> None:
+    """Note an array in the sweep, and its tasks in the runs that there are already."""
+
+    def noted(record: SweepRecord | None) -> SweepRecord:
+        assert record is not None
+        return replace(record, arrays=(*record.arrays, array))
+
+    change_sweep(sweep, noted)
+    for task in tasks:
+        element = begun.get(array.offset + task)
+        if element is not None:
+            job_id = f"{array.job_id}_{task}"
+            add_slurm_job(sweep.run(element), job_id)
+            note_submitted(sweep.run(element), "sbatch", job_id)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as sbatch takes them: ``0-4,7``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,171 @@
+"""A sweep on this machine, without Slurm: its elements one after the other, or several at once.
+
+Each element is a process of its own, ``cluster-ddp resume`` of its run, with its output in the run's folder and a share
+of the machine's GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster_ddp.launch.environment import usable_cpus
+from cluster_ddp.launch.processes import die_with_parent, present
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.storage import open_append
+from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
+from cluster_ddp.run.sweep_status import TO_START
+from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.element import run_of_element
+from cluster_ddp.submit.local import VIA
+from cluster_ddp.submit.machine import devices_here
+from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
+
+OUTPUT = "local.out"
+_POLL_SECONDS = 0.2
+_CLAIM_SECONDS = 2.0
+
+
+@dataclass
+class Place:
+    """Room for one element at a time."""
+
+    gpus: tuple[str, ...]
+    process: subprocess.Popen[bytes] | None = None
+    run: RunDirectory | None = None
+
+
+@dataclass
+class SweepHere:
+    """The elements of a sweep, as this machine runs them.
+
+    Parameters
+    ----------
+    told
+        Called with each element that has ended.
+    """
+
+    sweep: SweepDirectory
+    places: list[Place]
+    nodes: int | None
+    procs: int | None
+    told: Callable[[RunStatus], None]
+    _signals: list[int] = field(default_factory=list)
+    _closed: bool = False  # nothing more is started
+
+    def run(self, elements: Sequence[Element]) -> None:
+        """Run elements to their end; the first Ctrl-C, SIGTERM or SIGHUP has those that train save and end."""
+        handled = present("SIGINT", "SIGTERM", "SIGHUP")
+        # What is ignored stays so: with nohup the sweep outlives the terminal.
+        handled = tuple(number for number in handled if signal.getsignal(number) is not signal.SIG_IGN)
+        before = {number: signal.signal(number, self._note) for number in handled}
+        try:
+            self._run(list(elements))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._signals.append(number)
+
+    def _run(self, waiting: list[Element]) -> None:
+        looked = time.monotonic()
+        while (waiting and not self._closed) or any(place.process for place in self.places):
+            if time.monotonic() - looked > _CLAIM_SECONDS:
+                looked = time.monotonic()
+                self._closed |= read_sweep(self.sweep).submitting is None  # `stop` or `cancel` has taken the claim
+            self._pass_on()
+            for place in self.places:
+                self._look_after(place)
+                if place.process is None and waiting and not self._closed:
+                    self._start(place, waiting.pop(0))
+            time.sleep(_POLL_SECONDS)
+
+    def _pass_on(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            self._closed = True
+            for place in self.places:
+                if place.process is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        place.process.send_signal(number)
+
+    def _look_after(self, place: Place) -> None:
+        if place.process is not None and place.process.poll() is not None:
+            assert place.run is not None
+            place.process = None
+            self.told(describe(place.run, None))
+
+    def _start(self, place: Place, element: Element) -> None:
+        run = run_of_element(self.sweep, element, via=VIA, job=None)
+        sizes = {"--nodes": self.nodes, "--procs": self.procs}
+        options = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+        parent = os.getpid()
+        with os.fdopen(open_append(run.path / OUTPUT), "ab") as output:
+            place.process = subprocess.Popen(
+                [sys.executable, "-m", "cluster_ddp", "resume", str(run.path), *options],
+                env=self._environment(place),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        place.run = run
+
+    def _environment(self, place: Place) -> dict[str, str]:
+        share = usable_cpus() // (len(self.places) * (self.nodes or 1) * (self.procs or 1))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, share))
+        return {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
+
+
+def run_sweep(
+    plan: SweepPlan,
+    *,
+    at_once: int,
+    nodes: int | None,
+    procs: int | None,
+    gpus: str | None,
+    told: Callable[[RunStatus], None],
+) -> list[RunStatus]:
+    """Run those elements of a sweep that are missing or have not come to their end; where all of them stand then.
+
+    Parameters
+    ----------
+    at_once
+        How many run at the same time. The GPUs are divided among them.
+    nodes, procs, gpus
+        Of each element, as `cluster_ddp.submit.local.plan_local` takes them; `gpus` of all together.
+    told
+        Called with each element that has ended.
+
+    Raises
+    ------
+    SubmitError
+        The GPUs cannot be divided so.
+    RunError
+        Another process has claimed the sweep, or it was submitted to Slurm.
+    """
+    devices = devices_here(gpus)
+    share, rest = divmod(len(devices), at_once)
+    if rest:
+        raise SubmitError(
+            f"{len(devices)} GPUs ({','.join(devices)}) cannot be divided among {at_once} elements at once.\n"
+            "Give another --at-once, other --gpus, or --gpus none"
+        )
+    places = [Place(tuple(devices[number * share : (number + 1) * share])) for number in range(at_once)]
+    record = prepare(plan, VIA)
+    try:
+        states = {number: status.state for number, status in enumerate(find_out(plan.sweep))}
+        waiting = [element for element in record.elements if states[element.number] in TO_START]
+        SweepHere(plan.sweep, places, nodes, procs, told).run(waiting)
+        return find_out(plan.sweep)
+    finally:
+        release(plan)

@@ -1,0 +1,284 @@
+"""``cluster-ddp sweep``, and what the other commands do with a sweep: with Slurm's commands as stand-ins."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from cli_stage import Call, Slurm
+
+from cluster_ddp.job import load_resolved
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import COMPLETED, FAILED, NODE_FINISHED, STARTED, EventWriter
+from cluster_ddp.run.record import read_record
+from cluster_ddp.run.status import describe
+from cluster_ddp.run.sweep import SweepDirectory, change_sweep, claimed, read_sweep
+from cluster_ddp.submit.element import main as element_program
+from cluster_ddp.submit.element import run_of_element
+
+GRID = ("--grid", "train.lr=1e-3,1e-4", "--grid", "params.width=8,16")
+
+
+@pytest.fixture
+def cluster(slurm: Slurm) -> Slurm:
+    slurm.program("scontrol", 'echo "MaxArraySize            = ${MAX_ARRAY_SIZE:-1001}"')
+    return slurm
+
+
+def the_sweep(here: Path) -> SweepDirectory:
+    (folder,) = (here / "runs").iterdir()
+    return SweepDirectory(folder)
+
+
+def arrays(slurm: Slurm) -> list[str]:
+    """The option --array of each submission."""
+    return [word.removeprefix("--array=") for words in slurm.submissions() for word in words if "--array" in word]
+
+
+def start(sweep: SweepDirectory, number: int, job: str) -> RunDirectory:
+    """What the batch script of an element does at its start."""
+    return run_of_element(sweep, read_sweep(sweep).elements[number], via="sbatch", job=job)
+
+
+def end(run: RunDirectory, job: str, event: str) -> None:
+    """Train, and end so."""
+    attempt = begin_attempt(run, slurm_job_id=job, host="n1", pid=1, nodes=1, procs=1)
+    writer = EventWriter(run, "rank-0")
+    writer.write(STARTED, attempt=attempt.number, step=0, total_steps=20)
+    writer.write(event, attempt=attempt.number, step=20, samples=640, error="ValueError: no")
+    writer.write(NODE_FINISHED, attempt=attempt.number, node=0, outcome="done" if event == COMPLETED else "failed")
+    end_attempt(attempt)
+
+
+def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, cluster: Slurm, call: Call) -> None:
+    said = call("sweep", "job.yaml", *GRID, "--at-once", "2", "--json")
+    assert said.status == 0, said.err
+    sweep = the_sweep(here)
+    answer = json.loads(said.out)
+    assert answer == {"run_id": sweep.id, "directory": str(sweep.path), "slurm_job_id": "101", "state": "PENDING"}
+    assert cluster.submissions() == [
+        [
+            "--parsable", "--array=0-3%2", f"--output={sweep.path}/slurm-%A.out", f"--comment=cluster_ddp {sweep.id}",
+            str(sweep.script), str(sweep.path), "0",
+        ]
+    ]  # fmt: skip
+    assert sorted(path.name for path in sweep.path.iterdir()) == ["job.sbatch", "job.yaml", "sweep.json"]
+    assert "4 of 4 elements submitted, Slurm job 101" in said.err
+
+
+def test_an_element_makes_its_run_at_its_first_start_and_finds_it_again(
+    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call("sweep", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    for name, value in {"JOB_ID": "101", "ARRAY_JOB_ID": "101", "ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert element_program([str(sweep.path), "3"]) == element_program([str(sweep.path), "3"]) == 0
+    first, second = capfd.readouterr().out.split()
+    run = RunDirectory(Path(first))
+    assert first == second == f"{sweep.path}/0003-lr=1e-4-width=16"
+    assert read_record(run).slurm_job_ids == ("101_3",)  # 101 is the array: it would stand for the siblings, too
+    assert (run.script.read_text(), read_record(run).via) == (sweep.script.read_text(), "sbatch")
+    job = run.job_file.read_text()
+    assert "lr: 0.0001" in job and "width: 16" in job
+    assert element_program([str(sweep.path), "4"]) == 2
+    assert [path.name for path in sweep.path.glob(".begin*")] == []
+
+
+def test_the_same_command_starts_only_what_is_missing_or_failed(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    end(start(sweep, 0, "101_0"), "101_0", COMPLETED)
+    end(failed := start(sweep, 1, "101_1"), "101_1", FAILED)
+    assert describe(failed, {}).state.value == "FAILED"
+    cluster.queue.write_text(f"101_2|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
+    said = call("sweep", "job.yaml", *GRID)  # 3 has left the queue without having begun
+    assert "2 of 4 elements submitted" in said.err
+    assert "1 COMPLETED, 1 FAILED, 1 LOST, 1 PENDING" in said.err
+    assert arrays(cluster) == ["0-3", "1,3"]
+    assert read_record(failed).slurm_job_ids == ("101_1", "102_1")
+    mine = f"cluster_ddp {sweep.id}"
+    cluster.queue.write_text("".join(f"{job}|{job}|PENDING||Priority|{mine}\n" for job in ("101_2", "102_1", "102_3")))
+    assert describe(failed, {}).state.value != "FAILED"
+    assert "0 of 4 elements submitted" in call("sweep", "job.yaml", *reversed_grid()).err
+    # What is asked of Slurm may change, and a wider grid adds to what there is.
+    call("sweep", "job.yaml", "--set", "slurm.mem=8G", "--grid", "train.lr=1e-3,1e-4,1e-5", *GRID[2:])
+    assert arrays(cluster) == ["0-3", "1,3", "4-5"]
+    assert "--mem=8G" in sweep.script.read_text()
+    # Another training is another sweep.
+    call("sweep", "job.yaml", "--set", "train.steps=30", *GRID)
+    assert arrays(cluster)[3:] == ["0-3"]
+    assert len(list((here / "runs").iterdir())) == 2
+
+
+def reversed_grid() -> tuple[str, ...]:
+    return (*GRID[2:], *GRID[:2])
+
+
+def test_an_array_has_no_task_beyond_the_limit_and_each_waits_for_the_one_before(
+    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_ARRAY_SIZE", "4")
+    call("sweep", "job.yaml", "--grid", "train.seed=" + ",".join(map(str, range(10))), "--at-once", "3")
+    sweep = the_sweep(here)
+    assert arrays(cluster) == ["0-3%3", "0-3%3", "0-1%3"]
+    assert [words[-1] for words in cluster.submissions()] == ["0", "4", "8"]
+    assert ["--dependency=afterany:101" in words for words in cluster.submissions()] == [False, True, False]
+    cluster.queue.write_text(f"103_1|103|RUNNING|n1|None|cluster_ddp {sweep.id}\n")
+    rows = json.loads(call("status", sweep.id, "--json").out)
+    assert [row["state"] for row in rows] == ["LOST"] * 9 + ["RUNNING"]
+
+
+def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        start_time = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        change_sweep(sweep, lambda record: claimed(record))  # type: ignore[arg-type]
+        text = sweep.record_file.read_text()
+        mine = json.loads(text)["submitting"]
+        sweep.record_file.write_text(
+            text.replace(f'"pid": {mine["pid"]}', f'"pid": {other.pid}').replace(mine["started"], start_time)
+        )
+        said = call("sweep", "job.yaml", *GRID)
+        assert said.status == 2
+        assert f"is being submitted by process {other.pid}" in said.err
+        other.kill()
+    assert call("sweep", "job.yaml", *GRID).status == 0  # whoever had it is dead
+
+
+def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "job.yaml", *GRID, "--set", "checkpoint.keep_best={metric: val/accuracy}")
+    sweep = the_sweep(here)
+    cluster.queue.write_text(f"101_3|101|PENDING||JobArrayTaskLimit|cluster_ddp {sweep.id}\n")
+    for number, accuracy in ((0, 0.5), (1, 0.75), (2, 0.25)):
+        run = start(sweep, number, f"101_{number}")
+        row = {"step": 20, "samples": 640, "epoch": 0, "attempt": 0, "time": 1.0, "val/accuracy": accuracy}
+        run.metrics_file.write_text(json.dumps(row) + "\n")
+        end(run, f"101_{number}", COMPLETED)
+    table = call("status", sweep.id[:-2]).out  # a unique prefix
+    assert [line.split()[:2] for line in table.splitlines()[1:5]] == [
+        ["0000-lr=1e-3-width=8", "COMPLETED"],
+        ["0001-lr=1e-3-width=16", "COMPLETED"],
+        ["0002-lr=1e-4-width=8", "COMPLETED"],
+        ["0003-lr=1e-4-width=16", "PENDING"],
+    ]
+    assert table.endswith("best by val/accuracy: 0001-lr=1e-3-width=16  0.75\n")
+    rows = json.loads(call("status", str(sweep.path), "--json").out)
+    assert [(row["run_id"][:4], row["state"], row["slurm_job_id"]) for row in rows[2:]] == [
+        ("0002", "COMPLETED", "101_2"),
+        ("0003", "PENDING", "101_3"),
+    ]
+    (here / "runs" / "small-20260101-000000-abcd").mkdir()
+    (here / "runs" / "small-20260101-000000-abcd" / "run.json").write_text("{}")
+    assert call("status", "small").out.startswith("small-20260101")  # as before there was a sweep
+
+
+def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    done, running = start(sweep, 0, "101_0"), start(sweep, 1, "101_1")
+    end(done, "101_0", COMPLETED)
+    attempt = begin_attempt(running, slurm_job_id="101_1", host="elsewhere", pid=1, nodes=1, procs=1)
+    mine = f"cluster_ddp {sweep.id}"
+    queue = f"101_1|103|RUNNING|n1|None|{mine}\n101_2|101|PENDING||Priority|{mine}\n101_3|101|PENDING||Priority|other\n"
+    cluster.queue.write_text(queue)
+    said = call("stop", sweep.id)
+    assert "1 elements asked to save and end, 1 taken out of the queue" in said.err
+    assert json.loads(attempt.stop_file.read_text())["reason"] == "person"
+    assert (cluster.folder / "cancelled").read_text() == "--state=PENDING 101_2\n"
+    assert call("cancel", str(sweep.path)).status == 0
+    # Not 101_3: that job is somebody else's by now.
+    assert (cluster.folder / "cancelled").read_text().splitlines()[1] == "101_1 101_2"
+    cluster.queue.write_text("")
+    assert [describe(run, {}).state.value for run in (done, running)] == ["COMPLETED", "CANCELLED"]
+    # What was cancelled stays so; what never began is missing.
+    call("sweep", "job.yaml", *GRID)
+    assert arrays(cluster) == ["0-3", "2-3"]
+
+
+HOSTILE = [
+    "$(touch stray)",
+    "`touch stray`",
+    "'; touch stray; '",
+    '"; touch stray; "',
+    "a\\nb",
+    "%j %A",
+    "\\\\",
+    "ü\x7f",
+]
+
+
+def test_hostile_values_reach_the_element_and_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
+    listed = here / "list.yaml"
+    listed.write_text("".join(f"- {{params.text: {json.dumps(value)}}}\n" for value in HOSTILE))
+    said = call("sweep", "job.yaml", "--list", "list.yaml")
+    assert said.status == 0, said.err
+    sweep = the_sweep(here)
+    for number, value in enumerate(HOSTILE):
+        run = start(sweep, number, f"101_{number}")
+        assert load_resolved(run.job_file).params["text"] == value
+        assert run.path.parent == sweep.path
+    assert "stray" not in sweep.script.read_text()
+    assert not list(here.rglob("stray"))
+    assert subprocess.run(["bash", "-n", str(sweep.script)], check=False).returncode == 0
+
+
+def test_the_arguments_of_a_script_may_differ(
+    here: Path, cluster: Slurm, call: Call, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "train.py").write_text("")
+    (here / "script.yaml").write_text("script: train.py\nargs: [--lr, 1]\n")
+    said = call("sweep", "script.yaml", "--grid", "args=[--lr,0.1],[--lr,'0.2 $(x)']")
+    assert said.status == 0, said.err
+    sweep = the_sweep(here)
+    assert 'train.py "${args[@]}"' in sweep.script.read_text()
+    (line,) = [line for line in sweep.script.read_text().splitlines() if line.startswith("mapfile")]
+    run = start(sweep, 1, "101_1")
+    shown = (
+        f"python=({shlex.quote(__import__('sys').executable)}); run={run.path}; {line}; printf '<%s>' \"${{args[@]}}\""
+    )
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True)
+    assert done.stdout == "<--lr><0.2 $(x)>"
+
+
+def test_a_sweep_of_this_machine_is_not_mixed_with_one_of_slurm(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "job.yaml", *GRID)
+    said = call("sweep", "job.yaml", *GRID, "--local", "--gpus", "none")
+    assert said.status == 2 and "was started via sbatch, and its runs go on only there" in said.err
+    assert call("sweep", "job.yaml", *GRID, "--procs", "2").status == 2
+
+
+def test_a_dry_run_writes_nothing_and_needs_no_slurm(here: Path, no_slurm: None, call: Call) -> None:
+    said = call("sweep", "job.yaml", *GRID, "--dry-run")
+    assert said.status == 0
+    assert said.out.startswith("#!/bin/bash")
+    assert "0003-lr=1e-4-width=16   train.lr=1e-4 params.width=16" in said.err
+    assert not (here / "runs").exists()
+    assert call("sweep", "job.yaml", *GRID).status == 3
+    assert not (here / "runs").exists()
+
+
+def test_wrong_values_are_refused_before_anything_is_made(here: Path, cluster: Slurm, call: Call) -> None:
+    said = call("sweep", "job.yaml", "--grid", "train.lr=1e-3,-1")
+    assert said.status == 2
+    assert "element 1: --set train.lr=-1: train.lr: -1 is too small" in said.err
+    assert not (here / "runs").exists()
+    assert cluster.submissions() == []
+
+
+def test_a_damaged_record_is_told_and_harms_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    good = sweep.record_file.read_text()
+    for bad in ("{", "[]", good.replace('"0001-', '"../0001-'), good.replace('"offset": 0', '"offset": -1'), "null"):
+        sweep.record_file.write_text(bad)
+        for command in ("status", "stop", "cancel"):
+            said = call(command, sweep.id)
+            assert said.status == 2 and "sweep.json cannot be read" in said.err, (command, bad, said)
+    assert call("list").status == 0

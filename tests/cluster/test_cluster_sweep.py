@@ -1,0 +1,63 @@
+"""A sweep on a real Slurm: one array, whose elements are stopped, queued again and resumed each by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_cluster import SlurmCluster
+from training_job import write_job
+
+pytestmark = pytest.mark.timeout(600)
+
+PATIENCE = 240
+GRID = "--grid=params.width=6,7,8"
+
+
+def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path,
+        braked=True,
+        slurm={"nodes": 1, "cpus_per_task": 1},
+        launch={"procs_per_node": 1},
+        train={"epochs": 1},
+    )
+
+    def sweep() -> dict[str, Any]:
+        said = cluster.cli("sweep", str(job), GRID, "--json", timeout=120)
+        answer: dict[str, Any] = json.loads(said.stdout)
+        return answer
+
+    def elements() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(cluster.cli("status", folder, "--json", timeout=180).stdout)
+        return found
+
+    def story() -> str:
+        outputs = [*Path(folder).glob("*.out"), *Path(folder).glob("*/*.out")]
+        return "\n".join(f"--- {output}\n{output.read_text(errors='replace')}" for output in outputs)
+
+    submitted = sweep()
+    array, folder = submitted["slurm_job_id"], submitted["directory"]
+    assert {line.split()[0] for line in cluster.run("squeue", "--noheader", "--array").splitlines()} == {
+        f"{array}_{task}" for task in range(3)
+    }
+    # The last task of an array that Slurm starts has the array's own number as its job id.
+    metrics = [Path(folder) / f"000{task}-width={task + 6}" / "metrics.jsonl" for task in range(3)]
+    cluster.wait_for(lambda: all(map(Path.exists, metrics)), PATIENCE, f"all train\n{story()}")
+    assert [(row["state"], row["slurm_job_id"]) for row in elements()] == [
+        ("RUNNING", f"{array}_{task}") for task in range(3)
+    ]
+
+    for task in (0, 2):
+        cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_{task}")
+    (tmp_path / "brake").unlink()
+
+    def is_over() -> bool:
+        return not cluster.queue() and all(row["state"] == "COMPLETED" for row in elements())
+
+    cluster.wait_for(is_over, PATIENCE, f"all are complete\n{story()}", every=1)
+    assert [(row["attempts"], row["step"]) for row in elements()] == [(2, 31), (1, 31), (2, 31)], story()
+    assert sweep()["slurm_job_id"] is None
+    assert cluster.queue() == []

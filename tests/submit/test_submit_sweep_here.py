@@ -1,0 +1,75 @@
+"""A sweep on this machine: several elements at once, each a run of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOB = """\
+name: small
+task: cluster_ddp.tasks.digits:Digits
+train: {steps: 3, global_batch: 16}
+"""
+PATIENCE = 240.0
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def start(here: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CLUSTER_DDP_"))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cluster_ddp", *arguments],
+        cwd=here, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], status: int) -> tuple[str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == status, err
+    return out, err
+
+
+def elements(here: Path) -> list[dict[str, Any]]:
+    (sweep,) = (here / "runs").iterdir()
+    out, _ = finish(start(here, "status", str(sweep), "--json"), 0)
+    found: list[dict[str, Any]] = json.loads(out)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_two_at_once_and_only_what_is_missing_again(here: Path) -> None:
+    sweep = ("sweep", "job.yaml", "--local", "--at-once", "2", "--gpus", "none", "--grid")
+    out, err = finish(start(here, *sweep, "params.width=4,5", "--json"), 0)
+    assert json.loads(out)["state"] == "COMPLETED"
+    assert err.count("COMPLETED  000") == 2
+    both = elements(here)
+    assert [(row["run_id"], row["state"], row["step"]) for row in both] == [
+        ("0000-width=4", "COMPLETED", 3),
+        ("0001-width=5", "COMPLETED", 3),
+    ]
+    starts = [json.loads((Path(row["directory"]) / "attempts/000/attempt.json").read_text()) for row in both]
+    assert max(row["begun"] for row in starts) < min(row["ended"] for row in starts), "not at once"
+    # The third is new. Ctrl-C is for it, too; what it has saved is not lost.
+    running = start(here, *sweep, "params.width=4,5,6", "--set", "log.every_steps=1")
+    (folder,) = (here / "runs").iterdir()
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / "0002-width=6" / "attempts").exists() or not list(folder.glob("0002*/attempts/000")):
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=PATIENCE)
+    assert running.returncode in (0, 5)  # it may have been over before
+    finish(start(here, *sweep, "params.width=4,5,6"), 0)
+    assert [row["state"] for row in elements(here)] == ["COMPLETED"] * 3
