@@ -1,8 +1,8 @@
-"""How ranks ended, as torchrun's agent knows it: recorded inside the agent, read by the node program.
+"""Which ranks there are and how they ended, as torchrun's agent knows it: recorded inside the agent.
 
-The agent learns exit codes each time a rank fails, also when it starts the ranks again. The `ChildFailedError` that it
-raises at its very end holds those of the last time only, and the lines it logs are meant for people. So `record_exits`
-listens where the agent waits for its ranks and where it ends them: two public methods of
+The node program reads it. The agent learns exit codes each time a rank fails, also when it starts the ranks again. The
+`ChildFailedError` that it raises at its very end holds those of the last time only, and the lines it logs are meant for
+people. So `record_exits` listens where the agent waits for its ranks and where it ends them: two public methods of
 `torch.distributed.elastic.multiprocessing.PContext`.
 """
 
@@ -14,6 +14,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from cluster_ddp.launch.logs import Tail
 from cluster_ddp.launch.processes import is_alive
@@ -38,9 +39,10 @@ class RankExits:
     """What the agent of this node has recorded until the last `read`."""
 
     def __init__(self, log_dir: Path) -> None:
-        (log_dir / _FILE_NAME).unlink(missing_ok=True)
+        self.log_dir = log_dir
         self._tail = Tail(log_dir / _FILE_NAME)
         self.failed: dict[int, RankExit] = {}  # ranks that ended with another status than 0, by process id
+        self.folders: dict[Path, int] = {}  # where torchrun keeps what a rank prints, and which rank it is
         self.ended_by_agent: set[int] = set()  # process ids; because others had failed, or nodes had come or gone
 
     def read(self) -> None:
@@ -50,6 +52,7 @@ class RankExits:
                 record = json.loads(line)
                 self.ended_by_agent.update(record["ended_by_agent"])
                 self.failed |= {entry["pid"]: RankExit(**entry) for entry in record["failed"]}
+                self.folders |= {Path(folder): int(rank) for folder, rank in record["folders"].items()}
 
 
 def record_exits(log_dir: Path) -> None:
@@ -57,8 +60,12 @@ def record_exits(log_dir: Path) -> None:
     from torch.distributed.elastic.multiprocessing import PContext
 
     wait, close = PContext.wait, PContext.close
+    named: WeakSet[PContext] = WeakSet()
 
     def recording_wait(context: PContext, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        if context not in named:
+            named.add(context)
+            _write(log_dir, folders=_folders(context))
         result = wait(context, timeout, period)
         if result is not None and result.is_failed():
             _write(log_dir, failed=[_rank_exit(context, failure) for failure in result.failures.values()])
@@ -74,12 +81,27 @@ def record_exits(log_dir: Path) -> None:
     PContext.close = recording_close  # type: ignore[method-assign, assignment]
 
 
+def _folders(context: PContext) -> dict[str, int]:
+    files = {env.get("TORCHELASTIC_ERROR_FILE", ""): env["RANK"] for env in context.envs.values()}
+    return {str(Path(file).parent): int(rank) for file, rank in files.items() if file}
+
+
 def _rank_exit(context: PContext, failure: ProcessFailure) -> RankExit:
     rank = int(context.envs[failure.local_rank]["RANK"])
     return RankExit(failure.pid, rank, failure.local_rank, failure.exitcode)
 
 
-def _write(log_dir: Path, *, failed: list[RankExit] | None = None, ended_by_agent: list[int] | None = None) -> None:
-    record = {"failed": [asdict(entry) for entry in failed or []], "ended_by_agent": ended_by_agent or []}
+def _write(
+    log_dir: Path,
+    *,
+    folders: dict[str, int] | None = None,
+    failed: list[RankExit] | None = None,
+    ended_by_agent: list[int] | None = None,
+) -> None:
+    record = {
+        "folders": folders or {},
+        "failed": [asdict(entry) for entry in failed or []],
+        "ended_by_agent": ended_by_agent or [],
+    }
     with contextlib.suppress(OSError), (log_dir / _FILE_NAME).open("a") as file:
         file.write(f"{json.dumps(record)}\n")

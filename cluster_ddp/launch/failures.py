@@ -72,7 +72,7 @@ class Failures:
 
     def _unseen(self, now: float) -> list[_Death]:
         """Ranks that failed before they were ever seen alive."""
-        logs = self._attempt.logs(self._node_rank)
+        logs = self._exits.log_dir
         unseen = [known for known in self._exits.failed.values() if known.pid not in self._ranks.seen]
         ranks = [self._ranks.add_unseen(known.pid, known.rank, known.local_rank, logs) for known in unseen]
         return [_Death(rank, now, None) for rank in ranks if self._ranks.phase(rank) is not Phase.DONE]
@@ -129,7 +129,7 @@ class Failures:
             signal=signal.Signals(-code).name if code is not None and _is_kill(code) else None,
             failed_at=self._moment(cause),
             others=sorted(other.rank.rank for other in self._deaths if other is not cause),
-            log=str(rank.stderr) if rank.stderr else None,
+            log=str(self._attempt.log_file(self._node_rank)),
         )
         say(f"cluster-ddp: rank {rank.rank} on {host} failed:\n{message}")
 

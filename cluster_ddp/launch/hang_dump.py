@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from cluster_ddp.launch.environment import recorder_pipes
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, written_stacks
 from cluster_ddp.launch.processes import catches, send
 from cluster_ddp.launch.ranks import Rank
 from cluster_ddp.run.directory import AttemptDirectory
@@ -18,7 +19,7 @@ _STACKS_SECONDS = 2.0
 _RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then write
 
 
-def collect(ranks: Iterable[Rank], heartbeat: Path) -> list[str]:
+def collect(ranks: Iterable[Rank], heartbeat: Path, attempt: AttemptDirectory) -> list[str]:
     """Ask ranks for their stacks and flight recorders, and give them time to write; what was asked for, in words."""
     asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
     for rank, number in asked:
@@ -26,6 +27,7 @@ def collect(ranks: Iterable[Rank], heartbeat: Path) -> list[str]:
     stacks = [rank for rank, _ in asked]
     recorders = [rank for rank in ranks if _ask_for_recorder(rank, heartbeat)]
     time.sleep(_RECORDER_SECONDS if recorders else _STACKS_SECONDS)
+    keep_stacks(heartbeat, attempt)
     written = {"stacks": stacks, "flight recorder": recorders}
     return [f"{what} of rank {rank.rank}" for what, of in written.items() for rank in of]
 
@@ -41,13 +43,13 @@ def _ask_for_recorder(rank: Rank, heartbeat: Path) -> bool:
     return True
 
 
-def remove_empty_stacks(attempt: AttemptDirectory, ranks: Iterable[Rank]) -> None:
-    """Remove the files of ranks that were never asked for their stacks, once the ranks have ended."""
-    for rank in ranks:
+def keep_stacks(heartbeat: Path, attempt: AttemptDirectory) -> None:
+    """Move the stacks that ranks have written to the attempt, and remove the files of those that wrote none."""
+    for rank, file in written_stacks(heartbeat).items():
         with contextlib.suppress(OSError):
-            file = attempt.stacks_file(rank.rank)
-            if file.stat().st_size == 0:
-                file.unlink()
+            if file.stat().st_size:
+                shutil.copyfile(file, attempt.stacks_file(rank))
+            file.unlink()
 
 
 def remove_pipes(heartbeat: Path) -> None:

@@ -32,6 +32,7 @@ _VERSION = 1
 _MAGIC_WORD, _SLOTS, _STOP_LEVEL, _STOP_REASON = range(4)
 _PID, _RANK, _STEP, _PHASE, _BEAT = range(5)
 _LINE_WORDS = 8
+_STACKS = ".stacks-rank"
 
 
 class Phase(enum.IntEnum):
@@ -166,6 +167,18 @@ class HeartbeatFile:
         """Remove the file; ranks that have it open keep their mapping."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def stacks_beside(heartbeat: Path, rank: int) -> Path:
+    """Where a rank writes the stacks of its threads: beside the heartbeat, and not in a file more on shared storage."""
+    return Path(f"{heartbeat}{_STACKS}{rank}")
+
+
+def written_stacks(heartbeat: Path) -> dict[int, Path]:
+    """The files that ranks have for their stacks, by rank."""
+    beginning = f"{heartbeat.name}{_STACKS}"
+    found = heartbeat.parent.glob(f"{beginning}*")
+    return {int(file.name[len(beginning) :]): file for file in found if file.name[len(beginning) :].isdigit()}
 
 
 def _is_heartbeat(mapped: mmap.mmap) -> bool:

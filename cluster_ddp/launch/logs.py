@@ -5,33 +5,53 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+_MAX_READ = 4 << 20
+_MAX_LINE = 64 << 10
+_END_OF_LINE = re.compile(rb"\r*\n|\r+(?!\Z)")
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
 class Tail:
-    """Reads what is appended to a file, whole lines at a time."""
+    """Reads what is appended to a file, whole lines at a time; what a progress bar writes over is a line, too.
 
-    def __init__(self, path: Path) -> None:
+    Attributes
+    ----------
+    offset
+        How much of the file was read, in bytes.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset = 0
+        self.offset = offset
         self._rest = b""
 
     def lines(self, *, rest: bool = False) -> list[str]:
-        """The lines that came since the last call, with `rest` also one without an end; none where there is no file."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            return []
-        self._offset += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        if rest and self._rest:
+        """The lines that came since the last call, with `rest` also one without an end; none where there is no file.
+
+        Without `rest` at most `_MAX_READ` bytes are read.
+        """
+        new = self._read()
+        *whole, self._rest = _END_OF_LINE.split(self._rest + new)
+        while rest and new:
+            new = self._read()
+            *more, self._rest = _END_OF_LINE.split(self._rest + new)
+            whole += more
+        if self._rest and (rest or len(self._rest) > _MAX_LINE):
             whole.append(self._rest)
             self._rest = b""
         return [line.decode(errors="replace") for line in whole]
+
+    def _read(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                new = file.read(_MAX_READ)
+        except OSError:
+            return b""
+        self.offset += len(new)
+        return new
 
 
 def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:

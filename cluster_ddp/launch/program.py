@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import stat
 import time
 from collections.abc import Sequence
 
@@ -17,10 +15,10 @@ from cluster_ddp.launch.agent import SURVIVED, Agent
 from cluster_ddp.launch.agent_failure import agent_failure
 from cluster_ddp.launch.ending import DONE, FAILED, HUNG, STOPPED, Ending
 from cluster_ddp.launch.environment import node_environment
-from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import kill_all
+from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.reaper import Reaper
 from cluster_ddp.launch.relay import RankWarnings, Relay
@@ -37,7 +35,6 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, HANG
 
 TICK_SECONDS = 0.2
-_AGENT_LOG = "agent.log"
 _WATCHDOG_SECONDS = 1.0
 _NEWER_SECONDS = 2.0
 _STANDSTILL_SECONDS = 5.0
@@ -74,14 +71,18 @@ class NodeProgram:
         self._procs = int(option(command, "--nproc-per-node"))
         self._trains_a_task = trains_a_task(command)
         self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
-        self._log_dir = self._attempt.logs(node_rank)
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         address = _own_address(spec, command)
-        self._command = fill_in(command, is_host=node_rank == 0, local_addr=address, log_dir=str(self._log_dir))
-        if attempt > 0:
-            self._command += spec.args_on_resume
         self._events = events.EventWriter(run, events.on_this_host("node"))
         self._heartbeat = HeartbeatFile.create(slots=self._procs)
+        try:
+            self._output = RankOutput.prepare(self._attempt.log_file(node_rank))
+        except OSError:
+            self._heartbeat.unlink()
+            raise
+        folder = str(self._output.folder)
+        self._command = fill_in(command, is_host=node_rank == 0, local_addr=address, log_dir=folder)
+        if attempt > 0:
+            self._command += spec.args_on_resume
         self._environment = node_environment(
             spec,
             self._attempt,
@@ -105,12 +106,11 @@ class NodeProgram:
         self._ending = Ending(
             self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task, warn=self._warn
         )
-        self._sign_of_life = SignOfLife(self._log_dir)
+        self._sign_of_life = SignOfLife(self._attempt.alive_file(node_rank))
         self._next_watch = 0.0
         self._next_look_for_newer = 0.0
         self._ticked = time.monotonic_ns()
         self._agent_lost = False
-        self._logs_are_shared = False
         self._outcome: str | None = None
         self._stopping.listen()
 
@@ -120,12 +120,13 @@ class NodeProgram:
         Call it from a thread that lives to the end: the kernel ends the agent with it.
         """
         self._began = time.monotonic()
-        exits = RankExits(self._log_dir)
-        self._agent = Agent(self._command, self._environment.variables, self._log_dir / _AGENT_LOG, self._survives)
-        self._reaper = Reaper(self._heartbeat.path)  # the agent takes a second to become more than one process
-        self._relay = Relay(self._log_dir / _AGENT_LOG, self._ranks)
-        self._warnings = RankWarnings(self._ranks, self._record, self._host)
-        self._failures = Failures(self._ranks, exits, self._events, self._attempt, self._node_rank)
+        agent_log = self._output.folder / AGENT_LOG
+        self._agent = Agent(self._command, self._environment.variables, agent_log, self._survives)
+        # The agent takes a second to become more than one process.
+        self._reaper = Reaper(self._heartbeat.path, self._attempt, self._output)
+        self._relay = Relay(self._output.log)
+        self._warnings = RankWarnings(self._record, self._host)
+        self._failures = Failures(self._ranks, self._output.exits, self._events, self._attempt, self._node_rank)
         self._report = EnvironmentReport(
             self._attempt.report_file(self._node_rank),
             self._environment,
@@ -143,8 +144,7 @@ class NodeProgram:
                 time.sleep(TICK_SECONDS)
         finally:
             kill_all(self._heartbeat.path, self._agent.pid)
-            self._relay.pass_on(rest=True)
-            self._warnings.poll(rest=True)
+            self._pass_on_output(rest=True)
             self._reaper.dismiss()
         return self._finish()
 
@@ -154,11 +154,9 @@ class NodeProgram:
         agent_status = self._agent.poll()  # before the ranks: who is alive now has outlived it
         gone = self._ranks.poll()
         self._sign_of_life.give()
-        self._relay.pass_on()
-        self._warnings.poll()
+        self._pass_on_output()
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
-            self._share_logs()
         # Ranks that this program has ended have not failed.
         if self._outcome is None and not self._ending.has_signalled:
             self._failures.note(gone, agent_ended=agent_status is not None)
@@ -173,16 +171,10 @@ class NodeProgram:
             self._stop_without_agent()
         return False
 
-    def _share_logs(self) -> None:
-        """torchrun makes the folder of the ranks' logs for its owner alone; a run that is shared shares it, too."""
-        if self._logs_are_shared:
-            return
-        with contextlib.suppress(OSError):  # storage that does not answer must not end the training
-            mode = stat.S_IMODE(self._log_dir.stat().st_mode)
-            folders = [folder for folder in self._log_dir.iterdir() if folder.is_dir() and not folder.is_symlink()]
-            for folder in folders if mode & stat.S_IWGRP else ():
-                folder.chmod(mode)
-        self._logs_are_shared = True
+    def _pass_on_output(self, *, rest: bool = False) -> None:
+        for line in self._output.gather(rest=rest):
+            self._relay.show(line)
+            self._warnings.take(line)
 
     def _end_if_due(self) -> None:
         """End what does not end by itself: after a hang, a stop request, or a completion; in this order.
@@ -242,7 +234,7 @@ class NodeProgram:
         )
 
     def _end_hung(self) -> None:
-        collected = hang_dump.collect(self._ranks.living, self._heartbeat.path)
+        collected = hang_dump.collect(self._ranks.living, self._heartbeat.path, self._attempt)
         say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
         self._end(HUNG)
 
@@ -278,13 +270,14 @@ class NodeProgram:
         self._sign_of_life.end()
         self._report.finish()
         hang_dump.remove_pipes(self._heartbeat.path)
-        hang_dump.remove_empty_stacks(self._attempt, self._ranks.seen.values())
+        hang_dump.keep_stacks(self._heartbeat.path, self._attempt)
         self._heartbeat.unlink()
+        self._output.remove()
         return status
 
     def _record_agent_failure(self, agent_status: int | None) -> None:
         """An agent that gave up before there were ranks: why stands in its log only."""
-        failure = agent_failure(self._log_dir / _AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
+        failure = agent_failure(self._output.folder / AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
 

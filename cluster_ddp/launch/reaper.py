@@ -1,9 +1,10 @@
-"""``python -m cluster_ddp.launch.reaper HEARTBEAT``: ends what is left when the node program is killed.
+"""``python -m cluster_ddp.launch.reaper HEARTBEAT ATTEMPT LOG FOLDER``: the end of a node program that is killed.
 
-The reaper is a child of the node program that waits at the other end of a pipe. When the node program ends in order it
-says so; when the pipe closes without that, the node program was killed, and the reaper ends its agent and ranks. Ranks
-with a heartbeat have had SIGTERM from the kernel when their agent died; they get a moment to save, shorter than
-it takes to start the run again. Others are ended at once.
+The reaper ends what is left then. It is a child of the node program that waits at the other end of a pipe. When the
+node program ends in order it says so; when the pipe closes without that, the node program was killed, and the reaper
+ends its agent and ranks. Ranks with a heartbeat have had SIGTERM from the kernel when their agent died; they get a
+moment to save, shorter than it takes to start the run again. Others are ended at once. What they printed last goes to
+the node's log.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster_ddp.launch.processes import KILL, kill_all, marked_processes, present, send
+
+if TYPE_CHECKING:
+    from cluster_ddp.launch.rank_output import RankOutput
+    from cluster_ddp.run.directory import AttemptDirectory
 
 _IGNORED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _IN_ORDER = b"done\n"
@@ -26,9 +32,10 @@ SAVE_SECONDS = 3.0
 class Reaper:
     """The node program's end of the pipe."""
 
-    def __init__(self, heartbeat: Path) -> None:
+    def __init__(self, heartbeat: Path, attempt: AttemptDirectory, output: RankOutput) -> None:
+        arguments = map(str, (heartbeat, attempt.path, output.log, output.folder))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster_ddp.launch.reaper", str(heartbeat)],
+            [sys.executable, "-m", "cluster_ddp.launch.reaper", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -45,12 +52,13 @@ class Reaper:
             self._process.communicate(_IN_ORDER)
 
 
-def _watch(heartbeat: Path) -> None:
+def _watch(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     said = sys.stdin.buffer.read()  # returns when the node program has closed its end, or is gone
     if said != _IN_ORDER:
         _end(heartbeat)
+        _rescue(heartbeat, attempt, log, folder)
         with contextlib.suppress(OSError):
             heartbeat.unlink()
 
@@ -64,6 +72,21 @@ def _end(heartbeat: Path) -> None:
     while marked_processes(heartbeat) and time.monotonic() < deadline:
         time.sleep(0.1)
     kill_all(heartbeat)
+
+
+def _rescue(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
+    """Keep what the node program can no longer copy to shared storage."""
+    from cluster_ddp.launch import hang_dump
+    from cluster_ddp.launch.rank_output import RankOutput
+    from cluster_ddp.process import limit_umask
+    from cluster_ddp.run.directory import AttemptDirectory
+
+    limit_umask(AttemptDirectory(attempt).run.path)
+    hang_dump.remove_pipes(heartbeat)
+    hang_dump.keep_stacks(heartbeat, AttemptDirectory(attempt))
+    output = RankOutput(log, folder)
+    output.gather(rest=True)
+    output.remove()
 
 
 def _ranks_on(heartbeat: Path) -> set[int]:
@@ -85,4 +108,4 @@ def _kill_session(leader: int, heartbeat: Path) -> None:
 
 
 if __name__ == "__main__":
-    _watch(Path(sys.argv[1]))
+    _watch(*map(Path, sys.argv[1:]))

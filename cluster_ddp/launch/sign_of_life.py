@@ -1,6 +1,6 @@
 """Whether the node programs of an attempt live, as their keeper can tell from shared storage.
 
-Each node program leaves a file in its folder of the attempt, touches it every few seconds, and removes it when it signs
+Each node program leaves a file in the attempt, touches it every few seconds, and removes it when it signs
 off. Slurm alone does not tell: of a node that was rebooted within SlurmdTimeout, or whose slurmstepd was killed, srun
 waits for the task without end.
 """
@@ -19,14 +19,13 @@ TOUCH_SECONDS = 5.0
 SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a file half a minute late
 SIGNED_OFF_SECONDS = 30.0  # after all have: srun may wait for Slurm's controller, which is away
 _LOOK_SECONDS = 5.0
-_FILE_NAME = "alive"
 
 
 class SignOfLife:
     """A node program's own file."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / _FILE_NAME
+    def __init__(self, file: Path) -> None:
+        self._file = file
         self._next = 0.0
 
     def give(self) -> None:
@@ -46,7 +45,7 @@ class SilentNodes:
     """Finds the nodes that give no sign of life any more though others have signed off."""
 
     def __init__(self, attempt: AttemptDirectory, nodes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files = {node: attempt.logs(node) / _FILE_NAME for node in range(nodes)}
+        self._files = {node: attempt.alive_file(node) for node in range(nodes)}
         self._clock = clock
         self._next = 0.0
         self._began: set[int] = set()

@@ -51,13 +51,22 @@ class AttemptDirectory:
         return int(self.path.name)
 
     def stacks_file(self, rank: int) -> Path:
-        """Where a rank writes the stacks of its threads when it is asked for them."""
+        """The stacks of a rank's threads, where it was asked for them."""
         return self.path / f"stacks-rank{rank}.txt"
 
     def report_file(self, node: int | str) -> Path:
         return self.path / f"environment-{node}.json"
 
-    def logs(self, node_rank: int) -> Path:
+    def log_file(self, node_rank: int) -> Path:
+        """All that one node printed, each line with the rank that printed it."""
+        return self.path / f"node-{node_rank}.log"
+
+    def alive_file(self, node_rank: int) -> Path:
+        """Touched by the node program as long as it lives, and gone when it has signed off."""
+        return self.path / f"node-{node_rank}.alive"
+
+    def old_logs(self, node_rank: int) -> Path:
+        """The folder in which older versions kept two files for each rank of a node."""
         return self.path / f"node-{node_rank}"
 
     def samples_file(self, rank: int) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -74,9 +75,8 @@ class LocalStart:
 
     def node_torchrun(self, run_directory: str, attempt: int, node: int) -> list[str]:
         """The torchrun line as one node runs it."""
-        logs = RunDirectory(Path(run_directory)).attempt(attempt).logs(node)
         line = self.torchrun(run_directory, attempt)
-        return fill_in(line, is_host=node == 0, local_addr=LOOPBACK, log_dir=str(logs))
+        return fill_in(line, is_host=node == 0, local_addr=LOOPBACK, log_dir=tempfile.gettempdir())
 
     def variables(self, node: int) -> dict[str, str]:
         """What is set for one node in addition to this process's environment."""

@@ -81,11 +81,9 @@ class Supervisor:
     def _start_node(self, node: int) -> subprocess.Popen[bytes]:
         run = str(self._attempt.run.path)
         number = self._attempt.number
-        logs = self._attempt.logs(node)
-        logs.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         command = [self._start.python, "-m", "cluster_ddp.launch.node", f"--run={run}", f"--attempt={number}"]
-        with os.fdopen(open_append(logs / "node.log"), "ab") as log:
+        with os.fdopen(open_append(self._attempt.log_file(node)), "ab") as log:
             return subprocess.Popen(
                 [*command, f"--node-rank={node}", "--", *self._start.torchrun(run, number)],
                 env=self._environment(node),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, RankSlot
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, RankSlot, stacks_beside
 from cluster_ddp.launch.processes import die_with_parent
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.network import resolve
@@ -51,7 +51,7 @@ class RankProcess:
 
 
 def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
-    """Set this process up as a rank; its stacks are written into the attempt, if there is one, when asked for."""
+    """Set this process up as a rank; where there is an attempt and a heartbeat, it writes its stacks when asked to."""
     die_with_parent(number=signal.SIGTERM)
     heartbeat = _open_heartbeat()
     stop = StopSignals(heartbeat)
@@ -60,7 +60,7 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
     if heartbeat is not None and world.local_rank < len(heartbeat.slots):
         slot = heartbeat.slots[world.local_rank]
         slot.claim(rank=world.rank)
-    return RankProcess(stop, Beat(slot), _register_stacks(world, attempt))
+    return RankProcess(stop, Beat(slot), _register_stacks(world, heartbeat if attempt else None))
 
 
 def join_ranks(job: JobSpec) -> None:
@@ -80,11 +80,11 @@ def _open_heartbeat() -> HeartbeatFile | None:
         return None
 
 
-def _register_stacks(world: World, attempt: AttemptDirectory | None) -> IO[str] | None:
-    if attempt is None or not STACKS_SIGNALS:
+def _register_stacks(world: World, heartbeat: HeartbeatFile | None) -> IO[str] | None:
+    if heartbeat is None or not STACKS_SIGNALS:
         return None
     try:
-        file = attempt.stacks_file(world.rank).open("a")
+        file = stacks_beside(heartbeat.path, world.rank).open("a")
     except OSError:
         return None
     for number in STACKS_SIGNALS:

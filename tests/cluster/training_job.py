@@ -99,11 +99,8 @@ class TrainingJob:
         shown = self.cluster.call("scontrol", "show", "job", "-o", str(self.job))
         parts = [f"--- Slurm: {shown.stdout or shown.stderr}", "--- events"]
         parts += [json.dumps(event) for event in self.events()[-40:]]
-        for output in sorted([*self.run.glob("*.out"), *self.run.glob("attempts/*/node-*/*.log")]):
-            parts += [f"--- {output.relative_to(self.run)}", *output.read_text(errors="replace").splitlines()[-15:]]
-        for output in sorted(self.run.glob("attempts/*/node-*/**/stderr.log")):
-            if tail := output.read_text(errors="replace").splitlines()[-8:]:
-                parts += [f"--- {output.relative_to(self.run)}", *tail]
+        for output in sorted([*self.run.glob("*.out"), *self.run.glob("attempts/*/node-*.log")]):
+            parts += [f"--- {output.relative_to(self.run)}", *output.read_text(errors="replace").splitlines()[-25:]]
         return "\n".join(parts)
 
 

@@ -20,6 +20,7 @@ from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.node_log import parse_line
 from cluster_ddp.run.runs import create_run
 
 HERE = Path(__file__).parent
@@ -84,8 +85,11 @@ class Node:
         leaders = [process for process in self.tree() if process.leads_session]
         return next(process.pid for process in leaders if process.environment.get("RANK") == str(rank))
 
-    def logs(self, name: str = "stdout.log") -> str:
-        return "".join(path.read_text() for path in sorted(self.attempt.path.rglob(name)))
+    def logs(self) -> str:
+        """What the ranks have printed on standard output."""
+        files = [self.attempt.log_file(node) for node in range(9)]
+        lines = [parse_line(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+        return "".join(f"{line.text}\n" for line in lines if line.rank is not None and not line.is_error)
 
     def wait_for(self, text: str, count: int | None = None) -> None:
         """Wait until all ranks (or `count` of them) have printed a text."""

@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, stacks_beside
 
 steps = int(sys.argv[1])
 mode = sys.argv[2] if len(sys.argv) > 2 else ""
@@ -24,8 +23,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
 heartbeat = HeartbeatFile.open(os.environ["CLUSTER_DDP_HEARTBEAT"])
 slot = heartbeat.slots[local_rank]
 slot.claim(rank=rank)
-attempt = Path(os.environ["CLUSTER_DDP_RUN"]) / "attempts" / f"{int(os.environ['CLUSTER_DDP_ATTEMPT']):03d}"
-faulthandler.register(STACKS_SIGNALS[0], file=(attempt / f"stacks-rank{rank}.txt").open("a"), all_threads=True)
+faulthandler.register(STACKS_SIGNALS[0], file=stacks_beside(heartbeat.path, rank).open("a"), all_threads=True)
 if mode == "helper":  # such as a DataLoader worker that left the rank's session
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 

@@ -29,7 +29,7 @@ class Scene:
         self.run = RunDirectory(folder / "run")
         self.run.events.mkdir(parents=True)
         self.attempt = self.run.attempt(0)
-        self.folder = self.attempt.logs(1)
+        self.folder = folder / "node-1"
         self.folder.mkdir(parents=True)
         self.heartbeat = HeartbeatFile.create(folder / "heartbeat", slots=2)
         self.ranks = LocalRanks(self.heartbeat, 2)

@@ -53,10 +53,10 @@ class Clock:
 
 def test_a_node_that_dies_without_a_word_is_given_up_once_another_has_signed_off(tmp_path: Path) -> None:
     attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
+    attempt.path.mkdir(parents=True)
     signs = []
     for node in (0, 1, 2):
-        attempt.logs(node).mkdir(parents=True)
-        signs.append(SignOfLife(attempt.logs(node)))
+        signs.append(SignOfLife(attempt.alive_file(node)))
         signs[node].give()
     silent = SilentNodes(attempt, 3, clock=clock)
 
@@ -69,8 +69,8 @@ def test_a_node_that_dies_without_a_word_is_given_up_once_another_has_signed_off
     signs[0].end()
     assert look_after(6) == []
     assert look_after(SILENT_SECONDS - 10) == []
-    later = (attempt.logs(2) / "alive").stat().st_mtime + 5
-    os.utime(attempt.logs(2) / "alive", (later, later))
+    later = attempt.alive_file(2).stat().st_mtime + 5
+    os.utime(attempt.alive_file(2), (later, later))
     assert look_after(6) == []
     assert look_after(10) == [1]
     signs[2].end()
@@ -79,8 +79,8 @@ def test_a_node_that_dies_without_a_word_is_given_up_once_another_has_signed_off
 
 def test_a_node_that_never_came_is_given_up_too(tmp_path: Path) -> None:
     attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
-    attempt.logs(0).mkdir(parents=True)
-    sign = SignOfLife(attempt.logs(0))
+    attempt.path.mkdir(parents=True)
+    sign = SignOfLife(attempt.alive_file(0))
     sign.give()
     silent = SilentNodes(attempt, 2, clock=clock)
     assert silent.look() == []
@@ -94,10 +94,10 @@ def test_a_node_that_never_came_is_given_up_too(tmp_path: Path) -> None:
 def test_a_step_whose_nodes_have_all_signed_off_is_over(tmp_path: Path) -> None:
     """srun may wait on for Slurm's controller, which is away."""
     attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
+    attempt.path.mkdir(parents=True)
     signs = []
     for node in (0, 1):
-        attempt.logs(node).mkdir(parents=True)
-        signs.append(SignOfLife(attempt.logs(node)))
+        signs.append(SignOfLife(attempt.alive_file(node)))
         signs[node].give()
     nodes = SilentNodes(attempt, 2, clock=clock)
     for sign in signs:

@@ -75,7 +75,7 @@ def wait_for_steps(folder: Path, attempt: int = 0) -> RunDirectory:
     """Wait until rank 0 of an attempt has trained ten steps."""
     end = time.monotonic() + PATIENCE
     while True:
-        for log in folder.glob(f"runs/*/attempts/{attempt:03d}/node-*/*/attempt_0/*/stdout.log"):
+        for log in folder.glob(f"runs/*/attempts/{attempt:03d}/node-*.log"):
             if "step 10" in log.read_text():
                 return the_run(folder)
         assert time.monotonic() < end, "no steps"

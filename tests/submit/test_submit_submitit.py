@@ -138,7 +138,7 @@ def wait_for(ready: Callable[[], T | None], what: str) -> T:
 
 def wait_for_steps(run: RunDirectory, attempt: int = 0) -> None:
     def stepping() -> bool:
-        logs = run.attempt(attempt).path.glob("node-0/*/attempt_0/*/stdout.log")
+        logs = run.attempt(attempt).path.glob("node-0.log")
         return any("step 10" in log.read_text() for log in logs)
 
     wait_for(stepping, f"steps in attempt {attempt}")

@@ -16,7 +16,7 @@ import pytest
 from train_ranks import free_port
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, stacks_beside
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
@@ -156,7 +156,7 @@ def test_the_heartbeat_stops_a_rank_and_sees_what_it_does(tmp_path: Path) -> Non
     heartbeat.post_stop(1, "preemption")
     assert ranks.wait() == [0]
     assert slot.phase == Phase.DONE and read_events(run)[-1]["reason"] == "preemption"
-    assert "in _train" in (run.attempt(0).path / "stacks-rank0.txt").read_text()
+    assert "in _train" in stacks_beside(heartbeat.path, 0).read_text()
     heartbeat.unlink()
 
 

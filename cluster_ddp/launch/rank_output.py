@@ -1,0 +1,163 @@
+"""What the ranks and the agent of a node print: written to files on the node's own disk, gathered into the node's log.
+
+torchrun wants a file for each stream of each rank. Those lie in a temporary folder of the node, where printing waits
+for no network and does not fill the quota of files; the node program copies what is new to shared storage, about once a
+second, as whole lines that say who printed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp.launch.exits import RankExits
+from cluster_ddp.launch.logs import Tail
+from cluster_ddp.printing import say
+from cluster_ddp.run.node_log import LogLine
+from cluster_ddp.run.storage import Storage, closing, open_append
+
+AGENT_LOG = "agent.log"
+_GATHERED = "gathered.json"  # how far each file was, for whoever goes on when the node program was killed
+_WRITE_SECONDS = 1.0
+_MOST_WAITING = 4 << 20  # characters that wait for a storage that takes none
+_KEPT_BYTES = 64 << 10  # of what was copied: the end of it tells why a rank died
+_FREED_BYTES = 1 << 20  # at a time
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+
+@dataclass
+class _Source:
+    tail: Tail
+    rank: int | None
+    is_error: bool
+    freed: int = 0
+
+    def lines(self, *, rest: bool) -> list[LogLine]:
+        by_torchrun = self.rank is None
+        return [LogLine(text, self.rank, self.is_error, by_torchrun) for text in self.tail.lines(rest=rest)]
+
+    def free(self) -> None:
+        """Give back the room of what was copied long ago."""
+        upto = self.tail.offset - _KEPT_BYTES
+        if upto - self.freed >= _FREED_BYTES and _free_beginning(self.tail.path, upto):
+            self.freed = upto
+
+
+class RankOutput:
+    """Gathers what the processes of a node print.
+
+    Parameters
+    ----------
+    log
+        The node's log on shared storage.
+    folder
+        The node's own folder, which torchrun logs to.
+    """
+
+    def __init__(self, log: Path, folder: Path) -> None:
+        self.log = log
+        self.folder = folder
+        self.exits = RankExits(folder)
+        self._begin_at = self._place_noted()
+        self._sources: dict[Path, _Source] = {}
+        self._follow(folder / AGENT_LOG, None, is_error=False)
+        self._waiting: list[str] = []
+        self._next_write = 0.0
+        self._failed = False
+
+    @classmethod
+    def prepare(cls, log: Path) -> RankOutput:
+        """Make the node's own folder, for its owner alone; `OSError` where there is no room."""
+        return cls(log, Path(tempfile.mkdtemp(prefix="cluster-ddp-")))
+
+    def gather(self, *, rest: bool = False) -> list[LogLine]:
+        """What was printed since the last call; with `rest`, now that all have ended, also lines without an end."""
+        self.exits.read()
+        for folder, rank in self.exits.folders.items():
+            self._follow(folder / "stdout.log", rank, is_error=False)
+            self._follow(folder / "stderr.log", rank, is_error=True)
+        if sum(map(len, self._waiting)) > _MOST_WAITING and not rest:
+            self._write()
+            return []
+        lines = [line for source in self._sources.values() for line in source.lines(rest=rest)]
+        self._waiting += [line.marked() for line in lines]
+        if self._waiting and (rest or time.monotonic() >= self._next_write):
+            self._write()
+        return lines
+
+    def remove(self) -> None:
+        """Remove the node's own folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _follow(self, file: Path, rank: int | None, *, is_error: bool) -> None:
+        if file not in self._sources:
+            self._sources[file] = _Source(Tail(file, self._begin_at.get(str(file), 0)), rank, is_error)
+
+    def _write(self) -> None:
+        self._next_write = time.monotonic() + _WRITE_SECONDS
+        data = "".join(f"{line}\n" for line in self._waiting).encode(errors="replace")
+        try:
+            _append(self.log, data)
+        except OSError as error:  # what could not be written is tried again
+            if not self._failed:
+                say(f"cluster-ddp: cannot write what the ranks print to {self.log}: {error.strerror or error}")
+            self._failed = True
+            return
+        self._failed = False
+        self._waiting = []
+        for source in self._sources.values():
+            source.free()
+        self._note_place()
+
+    def _note_place(self) -> None:
+        place = {str(path): source.tail.offset for path, source in self._sources.items()}
+        draft = self.folder / f".{_GATHERED}"
+        with contextlib.suppress(OSError):
+            draft.write_text(json.dumps(place))
+            draft.replace(self.folder / _GATHERED)
+
+    def _place_noted(self) -> dict[str, int]:
+        """How far the files were gathered by a node program that was killed; nothing in a new folder."""
+        with contextlib.suppress(OSError, ValueError):
+            place: dict[str, int] = json.loads((self.folder / _GATHERED).read_text())
+            return place
+        return {}
+
+
+def _append(path: Path, data: bytes) -> None:
+    storage, fd = Storage(), open_append(path)  # opened each time: others see what is written when it is closed
+    with closing(storage, fd):
+        storage.write(fd, data)
+
+
+def _free_beginning(path: Path, length: int) -> bool:
+    """Give back the room of the first bytes of a file, which read as zeros from then on; whether the system can."""
+    call = _fallocate()
+    if call is None:
+        return False
+    try:
+        with path.open("r+b") as file:
+            return bool(call(file.fileno(), _KEEP_SIZE | _PUNCH_HOLE, 0, length) == 0)
+    except OSError:
+        return False
+
+
+@functools.cache
+def _fallocate() -> Any:
+    """Linux's call of that name; None elsewhere."""
+    try:
+        call = ctypes.CDLL(None).fallocate64 if sys.platform == "linux" else None
+    except (AttributeError, OSError):
+        return None
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call
