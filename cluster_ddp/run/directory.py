@@ -85,6 +85,7 @@ class RunDirectory:
     resume_file = _Inside("resume.json")  # who resumed it last; changed by one call of `resume` at a time
     record_file = _Inside("run.json")  # the run's identity; a folder is a run when this file exists
     events = _Inside("events")  # a file for each writer
+    digest_file = _Inside("events/digest.json")  # what ended attempts taught, in short
     metrics_file = _Inside("metrics.jsonl")  # written by rank 0
     attempts = _Inside("attempts")
     checkpoints = _Inside("checkpoints")

@@ -201,14 +201,19 @@ def failures_of(history: History, number: int) -> list[Event]:
 
 
 def root_failure(failures: list[Event]) -> Event:
-    """The failure that the others most likely follow from.
+    """The failure that the others most likely follow from."""
+    return causes_of(failures)[0]
+
+
+def causes_of(failures: list[Event]) -> list[Event]:
+    """What the failures may follow from, the most likely first; none where there are none.
 
     The program's own error, then a node that did not come up, then a kill, then the first.
     """
     own = [event for event in failures if not _is_surroundings(event)]
     nodes = [event for event in failures if event["event"] == NODE_FAILED and event.get("suspect")]
     killed = [event for event in failures if event.get("signal") is not None]
-    return (own or nodes or killed or failures)[0]
+    return [some[0] for some in (own, nodes, killed, failures) if some]
 
 
 def describe_failure(event: Event) -> str:

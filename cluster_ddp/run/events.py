@@ -11,11 +11,13 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.printing import say
-from cluster_ddp.run.reading import as_time, as_whole, read_json_lines
+from cluster_ddp.run.digest import Digest, read_digest
+from cluster_ddp.run.reading import MAX_LINES, as_time, as_whole, parse_lines, read_on
 from cluster_ddp.run.storage import Storage, open_lines
 
 if TYPE_CHECKING:
@@ -117,15 +119,51 @@ def caller() -> str:
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """All events of a run, merged by time. What cannot be read, or is not an event, is passed over."""
+    """All events of a run that matter, merged by time. What cannot be read, or is not an event, is passed over.
+
+    Of attempts that are over, what was said by many nodes alike may be there once: see `cluster_ddp.run.condense`.
+    """
+    whole, torn = _read(run, read_digest(run.digest_file))
+    return sorted([*whole.events, *torn], key=_time)
+
+
+def read_whole_events(run: RunDirectory) -> Digest:
+    """The events as `read_events` has them, but for lines that still lack an end, and how far each file was read."""
+    whole, _ = _read(run, read_digest(run.digest_file))
+    return Digest(tuple(sorted(whole.events, key=_time)), whole.places)
+
+
+def _read(run: RunDirectory, digest: Digest) -> tuple[Digest, list[dict[str, Any]]]:
+    """The digest brought up to date, and the events in lines without an end."""
     try:
         names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted
     except OSError:
-        return []
-    files = [run.events / name for name in names if name.endswith(".jsonl")]
-    events = [_known(event) for path in files for event in read_json_lines(path) if _is_event(event)]
-    events.sort(key=lambda event: float(event["time"]))
-    return events
+        return Digest(), []
+    if not digest.places.keys() <= set(names):
+        return _read(run, Digest())
+    events, torn, places = _events_among(digest.events), [], dict(digest.places)
+    for name in names:
+        if not name.endswith(".jsonl"):
+            continue
+        try:
+            data, begin = read_on(run.events / name, places.get(name, 0), MAX_LINES)
+        except OSError:
+            continue
+        if begin is None:  # the digest is of other files than these
+            return _read(run, Digest())
+        end = data.rfind(b"\n") + 1
+        places[name] = begin + end
+        events += _events_among(parse_lines(data[:end])) if end else []
+        torn += _events_among(parse_lines(data[end:])) if end < len(data) else []
+    return Digest(tuple(events), places), torn
+
+
+def _events_among(values: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [_known(value) for value in values if _is_event(value)]
+
+
+def _time(event: dict[str, Any]) -> float:
+    return float(event["time"])
 
 
 def _is_event(value: dict[str, Any]) -> bool:

@@ -54,6 +54,27 @@ def read_tail(path: Path, limit: int) -> bytes:
         os.close(fd)
 
 
+def read_on(path: Path, place: int, limit: int) -> tuple[bytes, int | None]:
+    """What was appended to a file of lines since it was read up to `place`, and where that begins.
+
+    None when no line ends at `place`, or the file is shorter: it is not the one that was read. Of more than `limit`
+    bytes the last ones are read.
+    """
+    fd, size = open_regular(path)
+    try:
+        if size == place:
+            return b"", place
+        if size < place or (place and os.pread(fd, 1, place - 1) != b"\n"):
+            return b"", None
+        begin = max(place, size - limit)
+        os.lseek(fd, begin, os.SEEK_SET)
+        data = _read(fd, size - begin, limit)
+    finally:
+        os.close(fd)
+    skipped = 0 if begin == place else data.find(b"\n") + 1
+    return data[skipped:], begin + skipped
+
+
 def _read(fd: int, expected: int, limit: int) -> bytes:
     """The bytes up to the end, at most `limit`; where they are as many as expected, with one call of the system."""
     data = os.read(fd, min(limit, expected + 1))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import LONGEST_START_SECONDS, Ending, Outcome, describe_failure, outcome_of, root_failure
 from cluster_ddp.run.errors import RunError
@@ -78,6 +79,7 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
         EventWriter(attempt.run, writer).write(names[decision.action], attempt=attempt.number, reason=decision.reason)
     try:
         end_attempt(attempt)
+        write_digest(attempt.run)
     except OSError as error:
         say(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
 

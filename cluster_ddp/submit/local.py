@@ -23,6 +23,7 @@ from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.printing import say
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.runs import create_run, runs_dir_of
@@ -162,6 +163,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     speak_for_script(attempt, EventWriter(run, login_writer()))
     try:
         end_attempt(attempt)
+        write_digest(run)
     except OSError as error:
         say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
     return describe(run, None)

@@ -9,6 +9,7 @@ import pytest
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch import environment, hang_dump, report
+from cluster_ddp.launch.heartbeat import stacks_beside
 from cluster_ddp.launch.logs import Tail
 from cluster_ddp.run.directory import RunDirectory
 
@@ -95,7 +96,7 @@ def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
     try:
         rank = Rank(process.pid, 5, 1, None, None, None)
         began = time.monotonic()
-        assert hang_dump.collect([rank], heartbeat) == ["flight recorder of rank 5"]
+        assert hang_dump.collect([rank], heartbeat, RunDirectory(tmp_path).attempt(0)) == ["flight recorder of rank 5"]
         assert time.monotonic() - began >= 4
         assert os.read(reader, 10)
         assert process.poll() is None  # it does not know the stacks' signal, and was not sent it
@@ -108,14 +109,14 @@ def test_a_rank_with_a_flight_recorder_is_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_only_stacks_that_were_asked_for_stay(tmp_path: Path) -> None:
-    from cluster_ddp.launch.ranks import Rank
-
-    attempt = RunDirectory(tmp_path).attempt(0)
+    attempt, heartbeat = RunDirectory(tmp_path / "run").attempt(0), tmp_path / "heartbeat"
     attempt.path.mkdir(parents=True)
-    attempt.stacks_file(0).touch()
-    attempt.stacks_file(1).write_text("Thread 0x1")
-    hang_dump.remove_empty_stacks(attempt, [Rank(99, rank, rank, None, None, None) for rank in (0, 1, 2)])
+    stacks_beside(heartbeat, 0).touch()
+    stacks_beside(heartbeat, 1).write_text("Thread 0x1")
+    hang_dump.keep_stacks(heartbeat, attempt)
     assert [file.name for file in attempt.path.iterdir()] == [attempt.stacks_file(1).name]
+    assert attempt.stacks_file(1).read_text() == "Thread 0x1"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_log_is_followed_by_whole_lines(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ def test_two_nodes_of_two_ranks_meet_train_and_end_with_a_summary(call: Call, tm
     status, out, err = finish(call("local", "job.yaml", "--nodes", "2"))
     assert status == 0, err
     assert "step 30 of attempt 0" in out
+    files = sorted(path.name for path in the_run(tmp_path).attempt(0).path.iterdir())
+    assert [name for name in files if "node" in name] == ["node-0.log", "node-1.log"]
+    assert len(files) <= 3 * 2 + 5, "three files for each node, and a few for the attempt"
     run = the_run(tmp_path)
     assert "COMPLETED" in err
     assert str(run.path) in err

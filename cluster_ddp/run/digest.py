@@ -1,0 +1,46 @@
+"""What ended attempts taught, in one small file: `events/digest.json`.
+
+An attempt of many nodes leaves thousands of lines in hundreds of files, which say few things many times. When an
+attempt has ended, what matters of the lines until then is put together (`condense`), with how far each file was read;
+who wants to know the run's events reads that and what has been appended since. Nothing but time is lost with it: the
+files of events stay as they are, and a digest that does not fit them is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp.run.reading import MAX_LINES, as_whole, parse_object, read_file
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The events of a run up to some place in each file."""
+
+    events: tuple[dict[str, Any], ...] = ()
+    places: Mapping[str, int] = field(default_factory=dict)  # bytes of each file, by its name, that are in `events`
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is written."""
+        return {"format": FORMAT, "places": dict(self.places), "events": list(self.events)}
+
+
+def read_digest(path: Path) -> Digest:
+    """The digest of a run; an empty one when there is none that can be used."""
+    try:
+        value = parse_object(read_file(path, MAX_LINES))
+    except OSError:
+        return Digest()
+    if value is None or value.get("format") != FORMAT:
+        return Digest()
+    events, places = value.get("events"), value.get("places")
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        return Digest()
+    if not isinstance(places, dict) or any(as_whole(place) is None for place in places.values()):
+        return Digest()
+    return Digest(tuple(events), places)
