@@ -31,6 +31,7 @@ COMMANDS: dict[str, str] = {
     "cancel": "End",
     "status": "See",
     "list": "See",
+    "logs": "See",
     "checkpoints": "Results",
     "export": "Results",
     "templates": "Prepare",

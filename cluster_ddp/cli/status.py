@@ -41,7 +41,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; of several runs a list.")] = False,
 ) -> None:
     """Show where runs stand: state, step, checkpoint, metrics, lost time."""
-    look = _Look(runs or [])
+    look = Look(runs or [])
     if watch:
         _watch(look, as_json=as_json)
     elif as_json:
@@ -50,7 +50,7 @@ def command(
         _print(look.take(), look)
 
 
-class _Look:
+class Look:
     """Looks at what the arguments name, again and again; asks Slurm only every so often."""
 
     def __init__(self, names: list[str]) -> None:
@@ -90,7 +90,7 @@ class _Look:
         return [know(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]
 
 
-def _print(found: list[RunStatus], look: _Look) -> None:
+def _print(found: list[RunStatus], look: Look) -> None:
     if not found:
         tell(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     elif look.single:
@@ -104,7 +104,7 @@ def _print(found: list[RunStatus], look: _Look) -> None:
         show(*_table(columns, widths), *look.best(found))
 
 
-def _watch(look: _Look, *, as_json: bool) -> None:
+def _watch(look: Look, *, as_json: bool) -> None:
     """Show the states until no run will change by itself any more, or the person has seen enough (Ctrl-C)."""
     live = sys.stdout.isatty() and not as_json
     shown = ""

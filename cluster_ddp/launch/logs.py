@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+
+from cluster_ddp.run.reading import open_regular
 
 _MAX_READ = 4 << 20
 _MAX_LINE = 64 << 10
@@ -45,9 +48,11 @@ class Tail:
 
     def _read(self) -> bytes:
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                new = file.read(_MAX_READ)
+            fd, _ = open_regular(self.path)
+            try:
+                new = os.pread(fd, _MAX_READ, self.offset)
+            finally:
+                os.close(fd)
         except OSError:
             return b""
         self.offset += len(new)

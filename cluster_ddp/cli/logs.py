@@ -1,0 +1,160 @@
+"""``cluster-ddp logs``: what a run has printed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from cluster_ddp.cli.answer import show, tell
+from cluster_ddp.cli.options import Run
+from cluster_ddp.cli.status import Look
+from cluster_ddp.launch.attempt_logs import AttemptLogs
+from cluster_ddp.printing import one_line
+from cluster_ddp.run.attempt_record import attempt_numbers, list_attempts
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import describe_failure, failures_of, root_failure
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.node_log import LogLine
+from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.status import RunStatus
+
+_POLL_SECONDS = 1.0
+
+
+def command(
+    run: Run,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on, over requeues, until the run is over.")
+    ] = False,
+    attempt: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of this attempt. Default: the last.")] = None,
+    node: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of this node only.")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="R", min=0, help="Of this rank only, without marks.")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The error of the rank that failed first.")] = False,
+) -> None:
+    """Show what the ranks and nodes of a run print.
+
+    Each line says which rank it is of: [rank 3], and [rank 3 err] for standard error. Lines without a mark are the node
+    program's.
+
+    Example: cluster-ddp logs digits -f --rank 0
+    """
+    found = find_run(run, runs_dir_of(None))
+    number = _attempt(found, attempt)
+    if errors:
+        _show_errors(found, attempt)
+    elif follow and attempt is None:
+        _follow(found, node, rank)
+    elif number is None:
+        tell(f"run {found.id} has not begun an attempt: cluster-ddp status {found.id} says why{_batch_output(found)}")
+    else:
+        _show_all(found, number, node, rank)
+
+
+def _attempt(run: RunDirectory, wanted: int | None) -> int | None:
+    """The number of the attempt that is meant; None when there is none yet."""
+    try:
+        numbers = attempt_numbers(run)
+    except OSError as error:
+        raise RunError(f"{run.attempts} cannot be read: {error.strerror or error}") from error
+    if wanted is not None and wanted not in numbers:
+        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "it has not begun any"
+        raise RunError(f"run {run.id} has no attempt {wanted}: {there}")
+    return wanted if wanted is not None else (numbers[-1] if numbers else None)
+
+
+def _show_all(run: RunDirectory, number: int, node: int | None, rank: int | None) -> None:
+    logs = AttemptLogs(run.attempt(number), node)
+    nodes = logs.nodes()
+    if node is not None and node not in nodes:
+        there = ", ".join(map(str, nodes[:20])) or "none"
+        raise RunError(f"attempt {number} of {run.id} has no log of node {node}; nodes with one: {there}")
+    if not _print(logs, rank, several=node is None and len(nodes) > 1, rest=True):
+        who = f"rank {rank}" if rank is not None else "nobody"
+        tell(f"{who} has printed {'nothing' if rank is not None else 'anything'} in attempt {number} of {run.id}")
+
+
+def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
+    """Show what comes, attempt after attempt, until nothing will happen by itself any more, or a person ends it."""
+    look, current, logs = Look([str(run.path)]), None, None
+    try:
+        while True:
+            (status,) = look.take()  # before the logs: of a run that is over now, all is read
+            if current is None and not status.attempts and status.state.open:
+                tell(f"run {run.id} has not begun yet: {_state(status)}")
+                current = -1
+            for number in _newer(run, current):
+                if logs is not None:
+                    _print(logs, rank, several=node is None, rest=True)
+                tell(f"--- attempt {number} of {run.id}")
+                current, logs = number, AttemptLogs(run.attempt(number), node)
+            if logs is not None:
+                _print(logs, rank, several=node is None and len(logs.nodes()) > 1, rest=not status.state.open)
+                sys.stdout.flush()
+            if not status.state.open:
+                tell(f"--- run {run.id}: {_state(status)}")
+                return
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+def _newer(run: RunDirectory, current: int | None) -> list[int]:
+    """The attempts that have begun since the current one; at first the last that there is."""
+    numbers = [attempt.number for attempt in list_attempts(run)]
+    return numbers[-1:] if current is None else [number for number in numbers if number > current]
+
+
+def _print(logs: AttemptLogs, rank: int | None, *, several: bool, rest: bool) -> bool:
+    """Print what is new; whether there was anything."""
+    printed = False
+    for node, line in logs.lines(rest=rest):
+        if rank is None:
+            show(_marked(node, line, several=several))
+        elif line.rank == rank:
+            show(line.text)
+        else:
+            continue
+        printed = True
+    return printed
+
+
+def _marked(node: int, line: LogLine, *, several: bool) -> str:
+    """A line with who printed it; of several nodes, the node programs' and torchruns' with their nodes."""
+    if line.rank is not None or not several:
+        return line.marked()
+    return f"[node {node} torchrun] {line.text}" if line.by_torchrun else f"[node {node}] {line.text}"
+
+
+def _show_errors(run: RunDirectory, wanted: int | None) -> None:
+    """The error that the others follow from, of the attempt that is meant or else of the last that has one."""
+    history = read_history(run)
+    numbers = [record.number for record in history.attempts if wanted in (None, record.number)]
+    for number in reversed(numbers):
+        failures = failures_of(history, number)
+        if not failures:
+            continue
+        root = root_failure(failures)
+        others = f" ({len(failures) - 1} more followed)" if len(failures) > 1 else ""
+        show(f"attempt {number}: {one_line(describe_failure(root))}{others}")
+        error = str(root.get("error") or "").strip()
+        if "\n" in error:
+            show("", error)
+        if root.get("log"):
+            show("", f"more: {one_line(str(root['log']))}")
+        return
+    where = f"attempt {wanted}" if wanted is not None else "any attempt"
+    tell(f"no rank has failed in {where} of {run.id}{_batch_output(run)}")
+
+
+def _batch_output(run: RunDirectory) -> str:
+    """Where the batch script's own words are, if there are any."""
+    files = sorted(run.path.glob("slurm-*.out"))
+    return f"; the batch script's words are in {files[-1]}" if files else ""
+
+
+def _state(status: RunStatus) -> str:
+    return status.state.value + (f" ({one_line(status.reason)})" if status.reason else "")
