@@ -37,8 +37,7 @@ def command(
 ) -> None:
     """Show what the ranks and nodes of a run print.
 
-    Each line says which rank it is of: [rank 3], and [rank 3 err] for standard error. Lines without a mark are the node
-    program's.
+    Each line begins with its rank in brackets, and err in them for standard error.
 
     Example: cluster-ddp logs digits -f --rank 0
     """
