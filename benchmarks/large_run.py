@@ -29,7 +29,7 @@ from login_node import SAVE_EVERY, STEPS, MadeRun, call, make_stand_ins
 TARGET_SECONDS = 0.4
 TARGET_NODES = 512
 PROCS = 8
-COMMANDS = ("status",)
+COMMANDS = ("status", "logs --errors")
 
 
 def make_large_run(folder: Path, nodes: int, attempts: int) -> str:
@@ -94,8 +94,8 @@ def measure(nodes: int, attempts: int, checkouts: list[Path], rounds: int, folde
     for number in range(rounds + 1):
         for command in COMMANDS:
             for checkout in checkouts:
-                words, _, options = command.partition(" ")
-                figures = call(f"{words} {run.name} {options}".strip(), checkout, folder)
+                name, *options = command.split()
+                figures = call(name, checkout, folder, run.name, *options)
                 if number:  # the first of each fills caches
                     measured.setdefault((command, checkout), []).append(figures)
     for (command, checkout), rows in measured.items():
