@@ -130,6 +130,7 @@ class SlurmCluster(LoginNode):
         env = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
         env["PATH"] = f"{Path(sys.executable).parent}:{search_path()}"
         env["SLURM_CONF"] = str(self.conf)
+        env["CLUSTER_DDP_CONFIG"] = ""  # no site file of whoever runs the tests
         if not uses_munge(self.version):
             env["SLURM_SACK_SOCKET"] = str(self._controller.run_folder / "slurmctld" / "sack.socket")
         env["OMP_NUM_THREADS"] = "1"

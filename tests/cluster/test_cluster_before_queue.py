@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,14 @@ def test_a_job_that_could_never_start_is_refused(
     )
     assert (done.returncode, said in done.stderr) == (status, True), done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_files_run_as_they_are(cluster: SlurmCluster, tmp_path: Path) -> None:
+    env = {**cluster.env, "CLUSTER_DDP_CONFIG": str(tmp_path / "config/site.yaml"), "SCRATCH": str(tmp_path)}
+    cluster.cli("init", cwd=tmp_path, env=env)
+    done = cluster.cli("submit", "job.yaml", "--json", cwd=tmp_path, env=env, timeout=250)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["state"] == "PENDING"
+    assert Path(answer["directory"]).parent == tmp_path / "cluster_ddp_runs"
+    cluster.wait_for_state(int(answer["slurm_job_id"]), "RUNNING")
+    cluster.cli("cancel", answer["directory"], cwd=tmp_path, env=env, check=False)

@@ -1,0 +1,101 @@
+"""A first job file and a site file for the cluster that this machine belongs to."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cluster_ddp.job.units import format_slurm_time
+from cluster_ddp.slurm.commands import SlurmError, call_once
+from cluster_ddp.slurm.partitions import NodeKind, Partition, ask_nodes, ask_partitions
+from cluster_ddp.submit.base import SubmitError
+
+_SECONDS = 10.0
+_TIME = 30 * 60  # seconds of the first job
+_CPUS_PER_RANK = 8
+_STORAGE = ("SCRATCH", "PSCRATCH", "WORK", "HOME")
+"""Variables that name a user's folder on shared storage, the best first."""
+
+_JOB = """\
+# A first job, written by cluster-ddp init: {shown}
+# All keys: docs/job-file.md. What your jobs have in common stands in the site file.
+task: cluster_ddp.tasks.digits:Digits    # yours: my_package.my_module:MyTask, or my_task.py:MyTask
+
+slurm:
+  nodes: 1                  # of at most {most}
+  gpus_per_node: {gpus}
+  cpus_per_task: {cpus}          # of each node, shared by its ranks
+  time: "{time}"
+
+train:
+  epochs: 5
+  batch_size: 16            # per rank
+  lr: 3.0e-3
+"""
+
+
+class Cluster(NamedTuple):
+    """What is asked of Slurm for the first files."""
+
+    name: str
+    partition: Partition
+    nodes: list[NodeKind]
+    account: str | None
+
+
+def ask_cluster() -> Cluster:
+    """Ask Slurm for the cluster's name, the partition that jobs go to, its nodes, and this user's account.
+
+    Raises
+    ------
+    SlurmError
+        Slurm is not here, or does not answer.
+    SubmitError
+        There is no partition that is up.
+    """
+    config = call_once(["scontrol", "show", "config"], seconds=_SECONDS)
+    partitions = [partition for partition in ask_partitions(seconds=_SECONDS) if partition.up]
+    if not partitions:
+        raise SubmitError("no partition of this cluster is up for you; see: sinfo -s")
+    partition = next((one for one in partitions if one.default), partitions[0])
+    name = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    nodes = ask_nodes(partition.name, seconds=_SECONDS)
+    return Cluster(name[1] if name else "this cluster", partition, nodes, _account())
+
+
+def first_job(cluster: Cluster) -> str:
+    """The job file: one node of the kind that most are of, with its GPUs."""
+    kind = max(cluster.nodes, key=lambda node: (sum(node.gpus.values()) > 0, node.count), default=None)
+    gpus = sum(kind.gpus.values()) if kind else 0
+    cpus = min(kind.cpus if kind else 1, _CPUS_PER_RANK * max(gpus, 1))
+    alike = sum(node.count for node in cluster.nodes if kind and node.gpus == kind.gpus and node.cpus >= cpus)
+    limits = [limit for limit in (_TIME, cluster.partition.max_time) if limit is not None]
+    shown = f"partition {cluster.partition.name} of {cluster.name}"
+    if kind:
+        shown += f", {alike} nodes of {kind.cpus} CPUs and {gpus} GPUs"
+    most = min(alike or 1, cluster.partition.max_nodes or alike or 1)
+    return _JOB.format(shown=shown, most=most, gpus=gpus, cpus=cpus, time=format_slurm_time(min(limits)))
+
+
+def site_values(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the site file says: the partition, the account, and where runs are made."""
+    storage = next((environment[name] for name in _STORAGE if environment.get(name)), None)
+    values: dict[str, Any] = {"slurm": {"partition": cluster.partition.name}}
+    if cluster.account:
+        values["slurm"]["account"] = cluster.account
+    if storage:
+        values = {"runs_dir": os.path.join(storage, "cluster_ddp_runs"), **values}  # noqa: PTH118 - text for YAML
+    return values
+
+
+def _account() -> str | None:
+    """This user's default account; None where there is no accounting."""
+    command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "format=DefaultAccount"]
+    try:
+        answer = call_once(command, seconds=_SECONDS).strip()
+    except SlurmError:
+        return None
+    return answer.splitlines()[0] if answer else None
