@@ -34,6 +34,8 @@ COMMANDS: dict[str, str] = {
     "logs": "See",
     "checkpoints": "Results",
     "export": "Results",
+    "clean": "Results",
+    "init": "Prepare",
     "templates": "Prepare",
 }
 """Each command's name, in the order of the help, and the panel of the help that it stands in."""

@@ -82,12 +82,13 @@ def _print(listed: list[CheckpointInfo], best: int | None) -> None:
         mark = "best  " if info.step == best else ""
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.manifest.created))
         show(
-            f"{info.path.name:<{width}}  {info.state:<10}  {created}  {_size(info.manifest.size):>9}  "
+            f"{info.path.name:<{width}}  {info.state:<10}  {created}  {size_in_words(info.manifest.size):>9}  "
             f"{info.manifest.samples:>12,}  {mark}{show_metrics(info.manifest.metrics)}".rstrip()
         )
 
 
-def _size(count: float) -> str:
+def size_in_words(count: float) -> str:
+    """A number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,0 +1,124 @@
+"""``cluster-ddp clean``: room on the storage, at the expense of what old runs no longer need."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from cluster_ddp.cli.answer import remark, show, tell
+from cluster_ddp.cli.checkpoints import best_of, size_in_words
+from cluster_ddp.cli.described import describe_runs
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import one_line
+from cluster_ddp.run.attempt_record import attempt_numbers
+from cluster_ddp.run.directory import RunDirectory, steps_in
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.runs import find_run_to_change, list_runs, runs_dir_of
+from cluster_ddp.run.status import RunStatus
+
+
+def command(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Default: all in the runs folder.")
+    ] = None,
+    older: Annotated[str, typer.Option(metavar="AGE", help="Only runs in which nothing changed for so long.")] = "30d",
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="Keep only the best checkpoint, not the last, where there is a best.")
+    ] = False,
+    resumable: Annotated[
+        bool, typer.Option("--resumable", help="Also runs that have not completed and could be resumed.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Keep no checkpoint at all.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it is only shown what would be.")] = False,
+) -> None:
+    """Remove the checkpoints of old runs but the last and the best; shows what it would remove, unless --yes."""
+    age = _seconds(older)
+    runs_dir = runs_dir_of(None)
+    found = [find_run_to_change(name, runs_dir) for name in runs] if runs else list_runs(runs_dir)
+    old = [run for run in found if time.time() - _last_change(run) >= age]
+    began = {run.id: attempt_numbers(run) for run in old}  # before it is judged: a later attempt was not seen
+    total = 0
+    for run, status in zip(old, describe_runs(old), strict=True):
+        if _may_be_cleaned(status, resumable=resumable):
+            with _told(run):
+                total += _clean(run, began[run.id], keep_best=keep_best, everything=everything, yes=yes)
+        elif status.state is not RunState.COMPLETED and runs:
+            remark([f"{one_line(run.id)} is {status.state.value} and is left alone"])
+    did = "removed" if yes else "would be removed; --yes removes"
+    tell(f"{size_in_words(total)} {did}")
+
+
+def _seconds(text: str) -> int:
+    from cluster_ddp.job.units import DURATION_FORMS, parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise RunError(f"--older {text!r} is not {DURATION_FORMS}") from None
+
+
+def _may_be_cleaned(status: RunStatus, *, resumable: bool) -> bool:
+    if status.state is RunState.COMPLETED:
+        return True
+    over = (RunState.STOPPED, RunState.FAILED, RunState.STALLED, RunState.CANCELLED)
+    return resumable and status.state in over
+
+
+def _clean(run: RunDirectory, attempts: list[int], *, keep_best: bool, everything: bool, yes: bool) -> int:
+    from cluster_ddp.checkpoint.cleaning import heavy_folders, remove_folders
+
+    keep = set() if everything else _kept(run, keep_best=keep_best, verify=yes)
+    folders = heavy_folders(run, keep)
+    for folder in folders:
+        show(f"{size_in_words(folder.size):>10}  {one_line(run.id)}/checkpoints/{one_line(folder.path.name)}")
+    return remove_folders(run, folders, attempts) if yes and folders else sum(folder.size for folder in folders)
+
+
+def _kept(run: RunDirectory, *, keep_best: bool, verify: bool) -> set[int]:
+    """The steps whose checkpoints stay; all, where none is intact.
+
+    Parameters
+    ----------
+    verify
+        Read the last one, all of it: what is the last is only worth keeping if it is intact.
+    """
+    from cluster_ddp.checkpoint.errors import CheckpointError
+    from cluster_ddp.checkpoint.verify import list_checkpoints, newest_intact, run_id_of
+
+    steps = steps_in(run.checkpoints)
+    best = best_of(run, list_checkpoints(run.checkpoints, run_id_of(run), read_all=False))
+    if keep_best and best is not None:
+        last = newest_intact(run.checkpoints, run_id_of(run), step=best)[1].step if verify else best
+        return {last}
+    if not steps:
+        return set()
+    try:
+        last = newest_intact(run.checkpoints, run_id_of(run))[1].step if verify else steps[-1]
+    except CheckpointError as error:
+        raise RunError(f"{run.id}: left alone, since no checkpoint of it is intact: {error}") from error
+    return {steps[-1], last} | ({best} if best is not None else set())
+
+
+def _last_change(run: RunDirectory) -> float:
+    """When anything was last written to a run, in Unix seconds."""
+    times = [0.0]
+    for path in (run.path, run.record_file, run.events, run.metrics_file, run.attempts, run.checkpoints):
+        with contextlib.suppress(OSError):
+            times.append(path.lstat().st_mtime)
+    with contextlib.suppress(OSError):
+        times += [file.lstat().st_mtime for file in run.events.iterdir()]
+    return max(times)
+
+
+@contextlib.contextmanager
+def _told(run: RunDirectory) -> Iterator[None]:
+    """One run that cannot be cleaned keeps no other from it."""
+    try:
+        yield
+    except (ClusterDDPError, OSError) as error:
+        remark([f"{one_line(run.id)}: {error}"])
