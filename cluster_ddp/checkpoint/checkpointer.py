@@ -7,7 +7,6 @@ import collections
 import contextlib
 import json
 import math
-import operator
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from cluster_ddp.checkpoint.coordinator import SaveCoordinator
 from cluster_ddp.checkpoint.errors import AttemptSuperseded, CheckpointError, RanksDiverged
-from cluster_ddp.checkpoint.plan import SavePlan, describe, make_plan, places_of
+from cluster_ddp.checkpoint.plan import SavePlan, Tensors, describe, make_plan
 from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.restore import Restore, Restored
 from cluster_ddp.checkpoint.staging import Staging
@@ -108,7 +107,8 @@ class Checkpointer:
         self._digest: ReplicaDigest | None = None
         self._plan: SavePlan | None = None
         self._described: object = None
-        self._places: object = None
+        self._seen: object = None
+        self._on_cuda = False
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._durable = True
@@ -171,7 +171,7 @@ class Checkpointer:
         )
         writes = self._rank in save.plan.layouts
         if writes:
-            self._staging.prepare(save.plan.layouts[self._rank], _on_cuda(tensors))
+            self._staging.prepare(save.plan.layouts[self._rank], self._on_cuda)
             self._staging.copy(tensors, save.plan.replicated)
         alike = save.plan.alike if self._coordinator.world_size > 1 else ()
         self._digest = ReplicaDigest({name: tensors[name] for name in alike})
@@ -189,7 +189,7 @@ class Checkpointer:
         self._join()
         layout = self.plan_for(tensors).layouts.get(self._rank)
         if layout is not None:
-            self._start(self._staging.prepare, layout, _on_cuda(tensors))
+            self._start(self._staging.prepare, layout, self._on_cuda)
 
     def wait_for_staging(self) -> None:
         """Call right before parameters, optimizer or EMA change: they may still be copied or compared."""
@@ -264,12 +264,14 @@ class Checkpointer:
 
     def plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
         """Who writes which of these tensors; the plan before, as long as they are the same ones."""
-        places = places_of(tensors)
-        if self._plan is None or places is None or places != self._places:
+        named = tensors if isinstance(tensors, Tensors) else Tensors(tensors)
+        seen = list(named), named.looks()
+        if self._plan is None or seen[1] is None or seen != self._seen:
             described = describe(tensors)
             if self._plan is None or described != self._described:
                 self._plan, self._described = make_plan(*described, self._coordinator.writers), described
-            self._places = places
+            self._seen = seen
+            self._on_cuda = any(tensor.is_cuda for tensor in tensors.values())
         return self._plan
 
     def _check_goes_on(self) -> None:
@@ -343,10 +345,6 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _end_all() -> None:
     for checkpointer in list(_live):
         checkpointer._end()
-
-
-def _on_cuda(tensors: Mapping[str, Tensor]) -> bool:
-    return any(map(operator.attrgetter("is_cuda"), tensors.values()))
 
 
 def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import operator
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -55,19 +54,16 @@ class Staging:
 
         The rest is copied on the current stream, before anything launched later can change it.
         """
-        sources = [tensors[name] for name in self._views]
-        if all(map(operator.attrgetter("is_cpu"), sources)):
+        if self._unpin is None:
             with torch.no_grad():  # in one call: for small tensors half of the time
-                torch._foreach_copy_(list(self._views.values()), sources)
+                torch._foreach_copy_(list(self._views.values()), [tensors[name] for name in self._views])
             return
         on_side: list[str] = []
         for name, view in self._views.items():
-            if self._unpin is not None and name in overlapping and tensors[name].is_cuda:
+            if name in overlapping and tensors[name].is_cuda:
                 on_side.append(name)
             else:
-                view.copy_(tensors[name].detach(), non_blocking=self._unpin is not None)
-        if self._unpin is None:
-            return
+                view.copy_(tensors[name].detach(), non_blocking=True)
         self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

@@ -7,7 +7,6 @@ else there is (lists and dicts of tensors, tensors in the groups, state of no pa
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.attributes import Attributes, equal_bits
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import check_groups, refuse_broken
@@ -60,15 +60,14 @@ class OptimizerState:
             for group in optimizer.param_groups
         ]
 
-    def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
-        tensors = self._plain_states()
+    def collect(self, tensors: Tensors) -> dict[str, Any]:
+        """Add the tensors, which share the memory of the live ones, and give the rest for JSON; or a `TaskError`."""
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
-        if tensors is None:
-            tensors, layouts, rest = self._states()
+        if not self._add_plain_states(tensors):
+            layouts, rest = self._add_states(tensors)
         packer = Packer(tensors)
-        return tensors, {
+        return {
             "optimizer_layouts": layouts,
             "optimizer_state": {fqn: packer.pack(state, f"{_PREFIX}{fqn}") for fqn, state in rest.items()},
             "optimizer_without": self._without(),
@@ -77,38 +76,40 @@ class OptimizerState:
             "optimizer_own": packer.pack(self._own(), f"{_PREFIX}own"),
         }
 
-    def _plain_states(self) -> dict[str, Tensor] | None:
-        """The tensors by name where there is nothing else to save, in a third of the time; None where there is.
+    def _add_plain_states(self, tensors: Tensors) -> bool:
+        """Add the tensors where there is nothing else to save, in a third of the time; False where there is.
 
         That is so where all parameters have the same keys, and each key's tensors the strides and the device of their
         parameters, or no dimension. Which keys are strings is seen in one state, for they are all alike.
         """
         states = self._optimizer.state
         if not states or set(map(type, states.values())) != {dict} or not self._names.keys() >= set(map(id, states)):
-            return None
+            return False
         keys = next(iter(states.values())).keys()
         if not all(type(key) is str and "." not in key for key in keys):
-            return None
+            return False
         if any(state.keys() != keys for state in states.values()):
-            return None
-        parameters, fqns = list(states), [self._names[id(parameter)] for parameter in states]
-        strides, devices = _places(parameters)
-        tensors: dict[str, Tensor] = {}
-        if len(devices) != 1 or ("step" in keys and devices != {_CPU}):
-            return None
-        for key in keys:
-            values = [state[key] for state in states.values()]
-            if set(map(type, values)) != {Tensor}:
-                return None
-            found, on = _places(values)
-            if on != devices or (found != strides and any(found)):
-                return None
+            return False
+        by_key = {key: [state[key] for state in states.values()] for key in keys}
+        if any(set(map(type, values)) != {Tensor} for values in by_key.values()):
+            return False
+        fqns = [self._names[id(parameter)] for parameter in states]
+        known = len(tensors)
+        for key, values in by_key.items():
             tensors.update(zip([f"{_PREFIX}{fqn}.{key}" for fqn in fqns], values, strict=True))
-        return tensors
+        looks = tensors.looks()
+        device = next(iter(states)).device
+        if looks is None or ("step" in keys and device != _CPU):
+            return False
+        strides = [parameter.stride() for parameter in states]
+        for begin in range(known, len(tensors), len(fqns)):
+            found = looks["stride"][begin : begin + len(fqns)]
+            if found != strides and any(found):
+                return False
+        return set(looks["device"][known:]) <= {device} and {parameter.device for parameter in states} == {device}
 
-    def _states(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], dict[str, Any]]:
-        """The tensors by name, the layouts of those that have an unusual one, and what is to be packed."""
-        tensors: dict[str, Tensor] = {}
+    def _add_states(self, tensors: Tensors) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Add the tensors; the layouts of those that have an unusual one, and what is to be packed."""
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
         for group, parameter in self._parameters():
@@ -134,7 +135,7 @@ class OptimizerState:
                     }
             if others:
                 rest[fqn] = others
-        return tensors, layouts, rest
+        return layouts, rest
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Put back what `collect` gave, with the tensors on the CPU and contiguous; or a `TaskError`."""
@@ -288,10 +289,6 @@ class OptimizerState:
                     found[key] = packed
             changed.append(found)
         return changed
-
-
-def _places(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], set[torch.device]]:
-    return list(map(Tensor.stride, tensors)), set(map(operator.attrgetter("device"), tensors))
 
 
 def _named(names: list[str]) -> str:

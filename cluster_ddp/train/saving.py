@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cluster_ddp.checkpoint.checkpointer import Checkpointer
+from cluster_ddp.checkpoint.plan import SavePlan
 from cluster_ddp.checkpoint.restore import Restored
 from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.job import CheckpointSpec, JobSpec
@@ -27,7 +27,6 @@ from cluster_ddp.train.refusals import refuse_own_state
 from cluster_ddp.train.selfcheck import check_comes_back
 from cluster_ddp.train.state import Collected, State
 
-_KIND = [operator.attrgetter(name) for name in ("dtype", "shape")]
 _SHOWN = 5  # names of what is told
 _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
 
@@ -47,7 +46,7 @@ class Saving:
         self._steps_here = 0
         self._rank = world.rank
         self._told: set[str] = set()
-        self._checked: tuple[list[Any], ...] | None = None
+        self._checked: SavePlan | None = None
         self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
         if run is None:
             return
@@ -167,15 +166,16 @@ class Saving:
 
     def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:
         """Check on rank 0 that the state comes back, unless one with these tensors has; else raise a `TaskError`."""
-        tensors, _ = collected
-        kinds = list(tensors), *(list(map(look, tensors.values())) for look in _KIND)
-        if self.fresh is None or self._checkpointer is None or kinds == self._checked:
+        if self.fresh is None or self._checkpointer is None:
             return
-        self._checked = kinds
+        plan = self._checkpointer.plan_for(collected[0])
+        if plan is self._checked:
+            return
+        self._checked = plan
         problem = None
         if self._rank == 0:
             try:
-                check_comes_back(state, step, collected, self._checkpointer.plan_for(tensors), self.fresh)
+                check_comes_back(state, step, collected, plan, self.fresh)
             except ClusterDDPError as error:
                 problem = str(error)
         if together:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.checkpoint.plan import describe
+from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.attributes import Attributes, of_module
 from cluster_ddp.train.ema import EXTRA_STATE, Ema
 from cluster_ddp.train.errors import DataError, TaskError
@@ -20,7 +20,7 @@ from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.packing import Packer, unpack
 from cluster_ddp.train.task import Task, expect_type
 
-Collected = tuple[dict[str, Tensor], dict[str, Any]]
+Collected = tuple[Tensors, dict[str, Any]]
 
 _BUFFER = "buffer."  # before the names of buffers that state_dict() leaves out
 _EXTRA = "extra."  # before those of tensors in what get_extra_state() of modules gives
@@ -95,8 +95,7 @@ class State:
     def collect(self) -> Collected:
         """All tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
         tensors, extra_state = self._model_state()
-        of_optimizer, scalars = self._optimizer.collect()
-        tensors |= of_optimizer
+        scalars = self._optimizer.collect(tensors)
         tensors |= self._changed_buffers()
         packer = Packer(tensors)
         scalars |= {
@@ -200,11 +199,11 @@ class State:
                 f"state_dict() gave before the first step: {', '.join(lost)}"
             )
 
-    def _model_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _model_state(self) -> tuple[Tensors, dict[str, Any]]:
         """The tensors of the model and the average, and what modules have besides."""
         extra_state: dict[str, Any] = {}
         held = {id(weight) for group in self._groups for weight in group["params"]}
-        named: dict[str, Tensor] = {}
+        named = Tensors()
         for name, value in self._model.state_dict(keep_vars=True).items():
             first = self._by_name.get(name, value)
             if first is not value and self._model.get_parameter(name) is not first:
@@ -220,13 +219,14 @@ class State:
                     f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
                     "buffer, or in state_dict() of the task"
                 )
-            if 0 in value.stride() and _is_expanded(value):
-                raise TaskError(
-                    f"the model's '{name}' is expanded: its elements share their memory and cannot be put back one by "
-                    "one; register it with .expand(...).contiguous()"
-                )
             # Code of the task may change other parameters at any time, a frozen teacher's in loss() for one.
             named[f"model.{name}"] = value if id(value) in held else value.detach()
+        for name, strides in zip(named, (named.looks() or {}).get("stride", ()), strict=False):
+            if 0 in strides and _is_expanded(named[name]):
+                raise TaskError(
+                    f"the model's '{name.removeprefix('model.')}' is expanded: its elements share their memory and "
+                    "cannot be put back one by one; register it with .expand(...).contiguous()"
+                )
         if self._ema is not None:
             named.update({f"ema.{name}": value for name, value in self._ema.tensors().items()})
         return named, extra_state

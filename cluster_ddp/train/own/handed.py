@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.own.loop import OTHER_LOOP
@@ -82,7 +83,7 @@ class Handed:
         """Give the state of everything but the model and the first optimizer."""
         return {
             "rates": [rates(optimizer) for optimizer in self.optimizers],
-            "more": {name: list(state.collect()) for name, state in self._more.items()},
+            "more": {name: _collected(state) for name, state in self._more.items()},
             "rest": {name: _without_buffers(thing) for name, thing in self._rest.items()},
             MODULE_BUFFERS: {name: _buffers(thing) for name, thing in self._rest.items()},
             "loop": dict(self._loop.state_dict()),
@@ -205,6 +206,12 @@ def _refuse_unwrapped(trained: Mapping[str, nn.Module], named: Mapping[str, Any]
                 f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train weights "
                 f"of its own; hand over the wrapped {name}"
             )
+
+
+def _collected(state: OptimizerState) -> list[Any]:
+    tensors = Tensors()
+    scalars = state.collect(tensors)
+    return [dict(tensors), scalars]
 
 
 def _see_that_it_can_be_kept(name: str, thing: Any) -> None:
