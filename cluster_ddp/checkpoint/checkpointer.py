@@ -22,7 +22,7 @@ from cluster_ddp.checkpoint.coordinator import SaveCoordinator
 from cluster_ddp.checkpoint.errors import AttemptSuperseded, CheckpointError, RanksDiverged
 from cluster_ddp.checkpoint.plan import SavePlan, Tensors, describe, make_plan
 from cluster_ddp.checkpoint.replicas import ReplicaDigest
-from cluster_ddp.checkpoint.restore import Restore, Restored
+from cluster_ddp.checkpoint.restore import Check, Restore, Restored
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.checkpoint.writer import Report, Save, Writer
 from cluster_ddp.printing import say
@@ -209,7 +209,7 @@ class Checkpointer:
         self._join()
         self._staging.release()
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> Restored | None:
+    def restore(self, tensors: Mapping[str, Tensor], check: Check = lambda scalars, stored: None) -> Restored | None:
         """Fill the live tensors from the newest intact checkpoint that counts; all ranks take the same one.
 
         A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
@@ -222,6 +222,9 @@ class Checkpointer:
         tensors
             The live tensors, by the names under which they were saved. Stored names that begin with ``optimizer.``,
             ``buffer.``, ``extra.`` or ``task.`` and are not among them come back in `Restored.extra`.
+        check
+            Takes the scalars and the stored tensors of a checkpoint, and raises `ValueError` when they are not what is
+            given to `save`: then it is damaged.
 
         Returns
         -------
@@ -243,7 +246,7 @@ class Checkpointer:
             storage=self._storage,
             report=self._report,
         )
-        restored = restore.into(tensors)
+        restored = restore.into(tensors, check)
         self._record_origin(restored)
         if restored is not None:
             self.last_saved = restored.step

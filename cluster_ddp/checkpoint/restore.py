@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,15 @@ from cluster_ddp.checkpoint.plan import TORCH_DTYPES, memory_of
 from cluster_ddp.checkpoint.verify import PIECE, Place, open_checkpoint, read_shard
 from cluster_ddp.checkpoint.writer import Report
 from cluster_ddp.run import events
-from cluster_ddp.run.directory import RunDirectory, step_name
+from cluster_ddp.run.directory import MANIFEST, RunDirectory, step_name
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.run.storage import Storage
 
 # What whoever restores puts in place: it need not be there before the first step.
 _EXTRA = ("optimizer.", "buffer.", "extra.", "task.")
+
+# Raises a ValueError unless scalars, and the tensors that they refer to, are what was given to a save.
+Check = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Restored:
         return self.manifest.scalars
 
 
-def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor]) -> Restored:
+def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor], check: Check) -> Restored:
     """Fill the live tensors from a checkpoint.
 
     Raises
@@ -73,6 +76,10 @@ def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor]) -> Restored:
         The storage cannot be read; the live tensors may hold anything.
     """
     manifest = open_checkpoint(folder, run_id)
+    try:
+        check(manifest.scalars, manifest.tensors)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(folder.name, [f"{MANIFEST}: {error}"]) from error
     source_of, differences = match(manifest, tensors)
     if differences:
         raise CheckpointMismatch(folder.name, differences)
@@ -165,7 +172,7 @@ class Restore:
         self._coordinator, self._storage, self._report = coordinator, storage, report
         self._refused: dict[int, str] = {}
 
-    def into(self, tensors: Mapping[str, Tensor]) -> Restored | None:
+    def into(self, tensors: Mapping[str, Tensor], check: Check) -> Restored | None:
         """Fill the tensors; see `Checkpointer.restore`."""
         main, storage, directory = self._coordinator.rank == 0, self._storage, self._directory
         if main:
@@ -177,7 +184,7 @@ class Restore:
                 raise CheckpointError(failure)
             if step is None:
                 break
-            finding = self._read(step, tensors)
+            finding = self._read(step, tensors, check)
             if self._accepted(step, finding):
                 break
         if main:
@@ -214,9 +221,9 @@ class Restore:
             there = steps_that_count(self._directory, lineage)
         return there
 
-    def _read(self, step: int, tensors: Mapping[str, Tensor]) -> _Finding:
+    def _read(self, step: int, tensors: Mapping[str, Tensor], check: Check) -> _Finding:
         try:
-            return _Finding(load(self._directory / step_name(step), self._run_id, tensors))
+            return _Finding(load(self._directory / step_name(step), self._run_id, tensors, check))
         except CheckpointDamaged as error:
             return _Finding(damage=tuple(error.problems))
         except CheckpointOfAnotherRun as error:

@@ -28,6 +28,7 @@ from cluster_ddp.train.state import Stateful
 _NOTHING = contextlib.nullcontext()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _SETTLING_PASSES = 2
+_UNSENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}  # neither Gloo nor NCCL has them
 
 
 def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> nn.Module:
@@ -65,9 +66,12 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
     ------
     TrainError
         The gradients cannot be compressed in this way on this device.
+    TaskError
+        A parameter or a buffer is of a dtype that cannot be sent.
     """
     if world.world_size == 1:
         return model
+    _refuse_unsent(model)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -81,6 +85,17 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
     if train.comm_hook != "none":
         wrapped.register_comm_hook(None, _HOOKS[train.comm_hook])
     return wrapped
+
+
+def _refuse_unsent(model: nn.Module) -> None:
+    """Raise a `TaskError` for parameters and buffers of a dtype that ranks cannot send to each other."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.dtype in _UNSENT:
+                raise TaskError(
+                    f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, as "
+                    "several of them do with all that the model registers: keep it as torch.int32 or torch.int64"
+                )
 
 
 def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -84,6 +84,51 @@ class Packer:
         return found
 
 
+def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a value is of the form that `Packer.pack` gives, of tensors with these shapes; kinds may be unknown."""
+    if isinstance(value, list):
+        return all(is_packed(item, shapes) for item in value)
+    if not isinstance(value, dict):
+        return True
+    if _MARK not in value:
+        return all(is_packed(item, shapes) for item in value.values())
+    kind, content = value[_MARK], value.get("of")
+    if type(kind) is not str:
+        return False
+    if kind == "tensor":
+        shape = shapes.get(content) if type(content) is str else None
+        return shape is not None and ("strides" not in value or _are_strides(value["strides"], shape))
+    if kind == "dtype":
+        return type(content) is str
+    if kind == "deque":
+        most = value.get("most")
+        return isinstance(content, list) and is_packed(content, shapes) and (most is None or type(most) is int)
+    if kind in _DICTS and not (isinstance(content, list) and all(_is_item(item) for item in content)):
+        return False
+    if kind in ("set", "frozenset") and not (isinstance(content, list) and all(map(_is_key, content))):
+        return False
+    return kind not in {*_LISTS, *_DICTS} or (isinstance(content, list) and is_packed(content, shapes))
+
+
+def _are_strides(strides: Any, shape: Sequence[int]) -> bool:
+    return (
+        isinstance(strides, list)
+        and len(strides) == len(shape)
+        and all(type(stride) is int and 0 <= stride < 1 << 48 for stride in strides)
+    )
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and _is_key(item[0])
+
+
+def _is_key(packed: Any) -> bool:
+    """Whether what is packed can be a key of a dict, or a member of a set."""
+    if isinstance(packed, dict):
+        return packed.get(_MARK) not in (None, "deque", "set", "dict", "ordered", "counter")
+    return not isinstance(packed, list)
+
+
 def unpack(packed: Any, take: Callable[[str], Tensor], device: torch.device) -> Any:
     """Put a value together again.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -171,7 +171,9 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def refuse_own_state(when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+def refuse_own_state(
+    when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], late: Collection[str]
+) -> None:
     """Compare, over the ranks, what a checkpoint holds of rank 0 alone and gives to all; all ranks call it.
 
     Parameters
@@ -180,6 +182,8 @@ def refuse_own_state(when: str, tensors: Mapping[str, Tensor], scalars: Mapping[
         For the message: "after step 2".
     tensors, scalars
         The whole state, as it is saved.
+    late
+        Names of the buffers among them that DDP does not know, and does not send from rank 0 to the others.
 
     Raises
     ------
@@ -191,7 +195,7 @@ def refuse_own_state(when: str, tensors: Mapping[str, Tensor], scalars: Mapping[
     named = {
         name: tensor
         for name, tensor in tensors.items()
-        if name.startswith(_FROM_RANK_0) and not name.startswith(f"task.{MODULE_BUFFERS}.")
+        if name in late or (name.startswith(_FROM_RANK_0) and not name.startswith(f"task.{MODULE_BUFFERS}."))
     }
     texts = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
     texts |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
@@ -209,7 +213,8 @@ def refuse_own_state(when: str, tensors: Mapping[str, Tensor], scalars: Mapping[
         raise TaskError(
             f"{when} each rank has a state of its own: {'; '.join(sorted(differing.values())[:_SHOWN])}{more}\n"
             "    a checkpoint holds that of rank 0, and a resume would give it to all: let state_dict() give what is "
-            "the same on all ranks, such as a sum over them (reduce_tensor), or a list by rank (all_gather_object)"
+            "the same on all ranks, such as a sum over them (reduce_tensor), or a list by rank (all_gather_object); "
+            "register a buffer in __init__ with its final shape, and change it in place (copy_, add_)"
         )
 
 

@@ -18,7 +18,7 @@ from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.events import WARNING, EventWriter
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.unfinished import seconds_between_saves
 from cluster_ddp.train.distributed import World, broadcast_object
@@ -26,6 +26,7 @@ from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import refuse_own_state
 from cluster_ddp.train.selfcheck import check_comes_back
 from cluster_ddp.train.state import Collected, State
+from cluster_ddp.train.stored import check_scalars
 
 _SHOWN = 5  # names of what is told
 _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
@@ -47,14 +48,12 @@ class Saving:
         self._rank = world.rank
         self._told: set[str] = set()
         self._checked: SavePlan | None = None
+        self._events, self._attempt = events, attempt
         self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
         if run is None:
             return
         if world.rank == 0 and attempt:
             self._save_more_often(run)
-
-        def report(event: str, fields: dict[str, Any]) -> bool:
-            return events is None or events.write(event, attempt=attempt, **fields)
 
         self._checkpointer = Checkpointer(
             run.checkpoints,
@@ -66,14 +65,14 @@ class Saving:
             world_size=world.world_size,
             local_rank=world.local_rank,
             store=_store(),
-            report=report,
+            report=self._report,
         )
 
     def restore(self, state: State) -> Restored | None:
         """Put the newest intact checkpoint's state into the training; None when there is none."""
         if self._checkpointer is None:
             return None
-        restored = self._checkpointer.restore(state.live())
+        restored = self._checkpointer.restore(state.live(), check_scalars)
         if restored is not None:
             state.load(restored.step, restored.scalars, restored.extra)
             self._saved = restored.step
@@ -119,7 +118,7 @@ class Saving:
             return
         self._saved = step
         tensors, scalars = collected = state.collect()
-        refuse_own_state(f"after step {step}", *collected)
+        refuse_own_state(f"after step {step}", *collected, state.late_buffers())
         self._check(state, step, collected, together=False)
         self._checkpointer.save(
             step=step,
@@ -148,7 +147,7 @@ class Saving:
             self._checkpointer.prepare(state.collect()[0])
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
-            refuse_own_state(f"after step {step}", *collected)
+            refuse_own_state(f"after step {step}", *collected, state.late_buffers())
             self._check(state, step, collected, together=True)
             self.tell_unsaved(state)
 
@@ -158,11 +157,16 @@ class Saving:
         if names := [name for name in names if name not in self._told]:
             self._told.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            say(
-                f"cluster_ddp: training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
+            message = (
+                f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
                 "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
                 "state_dict() and load_state_dict() of the task"
             )
+            say(f"cluster_ddp: {message}")
+            self._report(WARNING, {"rank": self._rank, "message": message})
+
+    def _report(self, event: str, fields: dict[str, Any]) -> bool:
+        return self._events is None or self._events.write(event, attempt=self._attempt, **fields)
 
     def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:
         """Check on rank 0 that the state comes back, unless one with these tensors has; else raise a `TaskError`."""

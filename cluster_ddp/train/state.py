@@ -84,6 +84,7 @@ class State:
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
+        self._first_buffers = list(model.buffers())  # those that DDP sends from rank 0 to the others
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._watched: Attributes | None = None
         self._groups = optimizer.param_groups
@@ -150,6 +151,12 @@ class State:
     def live(self) -> dict[str, Tensor]:
         """The tensors to fill in place at a restore: the model's and the average's."""
         return self._model_state()[0]
+
+    def late_buffers(self) -> list[str]:
+        """Names of the buffers that were not there at first, which DDP does not send from rank 0 to the others."""
+        first = set(map(id, self._first_buffers))
+        late = [name for name, buffer in self._model.named_buffers() if id(buffer) not in first]
+        return [prefix + name for name in late for prefix in ("model.", _BUFFER)]
 
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
         """Numbers that the optimizer keeps in itself, outside its state, and that are others in another's optimizer."""

@@ -52,11 +52,12 @@ class OfEachRank(Plain):
 
 def refusal_of(task: Task, folder: Path) -> tuple[str, int]:
     spec = job(train={"steps": 9, "global_batch": 24}, checkpoint={"every_steps": 6})
-    trainer = Trainer(spec, task, run_of(spec, folder))
+    trainer = None
     try:
+        trainer = Trainer(spec, task, run_of(spec, folder))
         trainer.run()
     except TaskError as error:
-        return str(error), trainer.step
+        return str(error), 0 if trainer is None else trainer.step
     return "", trainer.step
 
 
@@ -72,6 +73,43 @@ def test_a_state_of_the_task_that_differs_by_rank_is_refused(
 ) -> None:
     for message, at in run_ranks(refusal_of, 2, OfEachRank(since, as_tensor), tmp_path):
         assert at == step
+        assert words in message
+
+
+class WithBuffer(Plain):
+    """Has a buffer of some kind in its model."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def eval_data(self) -> None:
+        return None
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        if self.kind == "filled at random":
+            made.register_buffer("noise", None)
+            made.register_forward_pre_hook(fill)
+        else:
+            made.register_buffer("table", torch.zeros(2, dtype=torch.uint16))
+        return made
+
+
+def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if module.noise is None:
+        module.noise = torch.randn(12)
+    return (inputs[0] + module.noise,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("filled at random", "each rank has a state of its own: model.noise"),
+        ("uint16", "the buffer table has dtype torch.uint16, which ranks cannot send"),
+    ],
+)
+def test_a_buffer_that_the_ranks_cannot_share_is_refused(kind: str, words: str, tmp_path: Path) -> None:
+    for message, _ in run_ranks(refusal_of, 2, WithBuffer(kind), tmp_path):
         assert words in message
 
 

@@ -189,6 +189,25 @@ def _offsets(lines: str) -> list[int]:
     return [index for line in lines.splitlines() for index in json.loads(line)["ids"]]
 
 
+class Caching(Stream):
+    """Keeps its items as they were in its first pass, augmentation and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in np.random.RandomState(self.epoch).permutation(50):
+            if index not in self.cache:
+                self.cache[index] = self.inputs[index] + torch.randn(12) * 0.1
+            yield self.cache[index], self.labels[index]
+
+
+def test_an_iterable_set_that_keeps_its_first_augmentation_is_refused() -> None:
+    with pytest.raises(DataError, match="draws the random numbers of an item when it is read for the first time"):
+        train(Streaming(Caching), job(train={"steps": 2, "global_batch": 12}))
+
+
 def test_an_iterable_set_without_length_needs_steps() -> None:
     with pytest.raises(DataError, match=r"set train\.steps"):
         train(Streaming(Stream), job(train={"epochs": 1, "global_batch": 12}))

@@ -15,6 +15,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
 from zoo_training import Case, ZooTask, judge
 
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.status import describe
+
 
 @pytest.mark.parametrize("case", [*OF_OPTIMIZERS, *OF_MODELS, *OF_DATA, *OF_STEPS], ids=str)
 @pytest.mark.filterwarnings("ignore:Casting complex values")
@@ -90,6 +93,8 @@ def test_what_no_checkpoint_holds_is_told_by_name(tmp_path: Path, capfd: pytest.
     judge(Case(), tmp_path, Counts)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
     assert "training changes task.before, task.calls, task.losses, task.scheduler, which" in told[0]
+    for record in tmp_path.rglob("run.json"):
+        assert "training changes task.before" in describe(RunDirectory(record.parent), {}).warnings[0]
 
 
 def test_what_the_task_keeps_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ from cluster_ddp.train.data.loader import from_workers, to_device
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import Use, derive, mix, seed_host
+from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
 from cluster_ddp.train.state import Counts
 from cluster_ddp.train.task import Task
 
@@ -168,6 +168,7 @@ class _Reader:
     ) -> None:
         self._data, self._collate, self._plan = data, collate, plan
         self._base = derive(Use.SAMPLE, seed, rank) if sharded else derive(Use.SAMPLE, seed)
+        self._drawn: list[tuple[float, ...]] = []  # what the generators give after each of the items tried last
         self._threads = False  # whether the set reads in threads of its own
         piece = plan.micro_batch * plan.accumulation_steps
         self._own = range(piece) if sharded else range(rank * piece, (rank + 1) * piece)
@@ -175,7 +176,14 @@ class _Reader:
 
     def try_set(self) -> int:
         """Read the first items until they come back the same, for their fingerprint; a `DataError` if they never do."""
-        first = settled(lambda: fingerprint(self._fingerprints(0, 0, _TRIED)))
+        draws: list[list[tuple[float, ...]]] = []
+
+        def read() -> int:
+            found = fingerprint(self._fingerprints(0, 0, _TRIED))
+            draws.append(self._drawn[1:])  # the first item may set the set up
+            return found
+
+        first = settled(read)
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
                 f"the training set ({type(self._data).__name__}) reads in threads of its own, and draws random numbers "
@@ -187,6 +195,12 @@ class _Reader:
                 f"the training set ({type(self._data).__name__}) gives other items when the same epoch is read again, "
                 "so that no resume could be exact: let its order and its random numbers follow from set_epoch(epoch), "
                 "or from the global generators, which are seeded before each item, not from a count of its passes"
+            )
+        if draws[0] != draws[-1]:
+            raise DataError(
+                f"the training set ({type(self._data).__name__}) draws the random numbers of an item when it is read "
+                "for the first time, and keeps what comes of them, so that no resume could be exact: a cache has to "
+                "hold items as they are before their augmentation"
             )
         return first
 
@@ -251,7 +265,10 @@ class _Reader:
 
     def _fingerprints(self, epoch: int, taken: int, number: int) -> list[int]:
         items, threads = self._seeded(epoch, taken), threading.active_count()
-        found = [fingerprint(item) for item in islice(items, number)]
+        found, self._drawn = [], []
+        for item in islice(items, number):
+            found.append(fingerprint(item))
+            self._drawn.append(drawn())  # the generators are seeded again before the next item
         self._threads = self._threads or threading.active_count() > threads
         return found
 

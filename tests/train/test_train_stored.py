@@ -1,0 +1,120 @@
+"""What a checkpoint says beside its tensors may be of any kind: it is then damaged, and the one before it is taken."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from train_tasks import Plain, differences, final_state, job, new_run, train
+
+from cluster_ddp.checkpoint.format import StoredTensor, digest, encode
+from cluster_ddp.checkpoint.memory import MemoryCheckpoint
+from cluster_ddp.checkpoint.plan import describe, make_plan
+from cluster_ddp.job import ClusterDDPError
+from cluster_ddp.run.events import read_events
+from cluster_ddp.train.packing import Packer
+from cluster_ddp.train.state import State
+from cluster_ddp.train.stored import check_scalars
+
+SECTIONS: dict[str, Any] = {"train": {"steps": 6, "global_batch": 24}, "checkpoint": {"every_steps": 2}}
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [
+        ("counts", {"skipped": "0"}),
+        ("counts", {"skipped": -1}),
+        ("counts", {"evaluated_step": 10**300}),
+        ("counts", [1]),
+        ("scaler", {"scale": "1"}),
+        ("task", 3),
+        ("optimizer_layouts", {"optimizer.0.weight.exp_avg": {"strides": "12", "device": 0}}),
+        ("optimizer_groups", [3]),
+        ("optimizer_state", {"0.weight": {"!": "tensor", "of": "no such"}}),
+        ("evaluating", 7),
+    ],
+)
+def test_scalars_of_another_kind_make_a_checkpoint_damaged(scalar: str, value: Any, tmp_path: Path) -> None:
+    run = new_run(tmp_path, **SECTIONS)
+    calm, _ = train(Plain(), job(**SECTIONS), run)
+    path = run.checkpoints / "step-00000006" / "manifest.json"
+    body = json.loads(path.read_bytes())
+    before = body["scalars"][scalar]
+    body["scalars"][scalar] = {**before, **value} if scalar == "counts" and isinstance(value, dict) else value
+    path.write_bytes(encode({**body, "digest": digest(body)}))
+    resumed, outcome = train(Plain(), job(**SECTIONS), run, attempt=1)
+    assert outcome.completed and differences(final_state(calm), final_state(resumed)) == []
+    (damaged,) = (event for event in read_events(run) if event["event"] == "checkpoint-damaged")
+    assert damaged["step"] == 6 and scalar in damaged["problems"][0]
+
+
+def fresh() -> State:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return State(model, torch.optim.AdamW(model.parameters(), lr=0.1), also=Keeps())
+
+
+class Keeps:
+    def __init__(self) -> None:
+        self.kept: Any = {"a": (1, {2: torch.ones(3)}), "b": [{"x", "y"}, torch.float16]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state.get("kept")
+
+
+@cache
+def stored() -> tuple[Any, dict[str, StoredTensor], dict[str, Any]]:
+    state = fresh()
+    for parameter in state._by_name.values():
+        parameter.grad = torch.ones_like(parameter)
+    state._optimizer._optimizer.step()
+    tensors, scalars = state.collect()
+    plan = make_plan(*describe(tensors), (0,))
+    kinds = {name: StoredTensor("", "F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return (tensors, plan), kinds, json.loads(json.dumps(scalars))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["tensor", "dict", "set", "dtype", "of"]),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(["!", "of", "a"]), below, max_size=3),
+    max_leaves=8,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(place for key, part in inner for place in places(part, (*path, key)))]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_scalars_are_damaged_or_can_be_loaded(data: st.DataObject) -> None:
+    (tensors, plan), kinds, scalars = stored()
+    scalars = copy.deepcopy(scalars)
+    *path, last = data.draw(st.sampled_from(places(scalars)))
+    holder = scalars
+    for key in path:
+        holder = holder[key]
+    holder[last] = data.draw(VALUES)
+    try:
+        check_scalars(scalars, kinds)
+    except ValueError:
+        return
+    state = fresh()
+    restored = MemoryCheckpoint(tensors, scalars, plan).restore(state.live())
+    try:
+        state.load(1, restored.scalars, restored.extra)
+    except ClusterDDPError:
+        return
+    Packer({}).pack(state._task_state(), "task")
