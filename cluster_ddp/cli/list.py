@@ -11,6 +11,7 @@ from cluster_ddp.cli.options import JsonList
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import list_runs, runs_dir_of
 from cluster_ddp.run.status import RunSummary, know, summarize_known
+from cluster_ddp.run.sweep import list_sweeps
 
 
 def command(as_json: JsonList = False) -> None:
@@ -18,16 +19,18 @@ def command(as_json: JsonList = False) -> None:
     runs_dir = runs_dir_of(None)
     known = [know(run) for run in list_runs(runs_dir)]
     found = describe_with(known, ask_slurm(known), summarize_known)
+    sweeps = list_sweeps(runs_dir)
     if as_json:
         show_json([_row(status) for status in found])
-    elif not found:
+    elif not found and not sweeps:
         tell(f"no runs in {runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     else:
         names = [one_line(status.run_id) for status in found]
-        width = max(map(len, names))
+        width = max(map(len, names), default=0)
         show(f"{'RUN':<{width}}  {'STATE':<9}  {'CREATED':<16}  {'VIA':<8}  ATTEMPTS  CHECKPOINT")
         for name, status in zip(names, found, strict=True):
             show(f"{name:<{width}}  {_cells(status)}".rstrip())
+        tell(*(f"a sweep, whose elements its status shows: {sweep.id}" for sweep in sweeps))
 
 
 def _row(status: RunSummary) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.described import describe_runs, report_ended
 from cluster_ddp.cli.options import JsonLine, Run, Settings
 from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
+from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.submit import local, resume
 
 
@@ -26,6 +28,12 @@ def command(
     as_json: JsonLine = False,
 ) -> None:
     """Go on with a run from its last checkpoint: in the queue, or here if it is a local one."""
+    sweep = find_sweep(run, runs_dir_of(None))
+    if sweep is not None:
+        raise RunError(
+            f"{sweep.id} is a sweep: it goes on by the sweep command that started it, called again.\n"
+            f"One of its runs, by its directory: cluster-ddp resume {sweep.path}/..."
+        )
     found = find_run_to_change(run, runs_dir_of(None))
     seen = read_history(found)  # before it is judged: what happens from here on was not seen, and is not forgiven
     (status,) = describe_runs([found])

@@ -18,6 +18,7 @@ from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.sbatch import SbatchSubmission
 from cluster_ddp.submit.sweep import Submitted, SweepPlan, plan_sweep, submit_sweep
 
 
@@ -49,7 +50,7 @@ def command(
     ] = False,
     as_json: JsonLine = False,
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not look whether the task or script exists.")
+        bool, typer.Option("--no-check", help="Do not check the task, the storage and the cluster before.")
     ] = False,
 ) -> None:
     """Start a job once for each combination of settings, as one Slurm array. Again: start what is missing or failed."""
@@ -67,6 +68,10 @@ def command(
         raise SubmitError(
             "--nodes, --procs and --gpus go with --local; Slurm is asked by --set slurm.nodes=... and so on"
         )
+    if not no_check:
+        from cluster_ddp.submit.preflight import check_before_queue
+
+        check_before_queue(plan.first, SbatchSubmission(plan.spec), remark)  # it stands for the others
     submitted = submit_sweep(plan, at_once=at_once)
     _report(plan, submitted)
     if as_json:

@@ -37,7 +37,7 @@ _OWN_KEYS = {
     "dependency": "the option --after of submit",
 }
 _RENDERED = {
-    "array": "one run is one job: call submit once for each task, with --set for what differs",
+    "array": "one run is one job; many that differ in some settings are a sweep: cluster-ddp sweep",
     "output": "the run directory holds the output",
     "error": "the run directory holds the output",
     "open-mode": "a requeued attempt has to append to the output",

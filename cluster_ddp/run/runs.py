@@ -108,6 +108,9 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
     if at_path.exists():
         return at_path
     if os.sep in text:
+        in_sweep = RunDirectory(runs_dir / text)  # an element, by its sweep's name and its own
+        if in_sweep.exists() and not text.startswith(("~", os.pardir)):
+            return in_sweep
         raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
     runs = list_runs(runs_dir)
     found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]

@@ -39,7 +39,7 @@ from cluster_ddp.submit.base import check_writable, note_submitted
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
 
 if TYPE_CHECKING:
-    from cluster_ddp.job import JobSpec
+    from cluster_ddp.job import JobSpec, LoadedJob
 
 _TRAINED = ("name", "task", "params", "script", "args", "train")
 """The keys of a job by which a sweep is the same; what is asked of Slurm, say, may change on the way."""
@@ -52,9 +52,14 @@ class SweepPlan:
     sweep: SweepDirectory
     elements: tuple[Settings, ...]
     job: dict[str, Any]  # without what differs
-    spec: JobSpec  # of the first element; what Slurm is asked for is the same for all of them
+    first: LoadedJob  # the first element; what Slurm is asked for is the same for all of them
     script: BatchScript
     remarks: tuple[str, ...]
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job of the first element."""
+        return self.first.spec
 
 
 def plan_sweep(job: str, settings: Sequence[str], elements: Sequence[Settings], *, check_target: bool) -> SweepPlan:
@@ -73,7 +78,9 @@ def plan_sweep(job: str, settings: Sequence[str], elements: Sequence[Settings], 
     trained = json.dumps({key: variants.job.get(key) for key in _TRAINED}, sort_keys=True)
     name = f"{spec.name}-sweep-{hashlib.sha256(trained.encode()).hexdigest()[:8]}"
     remarks = (*variants.first.warnings, *script.remarks)
-    return SweepPlan(SweepDirectory(runs_dir_of(spec) / name), tuple(elements), variants.job, spec, script, remarks)
+    return SweepPlan(
+        SweepDirectory(runs_dir_of(spec) / name), tuple(elements), variants.job, variants.first, script, remarks
+    )
 
 
 def prepare(plan: SweepPlan, via: str) -> SweepRecord:

@@ -56,7 +56,7 @@ def end(run: RunDirectory, job: str, event: str) -> None:
 
 
 def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, cluster: Slurm, call: Call) -> None:
-    said = call("sweep", "job.yaml", *GRID, "--at-once", "2", "--json")
+    said = call("sweep", "--no-check", "job.yaml", *GRID, "--at-once", "2", "--json")
     assert said.status == 0, said.err
     sweep = the_sweep(here)
     answer = json.loads(said.out)
@@ -74,7 +74,7 @@ def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, clus
 def test_an_element_makes_its_run_at_its_first_start_and_finds_it_again(
     here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    call("sweep", "job.yaml", *GRID)
+    call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     for name, value in {"JOB_ID": "101", "ARRAY_JOB_ID": "101", "ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -91,13 +91,13 @@ def test_an_element_makes_its_run_at_its_first_start_and_finds_it_again(
 
 
 def test_the_same_command_starts_only_what_is_missing_or_failed(here: Path, cluster: Slurm, call: Call) -> None:
-    call("sweep", "job.yaml", *GRID)
+    call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     end(start(sweep, 0, "101_0"), "101_0", COMPLETED)
     end(failed := start(sweep, 1, "101_1"), "101_1", FAILED)
     assert describe(failed, {}).state.value == "FAILED"
     cluster.queue.write_text(f"101_2|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
-    said = call("sweep", "job.yaml", *GRID)  # 3 has left the queue without having begun
+    said = call("sweep", "--no-check", "job.yaml", *GRID)  # 3 has left the queue without having begun
     assert "2 of 4 elements submitted" in said.err
     assert "1 COMPLETED, 1 FAILED, 1 LOST, 1 PENDING" in said.err
     assert arrays(cluster) == ["0-3", "1,3"]
@@ -105,13 +105,13 @@ def test_the_same_command_starts_only_what_is_missing_or_failed(here: Path, clus
     mine = f"cluster_ddp {sweep.id}"
     cluster.queue.write_text("".join(f"{job}|{job}|PENDING||Priority|{mine}\n" for job in ("101_2", "102_1", "102_3")))
     assert describe(failed, {}).state.value != "FAILED"
-    assert "0 of 4 elements submitted" in call("sweep", "job.yaml", *reversed_grid()).err
+    assert "0 of 4 elements submitted" in call("sweep", "--no-check", "job.yaml", *reversed_grid()).err
     # What is asked of Slurm may change, and a wider grid adds to what there is.
-    call("sweep", "job.yaml", "--set", "slurm.mem=8G", "--grid", "train.lr=1e-3,1e-4,1e-5", *GRID[2:])
+    call("sweep", "--no-check", "job.yaml", "--set", "slurm.mem=8G", "--grid", "train.lr=1e-3,1e-4,1e-5", *GRID[2:])
     assert arrays(cluster) == ["0-3", "1,3", "4-5"]
     assert "--mem=8G" in sweep.script.read_text()
     # Another training is another sweep.
-    call("sweep", "job.yaml", "--set", "train.steps=30", *GRID)
+    call("sweep", "--no-check", "job.yaml", "--set", "train.steps=30", *GRID)
     assert arrays(cluster)[3:] == ["0-3"]
     assert len(list((here / "runs").iterdir())) == 2
 
@@ -124,7 +124,7 @@ def test_an_array_has_no_task_beyond_the_limit_and_each_waits_for_the_one_before
     here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_ARRAY_SIZE", "4")
-    call("sweep", "job.yaml", "--grid", "train.seed=" + ",".join(map(str, range(10))), "--at-once", "3")
+    call("sweep", "--no-check", "job.yaml", "--grid", "train.seed=" + ",".join(map(str, range(10))), "--at-once", "3")
     sweep = the_sweep(here)
     assert arrays(cluster) == ["0-3%3", "0-3%3", "0-1%3"]
     assert [words[-1] for words in cluster.submissions()] == ["0", "4", "8"]
@@ -135,7 +135,7 @@ def test_an_array_has_no_task_beyond_the_limit_and_each_waits_for_the_one_before
 
 
 def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -> None:
-    call("sweep", "job.yaml", *GRID)
+    call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     with subprocess.Popen(["sleep", "60"]) as other:
         start_time = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -145,15 +145,15 @@ def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -
         sweep.record_file.write_text(
             text.replace(f'"pid": {mine["pid"]}', f'"pid": {other.pid}').replace(mine["started"], start_time)
         )
-        said = call("sweep", "job.yaml", *GRID)
+        said = call("sweep", "--no-check", "job.yaml", *GRID)
         assert said.status == 2
         assert f"is being submitted by process {other.pid}" in said.err
         other.kill()
-    assert call("sweep", "job.yaml", *GRID).status == 0  # whoever had it is dead
+    assert call("sweep", "--no-check", "job.yaml", *GRID).status == 0  # whoever had it is dead
 
 
 def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call) -> None:
-    call("sweep", "job.yaml", *GRID, "--set", "checkpoint.keep_best={metric: val/accuracy}")
+    call("sweep", "--no-check", "job.yaml", *GRID, "--set", "checkpoint.keep_best={metric: val/accuracy}")
     sweep = the_sweep(here)
     cluster.queue.write_text(f"101_3|101|PENDING||JobArrayTaskLimit|cluster_ddp {sweep.id}\n")
     for number, accuracy in ((0, 0.5), (1, 0.75), (2, 0.25)):
@@ -179,8 +179,19 @@ def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call)
     assert call("status", "small").out.startswith("small-20260101")  # as before there was a sweep
 
 
+def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "--no-check", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    assert sweep.id in call("list").err
+    said = call("resume", sweep.id)
+    assert said.status == 2 and "goes on by the sweep command that started it" in said.err
+    run = start(sweep, 2, "101_2")
+    assert json.loads(call("status", f"{sweep.id}/{run.id}", "--json").out)["run_id"] == run.id
+    assert call("status", f"../{here.name}/runs/{sweep.id}/no").status == 2
+
+
 def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: Call) -> None:
-    call("sweep", "job.yaml", *GRID)
+    call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     done, running = start(sweep, 0, "101_0"), start(sweep, 1, "101_1")
     end(done, "101_0", COMPLETED)
@@ -198,7 +209,7 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     cluster.queue.write_text("")
     assert [describe(run, {}).state.value for run in (done, running)] == ["COMPLETED", "CANCELLED"]
     # What was cancelled stays so; what never began is missing.
-    call("sweep", "job.yaml", *GRID)
+    call("sweep", "--no-check", "job.yaml", *GRID)
     assert arrays(cluster) == ["0-3", "2-3"]
 
 
@@ -217,7 +228,7 @@ HOSTILE = [
 def test_hostile_values_reach_the_element_and_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
     listed = here / "list.yaml"
     listed.write_text("".join(f"- {{params.text: {json.dumps(value)}}}\n" for value in HOSTILE))
-    said = call("sweep", "job.yaml", "--list", "list.yaml")
+    said = call("sweep", "--no-check", "job.yaml", "--list", "list.yaml")
     assert said.status == 0, said.err
     sweep = the_sweep(here)
     for number, value in enumerate(HOSTILE):
@@ -234,7 +245,7 @@ def test_the_arguments_of_a_script_may_differ(
 ) -> None:
     (here / "train.py").write_text("")
     (here / "script.yaml").write_text("script: train.py\nargs: [--lr, 1]\n")
-    said = call("sweep", "script.yaml", "--grid", "args=[--lr,0.1],[--lr,'0.2 $(x)']")
+    said = call("sweep", "--no-check", "script.yaml", "--grid", "args=[--lr,0.1],[--lr,'0.2 $(x)']")
     assert said.status == 0, said.err
     sweep = the_sweep(here)
     assert 'train.py "${args[@]}"' in sweep.script.read_text()
@@ -248,24 +259,24 @@ def test_the_arguments_of_a_script_may_differ(
 
 
 def test_a_sweep_of_this_machine_is_not_mixed_with_one_of_slurm(here: Path, cluster: Slurm, call: Call) -> None:
-    call("sweep", "job.yaml", *GRID)
-    said = call("sweep", "job.yaml", *GRID, "--local", "--gpus", "none")
+    call("sweep", "--no-check", "job.yaml", *GRID)
+    said = call("sweep", "--no-check", "job.yaml", *GRID, "--local", "--gpus", "none")
     assert said.status == 2 and "was started via sbatch, and its runs go on only there" in said.err
-    assert call("sweep", "job.yaml", *GRID, "--procs", "2").status == 2
+    assert call("sweep", "--no-check", "job.yaml", *GRID, "--procs", "2").status == 2
 
 
 def test_a_dry_run_writes_nothing_and_needs_no_slurm(here: Path, no_slurm: None, call: Call) -> None:
-    said = call("sweep", "job.yaml", *GRID, "--dry-run")
+    said = call("sweep", "--no-check", "job.yaml", *GRID, "--dry-run")
     assert said.status == 0
     assert said.out.startswith("#!/bin/bash")
     assert "0003-lr=1e-4-width=16   train.lr=1e-4 params.width=16" in said.err
     assert not (here / "runs").exists()
-    assert call("sweep", "job.yaml", *GRID).status == 3
+    assert call("sweep", "--no-check", "job.yaml", *GRID).status == 3
     assert not (here / "runs").exists()
 
 
 def test_wrong_values_are_refused_before_anything_is_made(here: Path, cluster: Slurm, call: Call) -> None:
-    said = call("sweep", "job.yaml", "--grid", "train.lr=1e-3,-1")
+    said = call("sweep", "--no-check", "job.yaml", "--grid", "train.lr=1e-3,-1")
     assert said.status == 2
     assert "element 1: --set train.lr=-1: train.lr: -1 is too small" in said.err
     assert not (here / "runs").exists()
@@ -273,7 +284,7 @@ def test_wrong_values_are_refused_before_anything_is_made(here: Path, cluster: S
 
 
 def test_a_damaged_record_is_told_and_harms_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
-    call("sweep", "job.yaml", *GRID)
+    call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     good = sweep.record_file.read_text()
     for bad in ("{", "[]", good.replace('"0001-', '"../0001-'), good.replace('"offset": 0', '"offset": -1'), "null"):

@@ -110,7 +110,7 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(errors_of: Err
         ("{ntasks-per-node: 4}", "use launch.procs_per_node"),
         ("{requeue: true}", "use requeue.max_requeues"),
         ("{export: ALL}", "use network.env"),
-        ("{array: 0-3}", "call submit once for each task, with --set"),
+        ("{array: 0-3}", "one run is one job; many that differ in some settings are a sweep"),
         ("{--mail-user: x}", "write mail-user"),
         ("{mail_user: x}", "write mail-user"),
         ("{'a b': x}", "an option as sbatch(1) names it"),

@@ -19,6 +19,7 @@ from cluster_ddp.slurm.reasons import in_words
         ("AssocMaxJobsLimit", "the account limits the jobs of one user"),
         ("DependencyNeverSatisfied", "never starts"),
         ("BeginTime", "not before its begin time"),
+        ("JobArrayTaskLimit", "waits for others of its array"),
     ],
 )
 def test_what_a_reason_means(reason: str, words: str) -> None:
