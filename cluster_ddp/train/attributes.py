@@ -21,8 +21,8 @@ from cluster_ddp.train.data.fingerprint import fingerprint
 
 _DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OF_MODULES = frozenset(vars(nn.Module()))
-_LIBRARIES = {"torch", "numpy", "cluster_ddp", *sys.stdlib_module_names}
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name"}  # the latter of Lightning's
+_LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 _MOVING = (Optimizer, LRScheduler, _BaseDataLoaderIter)
 
 

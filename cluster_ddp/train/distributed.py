@@ -40,6 +40,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 1800.0
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
 _left: list[dist.ProcessGroup | None] = []
+_beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by a group for GPUs only: that of its CPUs
 
 
 # What srun tells the tasks of a step whose GPUs it divides among them.
@@ -210,6 +211,20 @@ def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
     return store
 
 
+def host_group() -> dist.ProcessGroup | None:
+    """The group for what the CPU has to say: None, the default group, unless a library has made that for GPUs only.
+
+    All ranks call it for the first time together.
+    """
+    group = dist.group.WORLD
+    if group is None or torch.device("cpu") in group._device_types:
+        return None
+    if group not in _beside:
+        _beside.clear()
+        _beside[group] = dist.new_group(backend="gloo")
+    return _beside[group]
+
+
 def cleanup_distributed() -> None:
     """Leave the group, all ranks together; call it last, after every other use of the group."""
     if dist.is_initialized():
@@ -261,7 +276,7 @@ def barrier() -> None:
     """Wait until every rank is here."""
     if dist.is_initialized():
         # On a CPU tensor: a barrier of NCCL would use the GPU, and keep the host waiting for all work queued on it.
-        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1), group=host_group())
 
 
 def reduce_tensor(tensor: Tensor, op: Literal["mean", "sum", "max", "min"] = "mean") -> Tensor:
@@ -300,7 +315,7 @@ def all_gather_object(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=host_group())
     return values
 
 
@@ -309,5 +324,5 @@ def broadcast_object(value: T) -> T:
     if not dist.is_initialized():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=host_group())
     return box[0]

@@ -53,6 +53,8 @@ from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.session import Order, Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
 
+_joined: list[ScriptRun] = []
+
 
 @contextlib.contextmanager
 def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
@@ -90,6 +92,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded by itself
             seed_everything(derive(Use.BUILD, job.train.seed))
         run = ScriptRun(job, directory, attempt, process, writer)
+        _joined.append(run)
         try:
             yield run
         except LeaveBlock:
@@ -102,11 +105,18 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         except BaseException:
             run.fail()
             raise
+        finally:
+            _joined.remove(run)
         run.end()
     for number, handler in handlers.items():  # a notebook goes on
         signal.signal(number, handler)
     if left is not None:
         raise left
+
+
+def joined_run() -> ScriptRun | None:
+    """The run whose block this is in; None outside of one."""
+    return _joined[-1] if _joined else None
 
 
 def _handlers() -> dict[signal.Signals, Any]:
@@ -124,6 +134,8 @@ class ScriptRun:
         Rank, local rank, world size and device of this process.
     job
         The job file's settings; under a bare torchrun the defaults.
+    directory, attempt
+        Where the run lies, and the number of this attempt.
     """
 
     def __init__(
@@ -134,7 +146,7 @@ class ScriptRun:
             directory.path.mkdir(parents=True, exist_ok=True)
         barrier()
         self._session = Session(job, directory, attempt, process, writer)
-        self._directory, self._attempt, self._is_run = directory, attempt, writer is not None
+        self.directory, self.attempt, self._is_run = directory, attempt, writer is not None
         self._report = Report()
         self._check_weights: Callable[[int], None] = lambda step: None
         self._order: Order | None = None
@@ -187,7 +199,7 @@ class ScriptRun:
         world = self.world.world_size
         found = batches_of(loader, world, batches)
         geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
-        loop = self._take_over(things, geometry)
+        loop = self.take_over(things, geometry)
         found.arrange(loop.seed)
         self._loader = ResumableLoader(loader, found, loop, geometry, self.step)
         return self._loader
@@ -209,7 +221,7 @@ class ScriptRun:
         TrainError
             A thing that was handed over cannot be kept.
         """
-        return self._take_over(things, Draws(total)).steps()
+        return self.take_over(things, Draws(total)).steps()
 
     def keep(self, **numbers: Any) -> Kept:
         """Keep numbers of the loop's own in the checkpoint, such as the best accuracy so far.
@@ -309,7 +321,8 @@ class ScriptRun:
 
     # What these have in common.
 
-    def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
+    def take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
+        """Put everything back where the run was left, for whoever runs the loop; `things` as in `resumable`."""
         if self._order is not None:
             raise TrainError("a run has one loop: resumable(), steps() or resume() was called before")
         loop = Loop(self._session, self._save, order, self._kept)
@@ -360,11 +373,11 @@ class ScriptRun:
             )
 
     def _open_report(self) -> Report:
-        file = MetricsFile(self._directory.metrics_file, self._attempt)
+        file = MetricsFile(self.directory.metrics_file, self.attempt)
         if not self._is_run:
             return Report(file)
-        wandb_id = read_record(self._directory).wandb_id
-        return Report(file, None, open_loggers(self.job, self._directory, wandb_id, self.step))
+        wandb_id = read_record(self.directory).wandb_id
+        return Report(file, None, open_loggers(self.job, self.directory, wandb_id, self.step))
 
     def _save(self, *, again: bool = False) -> None:
         self._check_weights(self.step)

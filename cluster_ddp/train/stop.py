@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import present
 from cluster_ddp.run import stopfile
+from cluster_ddp.train.distributed import host_group
 
 SAVE_AND_END = stopfile.SAVE_AND_END
 AT_ONCE = stopfile.AT_ONCE
@@ -138,7 +139,7 @@ class StopConsensus:
         self._votes[1] = _REASON_CODES.get(self._stop.reason, 0)
         self._votes[2] = self._main and self._wants_save()
         self._votes[3] = seconds
-        self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, async_op=True)
+        self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, host_group(), async_op=True)
 
     def end(self, step: int) -> StopDecision:
         """Call after the computation of that step; what it returns is the same on all ranks."""

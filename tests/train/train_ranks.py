@@ -9,6 +9,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ _SECONDS = 240
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
 # milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "train_tasks"])
+_PRELOADED = ["torch._dynamo", "cluster_ddp.train", "cluster_ddp.train.trainer", "train_tasks"]
+_server.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Fork ranks from a process that has imported these as well."""
+    _server.set_forkserver_preload([*_PRELOADED, *modules])
+    forkserver._forkserver._stop()  # the next rank starts it again
 
 
 def run_ranks(

@@ -109,6 +109,14 @@ class MapBatches:
                     self._fetcher.is_tried = True  # for the workers of the next epoch
                 yield batch
 
+    def ordinary(self) -> Any:
+        """A loader of the kind that was given, for a framework that iterates and skips itself: see `enter`."""
+        return self._copy.loader
+
+    def enter(self, epoch: int) -> None:
+        """Let the next pass over `ordinary` be that of this epoch."""
+        self._keys.epoch, self._keys.first = epoch, 0
+
     def close(self) -> None:
         """End the workers."""
         self._copy.close()
@@ -162,16 +170,18 @@ class _Copy:
 
     Attributes
     ----------
+    loader
+        The copy.
     inner
-        The DataLoader itself; inside another where a library wraps it.
+        The DataLoader itself; inside `loader` where a library wraps it.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = copy.copy(loader)
-        self.inner = self._loader
+        self.loader = copy.copy(loader)
+        self.inner = self.loader
         if isinstance(getattr(loader, "base_dataloader", None), DataLoader):
             self.inner = copy.copy(loader.base_dataloader)
-            object.__setattr__(self._loader, "base_dataloader", self.inner)
+            object.__setattr__(self.loader, "base_dataloader", self.inner)
         self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn))
         self._workers: list[BaseProcess] = []
 
@@ -182,7 +192,7 @@ class _Copy:
 
     def __iter__(self) -> Generator[Any, None, None]:
         before = set(multiprocessing.active_children())
-        batches = iter(self._loader)
+        batches = iter(self.loader)
         try:
             for batch in batches:
                 self._note_workers(before)

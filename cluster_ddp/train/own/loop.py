@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -67,12 +67,15 @@ class Loop:
         Those that the models hold themselves, seeded with the others.
     has_stopped
         Whether the block was left because all ranks agreed to stop.
+    before_save
+        Called before each save: brings what is kept up to date.
     """
 
     def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
         self._session, self._save_state, self._geometry, self._kept = session, save, geometry, kept
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
+        self.before_save: Callable[[], None] = lambda: None
         self._is_updated = self._save_is_due = False
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
@@ -170,6 +173,7 @@ class Loop:
 
     def save(self) -> None:
         """Save the state as it is now, unless that has been done."""
+        self.before_save()
         self._kept.gather()
         self._save_state(again=self.is_dirty)
         self.is_dirty = False

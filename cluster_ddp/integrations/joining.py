@@ -1,0 +1,86 @@
+"""What the integrations have in common: the run that a training belongs to, and what a step of it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.batches import Batches, MapBatches, batches_of
+from cluster_ddp.train.own.geometry import Geometry
+from cluster_ddp.train.script import ScriptRun, join_run, joined_run
+
+
+@contextlib.contextmanager
+def run_of_training() -> Iterator[ScriptRun]:
+    """The run whose block the program is in; without one, a run that begins and ends with the training.
+
+    Raises
+    ------
+    SystemExit
+        There is no block, and the run was stopped, or was done before: what follows the training is not run.
+    """
+    if (run := joined_run()) is not None:
+        yield run
+        return
+    is_left = True
+    with join_run() as run:
+        yield run
+        is_left = False
+    if is_left:
+        raise SystemExit(0) from None
+
+
+@dataclass(frozen=True)
+class FrameworkSteps(Geometry):
+    """Steps of a framework's loop, which may end within an epoch.
+
+    Attributes
+    ----------
+    limit
+        Steps of the whole training.
+    """
+
+    limit: int
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole training."""
+        return self.limit
+
+    def expect_same_batches(self, was: dict[str, Any]) -> None:
+        """See that a step has the same samples as in the attempt that saved the checkpoint.
+
+        Raises
+        ------
+        TrainError
+            It has not; the message says what to change.
+        """
+        super().expect_same_batches(was)
+        per_step = (self.batch or 1) * self.accumulate * self.world
+        if was["world"] != self.world and (self.samples or 0) % per_step:
+            raise TrainError(
+                f"the checkpoint was saved by {was['world']} ranks, now there are {self.world}, and {self.samples} "
+                f"samples are no multiple of the {per_step} of a step: several ranks fill up the last step of an epoch "
+                f"with samples of its beginning, so that it would have others; resume on {was['world']} ranks, or "
+                "begin a new run with a data set of a multiple"
+            )
+
+
+def map_batches(loader: Any, world_size: int, length: int | None = None) -> MapBatches:
+    """The batches of a framework's training loader.
+
+    Raises
+    ------
+    TrainError
+        Its order cannot be made a function of the epoch.
+    """
+    batches: Batches = batches_of(loader, world_size, length)
+    if not isinstance(batches, MapBatches):
+        raise TrainError(
+            "ResumeExactly takes data sets with __len__ and __getitem__, and this one is an IterableDataset, whose "
+            "place the framework does not keep: make it map-style, or write the loop with run.resumable()"
+        )
+    return batches

@@ -1,0 +1,283 @@
+"""Lightning's Trainer, stopped and resumed exactly:
+
+    trainer = Trainer(max_epochs=20, callbacks=[ResumeExactly()])
+    trainer.fit(model, loader)
+
+The state is saved and restored as that of any other loop; the checkpoints that Lightning writes are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+from collections.abc import Generator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.batches import MapBatches
+from cluster_ddp.train.own.loop import Kept, Loop
+from cluster_ddp.train.script import ScriptRun
+
+_COUNTS = ("ready", "started", "processed", "completed")
+_BATCHES, _EPOCHS = "epoch_loop.batch_progress", "epoch_progress"  # in the state of Lightning's loops
+
+
+class ResumeExactly(Callback):
+    """Makes ``Trainer.fit`` a loop of the run: saved between batches, stopped there, and resumed with the same bits.
+
+    The run is that of the `join_run` block around it; without one it begins and ends with ``fit``.
+
+    Raises
+    ------
+    TrainError
+        By ``fit``: something cannot be resumed exactly; the message names it.
+    """
+
+    def __init__(self) -> None:
+        self._around = contextlib.ExitStack()
+        self._handlers: dict[int, Any] = {}
+        self._run: ScriptRun | None = None
+        self._fit: _Fit | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Join the run."""
+        if stage == "fit":
+            self._run = self._around.enter_context(run_of_training())
+            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put everything back where the run was left: model and optimizers are there, and nothing has begun."""
+        assert self._run is not None
+        self._fit = _Fit(trainer, self._run)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops are agreed by the run: Lightning's own handler would exchange something in the middle of a step."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save or leave after the last epoch."""
+        self._going().settle()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a batch, after what followed the last one."""
+        self._going().begin(batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is done; a validation may follow."""
+        self._going().end(batch_idx)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What a validation draws is the same after a resume."""
+        if self._fit is not None:
+            self._fit.rest()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what the validation gave to the run's metrics."""
+        if self._fit is not None and not trainer.sanity_checking:
+            self._fit.log()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save or leave after the last step; a run that begins with `fit` ends here, while all is in its place."""
+        self._going().settle()
+        self._leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the run: stopped, or failed."""
+        if self._fit is not None:
+            self._fit.close()
+        self._around.__exit__(type(exception), exception, exception.__traceback__)
+
+    def _leave(self) -> None:
+        self._going().close()
+        self._fit = None
+        self._around.close()
+
+    def _going(self) -> _Fit:
+        assert self._fit is not None
+        return self._fit
+
+
+class _Fit:
+    """One call of `fit`."""
+
+    def __init__(self, trainer: Any, run: ScriptRun) -> None:
+        self._trainer, self._run = trainer, run
+        _refuse_unsupported(trainer)
+        trainer.fit_loop.setup_data()
+        self._batches = map_batches(_only_loader(trainer), run.world.world_size, int(trainer.num_training_batches))
+        self._accumulate = trainer.accumulate_grad_batches
+        self._kept = run.keep(loops={}, callbacks={}, datamodule={})
+        self._loop = self._take_over()
+        self._is_settled = True
+
+    def begin(self, number: int) -> None:
+        """Call before the computation on a batch, with its number in the epoch."""
+        self.settle()
+        self._loop.begin(number % self._accumulate)
+
+    def end(self, number: int) -> None:
+        """Call after it. What may follow belongs to the step: it is saved, and left, before the next."""
+        number += 1
+        self._is_settled = number % self._accumulate != 0 and number < self._batches.length
+
+    def settle(self) -> None:
+        """Call when all that belongs to a step is done: saves when that is due, or leaves."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._loop.end()
+
+    def rest(self) -> None:
+        """Call before what is no step."""
+        self._loop.rest(self._run.step)
+
+    def log(self) -> None:
+        """Write the metrics that are known to the run's."""
+        values = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
+        if values:
+            self._run.log(self._run.step + (not self._is_settled), values)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._batches.close()
+
+    def _take_over(self) -> Loop:
+        trainer, batches = self._trainer, self._batches
+        steps = -(-batches.length // self._accumulate)
+        optimizers = trainer.optimizers
+        epochs = trainer.max_epochs if trainer.max_epochs not in (None, -1) else None
+        per_step = len(optimizers) if trainer.lightning_module.automatic_optimization else 1
+        limit = -(-trainer.max_steps // per_step) if trainer.max_steps not in (None, -1) else None
+        if epochs is None and limit is None:
+            raise TrainError(
+                "ResumeExactly needs to know where training ends: give the Trainer max_epochs or max_steps"
+            )
+        ends = [end for end in (limit, None if epochs is None else epochs * steps) if end is not None]
+        geometry = FrameworkSteps(
+            epochs=-(-min(ends) // steps),
+            steps=steps,
+            batch=batches.batch,
+            accumulate=self._accumulate,
+            world=self._run.world.world_size,
+            samples=batches.samples,
+            limit=min(ends),
+        )
+        precision = trainer.precision_plugin
+        things = {
+            "model": trainer.strategy.model,
+            "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+            "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "precision": precision if precision.state_dict() else None,
+        }
+        loop = self._run.take_over(things, geometry)
+        loop.before_save = self._note
+        batches.arrange(loop.seed)
+        if self._run.step:
+            _put_back(self._kept, trainer)
+        _put_in_place(trainer, batches)
+        return loop
+
+    def _note(self) -> None:
+        """Bring what is kept up to date."""
+        trainer = self._trainer
+        self._kept.loops = _between_batches(trainer.fit_loop.state_dict(), self._batches.length)
+        self._kept.callbacks = {
+            callback.state_key: state for callback in trainer.callbacks if (state := callback.state_dict())
+        }
+        self._kept.datamodule = {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict())
+
+
+class _Left:
+    """The batches that are left of the epoch that the trainer is in, as its loader."""
+
+    def __init__(self, loader: Any, batches: MapBatches, trainer: Any) -> None:
+        self._loader, self._batches, self._progress = loader, batches, trainer.fit_loop
+        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.completed  # of the first pass only
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        first, self._first = self._first, 0
+        return self._batches.begin(self._progress.epoch_progress.current.processed, first)
+
+    def __len__(self) -> int:
+        return self._batches.length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+def _put_in_place(trainer: Any, batches: MapBatches) -> None:
+    """Let the trainer's loop iterate these batches."""
+    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    (loader,) = combined.flattened
+    combined.reset()  # what `setup_data` has begun to iterate
+    combined.flattened = [_Left(loader, batches, trainer)]
+    iter(fetcher)
+
+
+def _put_back(kept: Kept, trainer: Any) -> None:
+    loops = kept.loops
+    trainer.fit_loop.load_state_dict(loops)
+    if loops[_BATCHES]["current"]["completed"] == 0:
+        trainer.fit_loop.epoch_loop.restarting = False  # it begins an epoch
+    trainer.fit_loop.epoch_loop.val_loop.restarting = False
+    for callback in trainer.callbacks:
+        if state := kept.callbacks.get(callback.state_key):
+            callback.load_state_dict(copy.deepcopy(state))
+    if kept.datamodule:
+        trainer.datamodule.load_state_dict(kept.datamodule)
+
+
+def _between_batches(loops: dict[str, Any], length: int) -> dict[str, Any]:
+    """The state of the loops where no batch is under way, though the next may have been counted as begun."""
+    loops = copy.deepcopy(loops)
+    batches, epochs = loops[_BATCHES], loops[_EPOCHS]
+    for counts in (batches["total"], batches["current"]):
+        counts.update(dict.fromkeys(_COUNTS, counts["completed"]))
+    if batches["current"]["completed"] >= length:
+        batches["current"].update(dict.fromkeys(_COUNTS, 0))
+        batches["is_last_batch"] = False
+        for counts in (epochs["total"], epochs["current"]):
+            counts.update(dict.fromkeys(_COUNTS, counts["completed"]))
+    return loops
+
+
+def _only_loader(trainer: Any) -> Any:
+    """The training loader; one rank's is shuffled as several ranks' are, for which Lightning takes another sampler.
+
+    Raises
+    ------
+    TrainError
+        There are several.
+    """
+    loaders = trainer.fit_loop._combined_loader.flattened
+    if len(loaders) != 1:
+        raise TrainError(
+            f"ResumeExactly takes one training DataLoader, and there are {len(loaders)}: let one data set give all"
+        )
+    loader: Any = loaders[0]
+    if type(loader) is not DataLoader or type(loader.sampler) is not RandomSampler or loader.sampler.replacement:
+        return loader
+    loader = copy.copy(loader)
+    sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_replicas=1, rank=0)
+    batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    for name, part in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        object.__setattr__(loader, name, part)
+    return loader
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    strategy = type(trainer.strategy).__name__
+    for what, there, remedy in (
+        (f"strategy {strategy}", strategy not in ("DDPStrategy", "SingleDeviceStrategy"), 'take strategy="ddp"'),
+        ("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs, "leave it out"),
+        ("fit(ckpt_path=...)", trainer.ckpt_path, "leave it out: fit() resumes from the run's own checkpoints"),
+    ):
+        if there:
+            raise TrainError(f"ResumeExactly cannot resume a Trainer with {what} exactly: {remedy}")

@@ -1,0 +1,323 @@
+"""transformers' Trainer, stopped and resumed exactly:
+
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[ResumeExactly()])
+    trainer.train()
+
+The state is saved and restored as that of any other loop; the checkpoints that the Trainer writes are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
+from cluster_ddp.run.lineage import read_lineage, steps_that_count
+from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.batches import MapBatches
+from cluster_ddp.train.own.loop import Kept, Loop
+from cluster_ddp.train.script import ScriptRun
+
+# Of TrainerState: what the steps have left there; the rest follows from the arguments.
+_STATE = (
+    "epoch",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+_TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")  # the average that is logged next
+
+
+class ResumeExactly(TrainerCallback):
+    """Makes ``Trainer.train`` a loop of the run: saved between steps, stopped there, and resumed with the same bits.
+
+    The run is that of the `join_run` block around it; without one it begins and ends with ``train``.
+
+    Raises
+    ------
+    TrainError
+        By ``Trainer(...)`` and ``train``: something cannot be resumed exactly; the message names it.
+    """
+
+    def __init__(self) -> None:
+        self._training: _Training | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Take the place of the trainer's `train`; nothing else tells a callback whose it is."""
+        trainer = _trainer_above(sys._getframe(1), self)
+        _refuse_unsupported(trainer)
+        train = trainer.train
+
+        def train_exactly(resume_from_checkpoint: str | bool | None = None, *arguments: Any, **more: Any) -> Any:
+            with run_of_training() as run:
+                self._training = _Training(trainer, run)
+                return self._training(train, resume_from_checkpoint, *arguments, **more)
+
+        trainer.train = train_exactly
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Put everything back where the run was left."""
+        self._now().begin(state)
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin the pass over the data, after what followed the last step."""
+        self._now().begin_epoch()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin a step, after what followed the last one."""
+        self._now().begin_step()
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin the next batch of the step."""
+        self._now().begin_micro_batch()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The update is made; logs, evaluations and the trainer's own checkpoints follow."""
+        self._now().end_step(evaluates=control.should_evaluate or control.should_save)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The batches are through; an evaluation may follow."""
+        self._now().rest()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Write what the trainer logs to the run's metrics."""
+        if self._training is not None:
+            self._training.log(logs or {})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save or leave after the last step as after any other."""
+        self._now().settle()
+
+    def _now(self) -> _Training:
+        if self._training is None:
+            raise TrainError("give ResumeExactly() to the Trainer as it is made: Trainer(callbacks=[ResumeExactly()])")
+        return self._training
+
+
+class _Training:
+    """One call of `train`."""
+
+    def __init__(self, trainer: Any, run: ScriptRun) -> None:
+        self._trainer, self._run = trainer, run
+        self._batches: MapBatches | None = None
+        self._loop: Loop | None = None
+        self._kept = run.keep(trainer={}, callbacks=[])
+        self._resumes_at = _newest_step(run)
+        self._epoch = self._micro_batch = 0
+        self._is_settled = True
+
+    def __call__(
+        self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, *arguments: Any, **more: Any
+    ) -> Any:
+        """Train, from the step that the run was left at."""
+        if resume_from_checkpoint and self._resumes_at is None and self._run.attempt == 0:
+            raise TrainError(
+                "train(resume_from_checkpoint=...) does not go with ResumeExactly(), which resumes from the run's own "
+                "checkpoints: leave it out; to begin with trained weights, load them by from_pretrained()"
+            )
+        trainer = self._trainer
+        make_loader = trainer.get_train_dataloader
+
+        def take_loader() -> Any:
+            self._batches = map_batches(_expect_shard(make_loader()), self._run.world.world_size)
+            return self._batches.ordinary()
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(trainer, get_train_dataloader=take_loader))
+            folder = None
+            if self._resumes_at is not None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                _say_where_to_go_on(folder, trainer.args, self._resumes_at)
+                # The weights are put back with the rest, when the optimizer is there.
+                stack.enter_context(_replaced(trainer, _load_from_checkpoint=lambda *_, **__: None))
+                stack.enter_context(_replaced(trainer.args, ignore_data_skip=False))
+            try:
+                return train(folder, *arguments, **more)
+            finally:
+                if self._batches is not None:
+                    self._batches.close()
+
+    # What the callback tells, in this order.
+
+    def begin(self, state: TrainerState) -> None:
+        """Call when model, optimizer and scheduler are there."""
+        trainer, batches = self._trainer, self._batches
+        assert batches is not None
+        accumulate = trainer.args.gradient_accumulation_steps
+        steps = FrameworkSteps(
+            epochs=state.num_train_epochs,
+            steps=-(-batches.length // accumulate),
+            batch=batches.batch,
+            accumulate=accumulate,
+            world=self._run.world.world_size,
+            samples=batches.samples,
+            limit=state.max_steps,
+        )
+        things = {
+            "model": trainer.model_wrapped,
+            "optimizer": trainer.optimizer,
+            "scheduler": trainer.lr_scheduler,
+            "scaler": trainer.accelerator.scaler,
+        }
+        self._loop = loop = self._run.take_over(things, steps)
+        if self._run.step != (self._resumes_at or 0):
+            raise TrainError(
+                f"the newest checkpoint, of step {self._resumes_at}, is damaged and has been set aside: resume the run "
+                "once more, and it goes on from the one before"
+            )
+        batches.arrange(loop.seed)
+        loop.before_save = self._note
+        self._epoch = self._run.step // steps.steps
+        state.compute_steps(trainer.args, state.max_steps)
+        if self._resumes_at is not None:
+            _put_back(self._kept, trainer)
+        self.rest()
+
+    def begin_epoch(self) -> None:
+        """Call before the first batch of an epoch is asked for."""
+        self.settle()
+        assert self._batches is not None
+        self._batches.enter(self._epoch)
+        self._epoch += 1
+
+    def begin_step(self) -> None:
+        """Call before the first batch of a step is computed."""
+        self.settle()
+        self._micro_batch = 0
+        self._going().begin(0)
+        self._is_settled = False
+
+    def begin_micro_batch(self) -> None:
+        """Call before the other batches of a step."""
+        self._micro_batch += 1
+        self._going().begin(self._micro_batch)
+
+    def end_step(self, *, evaluates: bool) -> None:
+        """Call after the update. What may follow belongs to the step: it is saved, and left, before the next."""
+        if evaluates:
+            self.rest()
+
+    def rest(self) -> None:
+        """Call before what is no step: it draws the same numbers after a resume."""
+        self._going().rest(self._run.step)
+
+    def settle(self) -> None:
+        """Call when all that belongs to a step is done: saves when that is due, or leaves."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._going().end()
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Write the numbers among these to the run's metrics."""
+        values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+        if self._loop is not None and values:
+            self._run.log(self._trainer.state.global_step, values)
+
+    def _going(self) -> Loop:
+        assert self._loop is not None
+        return self._loop
+
+    def _note(self) -> None:
+        """Bring what is kept up to date."""
+        trainer = self._trainer
+        self._kept.trainer = {
+            **{name: getattr(trainer.state, name) for name in _STATE},
+            **{name: getattr(trainer, name) for name in _TRAINER if hasattr(trainer, name)},
+        }
+        self._kept.callbacks = [callback.state()["attributes"] for callback in _stateful(trainer)]
+
+
+def _put_back(kept: Kept, trainer: Any) -> None:
+    for name, value in kept.trainer.items():
+        if isinstance(value, torch.Tensor):
+            getattr(trainer, name).copy_(value)
+        else:
+            setattr(trainer.state if name in _STATE else trainer, name, value)
+    for callback, attributes in zip(_stateful(trainer), kept.callbacks, strict=False):
+        for name, value in attributes.items():
+            setattr(callback, name, value)
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def _newest_step(run: ScriptRun) -> int | None:
+    """The step that the run goes on from, as far as can be seen before anything is read."""
+    steps = steps_that_count(run.directory.checkpoints, read_lineage(run.directory)) if run.world.is_main else []
+    return broadcast_object(max(steps, default=None))
+
+
+def _say_where_to_go_on(folder: str, args: TrainingArguments, step: int) -> None:
+    """Write the one file of a trainer's checkpoint by which `train` finds its place."""
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    from_args = {name: getattr(args, name) for name in known & set(vars(args)) if name.endswith("_steps")}
+    state = TrainerState(**{**from_args, "global_step": step, "train_batch_size": args.train_batch_size})
+    state.save_to_json(os.path.join(folder, "trainer_state.json"))  # noqa: PTH118
+
+
+@contextlib.contextmanager
+def _replaced(thing: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object these attributes of its own in the block."""
+    before = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
+    vars(thing).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                vars(thing)[name] = before[name]
+            else:
+                del vars(thing)[name]
+
+
+def _trainer_above(frame: FrameType | None, callback: ResumeExactly) -> Any:
+    """The trainer that is being made with this callback."""
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer) and callback in trainer.callback_handler.callbacks:
+            return trainer
+        frame = frame.f_back
+    raise TrainError("on_init_end() of ResumeExactly is for Trainer.__init__ to call")
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    for what, there, remedy in (
+        ("DeepSpeed", trainer.is_deepspeed_enabled, "use DDP"),
+        ("FSDP", trainer.is_fsdp_enabled, "use DDP"),
+        ("DataParallel", trainer.args.n_gpu > 1, "start one process for each GPU, as cluster-ddp and torchrun do"),
+        ("auto_find_batch_size", trainer.args.auto_find_batch_size, "give the batch size that fits"),
+    ):
+        if there:
+            raise TrainError(f"ResumeExactly cannot resume a Trainer with {what} exactly: {remedy}")
+
+
+def _expect_shard(loader: Any) -> Any:
+    """The loader, unless rank 0 fetches for all ranks."""
+    if hasattr(loader, "split_batches"):
+        raise TrainError(
+            "ResumeExactly takes loaders in which each rank fetches its own batches: set dispatch_batches=False in "
+            "accelerator_config="
+        )
+    return loader
