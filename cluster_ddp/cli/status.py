@@ -131,9 +131,12 @@ def _detail(status: RunStatus) -> str:
         *(("warning", one_line(text)) for text in status.warnings),
         *([("progress", _UNKNOWN)] if status.reports_nothing else [("step", _progress(status))]),
         *([("training", one_line(status.training))] if status.training else []),
+        *([("ranks", str(status.world_size))] if status.world_size else []),
+        *([("speed", _speed(status))] if status.samples_per_second or status.seconds_left is not None else []),
         ("samples", "-" if status.samples is None else f"{status.samples:,}"),
         ("last checkpoint", "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}"),
         ("attempts", str(status.attempts)),
+        *([("last failure", one_line(status.last_failure or ""))] if _failed_before(status) else []),
         ("Slurm job", status.slurm_job_id or "-"),
         ("metrics", show_metrics(status.metrics, len(status.metrics)) or "-"),
         ("time", _time(status.goodput)),
@@ -141,6 +144,20 @@ def _detail(status: RunStatus) -> str:
     ]
     below = "\n" + " " * _VALUE_COLUMN
     return "\n".join([one_line(status.run_id), *(f"  {name:<16} {text}".replace("\n", below) for name, text in rows)])
+
+
+def _speed(status: RunStatus) -> str:
+    """How fast it trains, and when it will be through."""
+    parts = [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
+    if status.seconds_left is not None:
+        ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + status.seconds_left))
+        parts.append(f"{_duration(status.seconds_left)} left, until about {ends}")
+    return ", ".join(parts)
+
+
+def _failed_before(status: RunStatus) -> bool:
+    """Whether something has failed that the reason of the run's state does not tell."""
+    return status.last_failure is not None and status.last_failure.partition(": ")[2] not in (status.reason or "")
 
 
 def _columns(found: list[RunStatus]) -> dict[str, list[str]]:

@@ -20,10 +20,11 @@ from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.metrics import LatestMetrics
+from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
+from cluster_ddp.run.remarks import last_failure, moment, warnings_of
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
-from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
@@ -31,10 +32,10 @@ _NEVER_BEGAN = "it was to start on this machine, and has not"
 # Of an attempt that ended before its first checkpoint only these, the node programs' among them, know how far it came.
 _TELL_A_STEP = (events.STARTED, events.RESUMED, events.FAILED, events.RANK_FAILED, events.HANG, events.NODE_FINISHED)
 _LOCAL_START_SECONDS = 60.0
-_MAX_WARNINGS = 10
 _IN_JSON = (
     "run_id", "name", "state", "attempts", "step", "total_steps", "samples", "training", "last_checkpoint", "metrics",
-    "slurm_job_id", "reason", "warnings", "directory", "goodput",
+    "slurm_job_id", "reason", "warnings", "directory", "goodput", "world_size", "samples_per_second", "seconds_left",
+    "last_failure",
 )  # fmt: skip
 
 
@@ -84,6 +85,10 @@ class RunStatus(RunSummary):
     metrics: dict[str, float]  # latest value of each metric
     warnings: tuple[str, ...]  # what training warned of since a person last asked to resume, each once, the latest last
     goodput: Goodput
+    world_size: int | None  # ranks of the last attempt that trained; None when not known yet
+    samples_per_second: float | None  # of a run that trains, if it measures them
+    seconds_left: float | None  # of training, if nothing comes between; None when not known, or not training
+    last_failure: str | None  # attempt, rank, host and error, for people; None when nothing has failed
 
     def to_json(self) -> dict[str, Any]:
         """The object that `status --json` prints."""
@@ -122,20 +127,27 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
     history = read_history(known.run, known.attempts)
     summary = _summary(known, history, slurm_jobs)
     step, samples = _position(history, history.metrics)
+    total_steps = as_whole(_latest(history, "total_steps"))
+    trains = summary.state is RunState.RUNNING
+    outlook = outlook_of(history, total_steps) if trains else Outlook(None, None)
     return RunStatus(
         **vars(summary),
         step=step,
-        total_steps=as_whole(_latest(history, "total_steps")),
+        total_steps=total_steps,
         samples=samples,
         reports_nothing=history.reports_nothing,
         training=None if (training := _latest(history, "training")) is None else str(training),
         metrics=history.metrics.values,
-        warnings=_warnings(history),
+        warnings=warnings_of(history),
         goodput=goodput_of(
             history,
             created=known.record.created if known.record else None,
             alive=summary.state.alive and bool(history.attempts),
         ),
+        world_size=as_whole(_latest(history, "world_size")),
+        samples_per_second=outlook.samples_per_second,
+        seconds_left=outlook.seconds_left,
+        last_failure=last_failure(history),
     )
 
 
@@ -214,6 +226,8 @@ def _state(
 def _waiting(outcome: Outcome | None, job: SlurmJob) -> tuple[RunState, str | None]:
     """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
     said = in_words(job.reason)
+    if job.starts is not None:
+        said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
     if outcome is None:
         return RunState.PENDING, said
     return RunState.REQUEUED, f"{outcome.reason} (Slurm: {said})" if said else outcome.reason
@@ -327,12 +341,8 @@ def _own_jobs(
     run: RunDirectory, record: RunRecord | None, ids: list[str], slurm_jobs: Mapping[str, SlurmJob]
 ) -> list[SlurmJob]:
     """The run's own jobs that Slurm knows; a job id that Slurm has given to another run since is not one."""
-    own = {
-        None,
-        run.id,
-        run.sweep_id,
-        record.id if record else run.id,
-    }  # no run: submitted by hand; the folder may have been renamed
+    # No run: submitted by hand. The folder may have been renamed.
+    own = {None, run.id, run.sweep_id, record.id if record else run.id}
     known = ((job_id, slurm_jobs[job_id]) for job_id in ids if job_id in slurm_jobs)
     return [job._replace(job_id=job_id) for job_id, job in known if run_in_comment(job.comment) in own]
 
@@ -379,27 +389,6 @@ def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | No
         return metrics.samples
     counts = (as_whole(event.get("samples")) for event in reversed(history.events) if event.get("step") == step)
     return next((count for count in counts if count is not None), None)
-
-
-def _warnings(history: History) -> tuple[str, ...]:
-    warned = [event for event in history.events if event["event"] == events.WARNING]
-    current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
-    messages = [str(event.get("message")) for event in current]
-    if unfinished := unfinished_saves(history):
-        messages.append(unfinished[-1].describe(seconds_of_a_save(history)))
-    said = dict.fromkeys(reversed(messages))
-    return (*_ran_on(history), *reversed(list(said)[:_MAX_WARNINGS]))
-
-
-def _ran_on(history: History) -> list[str]:
-    """Which nodes still ran an attempt after a newer one had begun, which was none of the attempt's doing."""
-    told = []
-    for number, event in history.ran_on():
-        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(event["time"])))
-        by_slurm = any(record.number == number and record.slurm_job_id for record in history.attempts)
-        cut = ", cut from the controller" if by_slurm else ", beside a newer one"
-        told.append(f"node {event.get('host')} still ran attempt {number} until {until}{cut}")
-    return told
 
 
 def _latest(history: History, name: str) -> Any:

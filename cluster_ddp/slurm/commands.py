@@ -6,6 +6,7 @@ are asked about with one call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.slurm.refusals import advice
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
-QUEUE_FORMAT = "%i|%A|%T|%N|%r|%k"
+QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
 """What squeue is asked for each job: id, plain id, state, nodes, reason, comment."""
 
 _KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
@@ -180,15 +181,27 @@ def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, Slu
 
 
 def parse_queue(answer: str) -> dict[str, SlurmJob]:
-    """Read squeue's lines ``id|plain id|state|nodes|reason|comment``; each job is found by both forms of its id."""
+    """Read squeue's lines ``id|plain id|state|nodes|reason@start|comment``; a job is found by both forms of its id."""
     jobs: dict[str, SlurmJob] = {}
     for line in answer.splitlines():
         fields = line.strip().split("|", 5)
         if len(fields) != 6:
             continue
         shown, plain, state, nodes, reason, comment = fields
-        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, comment)
+        reason, starts = _split_start(reason)
+        waits = state in WAITING
+        jobs[shown] = jobs[plain] = SlurmJob(shown, state, reason, nodes, comment, starts if waits else None)
     return jobs
+
+
+def _split_start(reason: str) -> tuple[str, float | None]:
+    """A reason, and the time behind it in Unix seconds; sacct gives none, nor squeue where it has no idea."""
+    word, at, start = reason.rpartition("@")
+    if not at:
+        return reason, None
+    with contextlib.suppress(ValueError, OverflowError):
+        return word, time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S"))
+    return word, None
 
 
 def cancel_job(*job_ids: str, only_waiting: bool = False) -> None:

@@ -37,6 +37,7 @@ class SlurmJob(NamedTuple):
     reason: str  # why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` where Slurm has nothing to say
     nodes: str  # the node list as Slurm writes it, empty while waiting
     comment: str  # what its owner gave it as ``--comment``
+    starts: float | None = None  # Unix seconds when Slurm expects one that waits to start; None when it has no idea
 
     @property
     def held(self) -> bool:

@@ -20,6 +20,7 @@ from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe, living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.slurm.commands import parse_queue
 from cluster_ddp.slurm.states import SlurmJob
 
 Say = Callable[..., None]
@@ -53,9 +54,37 @@ def test_the_contract_of_status_json(run: RunDirectory, say: Say) -> None:
         "run_id": run.id, "name": "digits", "state": "RUNNING", "attempts": 1, "step": 50, "total_steps": 300,
         "samples": 1600, "training": "4 ranks", "last_checkpoint": 40, "metrics": {"train/loss": 0.5},
         "slurm_job_id": "12", "reason": None, "warnings": (), "directory": str(run.path),
+        "world_size": 4, "samples_per_second": None, "seconds_left": None, "last_failure": None,
     }  # fmt: skip
     assert set(goodput) == {"productive_seconds", "lost_seconds", "running_seconds", "waiting_seconds", "ratio"}
     json.dumps(found, allow_nan=False)
+
+
+def test_speed_and_end_are_told_while_it_trains_and_what_failed_before(run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    say("started", 0, at=0, step=0, world_size=4, total_steps=300)
+    say("rank-failed", 0, at=3, rank=3, host="n7", step=8, error="ValueError: bad")
+    begin(run, slurm_job_id="12")
+    say("resumed", 1, step=0, world_size=4, total_steps=300)
+    row = {"step": 50, "samples": 1600, "epoch": 1, "attempt": 1, "time": time.time(), "samples_per_second": 512.0}
+    run.metrics_file.write_text(json.dumps({**row, "seconds_per_step": 2.0}) + "\n")
+    found = describe(run, {"12": Job("RUNNING")})
+    assert found.world_size == 4 and found.samples_per_second == 512.0
+    assert found.seconds_left == pytest.approx(500, abs=60)
+    assert found.last_failure == "attempt 0: rank 3 on n7 at step 8 failed: ValueError: bad"
+    say("completed", 1, step=300)
+    ended = describe(run, {})
+    assert ended.seconds_left is None and ended.samples_per_second is None
+
+
+def test_when_slurm_expects_a_job_to_start_is_told(run: RunDirectory) -> None:
+    add_slurm_job(run, "7")
+    jobs = parse_queue("7|7|PENDING||Resources@2026-11-22T13:05:00|cluster_ddp x\n8|8|PENDING||Priority@N/A|\n")
+    assert jobs["7"].reason == "Resources" and (jobs["8"].reason, jobs["8"].starts) == ("Priority", None)
+    found = describe(run, {"7": jobs["7"]._replace(comment="")})
+    assert found.reason is not None and found.reason.endswith(
+        "(Resources); Slurm expects it to start at 2026-11-22 13:05"
+    )
 
 
 @pytest.mark.parametrize(

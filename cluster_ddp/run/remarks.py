@@ -1,0 +1,48 @@
+"""What a person should know of a run besides its state: warnings, and what has failed in it."""
+
+from __future__ import annotations
+
+import time
+
+from cluster_ddp.run.ending import describe_failure, failures_of, root_failure
+from cluster_ddp.run.events import WARNING
+from cluster_ddp.run.history import History
+from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
+
+_MAX_WARNINGS = 10
+
+
+def warnings_of(history: History) -> tuple[str, ...]:
+    """What training warned of since a person last asked to resume, each once, the latest last."""
+    warned = [event for event in history.events if event["event"] == WARNING]
+    current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
+    messages = [str(event.get("message")) for event in current]
+    if unfinished := unfinished_saves(history):
+        messages.append(unfinished[-1].describe(seconds_of_a_save(history)))
+    said = dict.fromkeys(reversed(messages))
+    return (*_ran_on(history), *reversed(list(said)[:_MAX_WARNINGS]))
+
+
+def _ran_on(history: History) -> list[str]:
+    """Which nodes still ran an attempt after a newer one had begun, which was none of the attempt's doing."""
+    told = []
+    for number, event in history.ran_on():
+        until = moment(float(event["time"]))
+        by_slurm = any(record.number == number and record.slurm_job_id for record in history.attempts)
+        cut = ", cut from the controller" if by_slurm else ", beside a newer one"
+        told.append(f"node {event.get('host')} still ran attempt {number} until {until}{cut}")
+    return told
+
+
+def last_failure(history: History) -> str | None:
+    """The attempt, rank, host and error of the last failure since a person last asked to resume, if there was one."""
+    for record in reversed(history.attempts):
+        if record.number >= history.first_number and (failures := failures_of(history, record.number)):
+            return f"attempt {record.number}: {describe_failure(root_failure(failures))}"
+    return None
+
+
+def moment(seconds: float) -> str:
+    """A time in Unix seconds as people write it, in their own zone."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
