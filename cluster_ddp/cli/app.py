@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "submit": "Start",
     "local": "Start",
     "sweep": "Start",
+    "launch": "Start",
     "resume": "Start",
     "stop": "End",
     "cancel": "End",

@@ -82,13 +82,18 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
         *(("warning", one_line(text)) for text in status.warnings),
         ("directory", status.directory),
         ("see more", f"cluster-ddp status {name}"),
-        ("go on", "" if status.state is RunState.COMPLETED else f"cluster-ddp resume {name}"),
+        ("go on", "" if status.state is RunState.COMPLETED else _how_to_go_on(name, status)),
         ("logs", str(run.attempt(status.attempts - 1).path) if failed else ""),
     ]
     with contextlib.suppress(OSError):
         sys.stderr.write(f"\n{_coloured(status.state)}  {one_line(run.id)}\n")
     tell(*(f"  {label:<10} {text}" for label, text in rows if text))
     return _EXIT_STATUS.get(status.state, _FAILED_STATUS)
+
+
+def _how_to_go_on(name: str, status: RunStatus) -> str:
+    by_hand = status.record is not None and status.record.via == "launch"
+    return "start the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
 
 
 def _coloured(state: RunState) -> str:

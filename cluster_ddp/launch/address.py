@@ -6,10 +6,12 @@ import contextlib
 import ipaddress
 import socket
 import struct
+import sys
 
 from cluster_ddp.job.errors import ClusterDDPError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # of the discard service; a UDP socket that is connected sends nothing

@@ -47,7 +47,9 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
     if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
         return AgentFailure(
             f"not all nodes came to {endpoint} within {join_timeout:.0f} s (launch.join_timeout): {words}; a node that "
-            "is missing is named if it is known, else see whether a firewall lets the nodes reach each other",
+            f"is missing is named if it is known, else see whether {host} is the first node's address, whether a "
+            f"firewall lets the nodes reach port {port} there, and whether network.socket_ifname is the interface that "
+            "joins them",
             suspect=False,
         )
     if status is not None and status < 0 and not own:

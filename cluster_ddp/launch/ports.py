@@ -32,13 +32,16 @@ def attempt_port(slurm_job_id: int, attempt: int) -> int:
     """
     for number in range(attempt, attempt + TRIES):
         port = job_port(slurm_job_id + number * _STRIDE)
-        if _is_free("", port):
+        if is_free(port):
             return port
     raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}")
 
 
-def _is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now; a connection of an earlier one that fades away is no hindrance."""
+def is_free(port: int, host: str = "") -> bool:
+    """Whether a server could listen there now, by default on all addresses.
+
+    A connection of an earlier one that fades away is no hindrance.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -49,9 +52,9 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def free_port() -> int:
-    """A port on loopback that nobody listens on; `NoFreePort` when none of many is free."""
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that nobody listens on at an address (empty: at any of this host's), or `NoFreePort`."""
     for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), TRIES):
-        if _is_free(LOOPBACK, port):
+        if is_free(port, host):
             return port
-    raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {LOOPBACK}")
+    raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {host or socket.gethostname()}")

@@ -19,6 +19,7 @@ TOUCH_SECONDS = 5.0
 SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a file half a minute late
 SIGNED_OFF_SECONDS = 30.0  # after all have: srun may wait for Slurm's controller, which is away
 _LOOK_SECONDS = 5.0
+_WATCHED_SECONDS = 4 * TOUCH_SECONDS
 
 
 class SignOfLife:
@@ -39,6 +40,27 @@ class SignOfLife:
         """Sign off."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
+
+
+def gives_sign_of_life(attempt: AttemptDirectory, nodes: int) -> bool:
+    """Whether any node program of an attempt still touches its file, which takes a while to see."""
+    files = [attempt.alive_file(node) for node in range(nodes)]
+    before = {file: moment for file in files if (moment := touched_at(file)) is not None}
+    deadline = time.monotonic() + _WATCHED_SECONDS
+    while before and time.monotonic() < deadline:
+        time.sleep(1.0)
+        if any(touched_at(file) not in (moment, None) for file, moment in before.items()):
+            return True
+    return False
+
+
+def touched_at(file: Path) -> int | None:
+    """When a file was last touched, in ns by the server's clock; None when it cannot be opened."""
+    try:
+        with file.open("rb") as opened:  # a client of network storage asks the server at each opening
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except OSError:
+        return None
 
 
 class SilentNodes:

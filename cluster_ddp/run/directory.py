@@ -39,6 +39,7 @@ class AttemptDirectory:
     record_file = _Inside("attempt.json")  # who began it, where and when
     origin_file = _Inside("origin.json")  # the checkpoint that it goes on from, written before it trains
     stop_file = _Inside("stop")  # exists when training is to save and end
+    nodes_file = _Inside("nodes.json")  # which arrivals it began with, and the port they meet at
     rendezvous_key = _Inside("rendezvous.key")  # by which its nodes know each other; readable by its owner alone
 
     @property
@@ -88,6 +89,7 @@ class RunDirectory:
     digest_file = _Inside("events/digest.json")  # what ended attempts taught, in short
     metrics_file = _Inside("metrics.jsonl")  # written by rank 0
     attempts = _Inside("attempts")
+    arrivals = _Inside("arrivals")  # the nodes that wait for the others, where no Slurm starts them all
     checkpoints = _Inside("checkpoints")
     wandb = _Inside("wandb")  # wandb's own files
 

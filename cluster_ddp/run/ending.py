@@ -140,10 +140,10 @@ def outcome_of(history: History, number: int) -> Outcome:
         return Outcome(Ending.NOT_REQUEUED, f"requeue failed: {why}. To go on: cluster-ddp resume {history.run.id}")
     failures = failures_of(history, number)
     own_fault = any(not _is_surroundings(event) for event in failures)
-    if stop_reason in (TERMINATED, NODE_FAILURE) and any(
+    if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and any(
         event["event"] in (NODE_FAILED, NODE_LOST) for event in events
     ):
-        stop_reason = None  # what Slurm does to the others when a node has failed is no stop
+        stop_reason = None  # what is done to the others when a node has failed is no stop
     if stop_reason is not None and (not own_fault or any(event["event"] == STOPPED for event in events)):
         return Outcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:

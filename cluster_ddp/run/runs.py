@@ -44,9 +44,7 @@ def create_run(
     folder
         Its name; by default the job's name, the time and four digits that no other run has.
     """
-    from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
-    from cluster_ddp.run.record import new_record, write_record
-    from cluster_ddp.run.storage import Storage, replace_file
+    from cluster_ddp.run.storage import Storage
 
     storage = Storage()
     try:
@@ -55,23 +53,66 @@ def create_run(
         run = _new_folder(storage, runs_dir, spec.name) if folder is None else RunDirectory(runs_dir / folder)
         if folder is not None:
             storage.mkdir(run.path)
-        if spec.storage.mode == "group":
-            share_with_group(run.path)
-        limit_umask(run.path)
-        for inside in (run.events, run.attempts, run.checkpoints):
-            storage.mkdir(inside)
-        replace_file(storage, run.job_file, dump_resolved(spec).encode())
-        if script is not None:
-            replace_file(storage, run.script, script.encode(), mode=run.script_mode())
-        write_record(storage, run, new_record(spec, run_id=run.id, via=via))  # last: it makes the folder a run
+        _fill(storage, run, spec, run_id=run.id, via=via, script=script)
     except OSError as error:
-        raise RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.") from error
+        raise _cannot_make(runs_dir, error) from error
     return run
 
 
 def share_with_group(folder: Path) -> None:
     """Let the group of a folder change what is in it, and what will be."""
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXG | stat.S_ISGID)
+
+
+def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, bool]:
+    """The run of that very folder, and whether it was made here: of several machines one makes it, the others find it.
+
+    Raises
+    ------
+    RunError
+        The folder cannot be made, or holds something else.
+    """
+    from cluster_ddp.run.storage import Storage
+
+    storage, run = Storage(), RunDirectory(path)
+    if not os.path.lexists(path):
+        draft = RunDirectory(path.with_name(f".{path.name}-{os.urandom(6).hex()}"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            limit_umask()
+            storage.mkdir(draft.path)
+            _fill(storage, draft, spec, run_id=run.id, via=via, script=None)
+            storage.rename(draft.path, path)  # fails when the other has come first: it is not empty then
+            storage.fsync_dir(path.parent)
+        except OSError as error:
+            storage.rmtree(draft.path)
+            if not run.exists():
+                raise _cannot_make(path.parent, error) from error
+        else:
+            return run, True
+    if path.is_symlink() or not run.exists():
+        raise RunError(f"{path} is there already and is not a run; give another name, or move it away")
+    return run, False
+
+
+def _cannot_make(runs_dir: Path, error: OSError) -> RunError:
+    return RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.")
+
+
+def _fill(storage: Storage, run: RunDirectory, spec: JobSpec, *, run_id: str, via: str, script: str | None) -> None:
+    from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
+    from cluster_ddp.run.record import new_record, write_record
+    from cluster_ddp.run.storage import replace_file
+
+    if spec.storage.mode == "group":
+        share_with_group(run.path)
+    limit_umask(run.path)
+    for folder in (run.events, run.attempts, run.checkpoints):
+        storage.mkdir(folder)
+    replace_file(storage, run.job_file, dump_resolved(spec).encode())
+    if script is not None:
+        replace_file(storage, run.script, script.encode(), mode=run.script_mode())
+    write_record(storage, run, new_record(spec, run_id=run_id, via=via))  # last: it makes the folder a run
 
 
 def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
@@ -87,7 +128,7 @@ def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
 def list_runs(folder: Path) -> list[RunDirectory]:
     """The runs in a folder, the oldest first; none when the folder does not exist."""
     try:
-        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
+        entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
         return []
     runs = [RunDirectory(entry) for entry in entries if RunDirectory(entry).exists()]

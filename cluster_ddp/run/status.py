@@ -287,6 +287,8 @@ def _never_began(
         return RunState.PENDING, f"Slurm cannot be asked about job {ids[-1]} from here"
     if record is not None and record.via in ("sbatch", "submitit"):
         return RunState.PENDING, "not submitted yet"
+    if record is not None and record.via == "launch":
+        return RunState.PENDING, "its nodes wait for each other, or have to be started"
     return RunState.PENDING, None
 
 

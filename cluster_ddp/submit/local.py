@@ -7,13 +7,12 @@ several nodes.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cluster_ddp.launch.address import LOOPBACK
+from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
 from cluster_ddp.launch.environment import usable_cpus
 from cluster_ddp.launch.ports import free_port
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
 VIA = "local"
-_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ class LocalStart:
         share = max(1, usable_cpus() // (self.nodes * self.procs))
         variables = {
             ADDRESS_VARIABLE: LOOPBACK,
-            "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
-            "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
+            "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+            "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share),
         }
         if self.hide_gpus or self.gpus[node]:

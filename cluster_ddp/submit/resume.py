@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,7 +19,7 @@ from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, read_record
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.storage import Storage, replace_file
-from cluster_ddp.submit import local
+from cluster_ddp.submit import local, manual
 from cluster_ddp.submit.base import Submission, SubmitError, note_submitted
 from cluster_ddp.submit.ways import WAYS, submission
 
@@ -102,10 +103,25 @@ def send_again(plan: ResumePlan, again: Submission) -> str | None:
 def _submission(run: RunDirectory, via: str, spec: JobSpec) -> Submission:
     if via in WAYS:
         return submission(spec, via)
+    if via == manual.VIA:
+        raise SubmitError(f"run {run.id} was started on each node by launch, and goes on the same way.\n{_again(run)}")
     raise SubmitError(
-        f"run {run.id} was started by hand on each node; resume starts only what submit or local has started.\n"
+        f"run {run.id} was started by hand on each node; resume starts only what submit, local or launch has started.\n"
         f"It can be started again only by hand, with its run directory: {run.path}\n"
         f"Its weights, if it has saved any, for use elsewhere: cluster-ddp export {run.id} -o {run.id}.safetensors"
+    )
+
+
+def _again(run: RunDirectory) -> str:
+    last = read_history(run).last
+    nodes = last.nodes if last else None
+    procs = f" --procs {last.procs}" if last and last.procs else ""
+    host = last.process.host if last and last.process else "HOST"
+    command = f"cluster-ddp launch {shlex.quote(str(run.job_file))} --run {shlex.quote(str(run.path))}"
+    last_node = nodes - 1 if nodes else "N - 1"
+    return (
+        f"Start the same commands again; or on every node, with R from 0 to {last_node}:\n"
+        f"{command} --nnodes {nodes or 'N'}{procs} --master-addr {shlex.quote(host)} --node-rank R"
     )
 
 

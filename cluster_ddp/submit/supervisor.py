@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from cluster_ddp.launch.processes import die_with_parent, present
@@ -50,24 +50,37 @@ class Supervisor:
     """Runs the node programs that an attempt has on this machine, and passes on what the person at the keyboard wants.
 
     The first Ctrl-C, SIGTERM or SIGHUP asks to save and end, the second to save at once, the third ends it.
+
+    Parameters
+    ----------
+    others_have_ended
+        Whether the nodes of the attempt on other machines have ended; asked when those here have.
     """
 
-    def __init__(self, attempt: AttemptDirectory, start: Start, *, show: TextIO) -> None:
+    def __init__(
+        self,
+        attempt: AttemptDirectory,
+        start: Start,
+        *,
+        show: TextIO,
+        others_have_ended: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._attempt = attempt
         self._start = start
         self._show = show
+        self._others_have_ended = others_have_ended
         self._signals: list[signal.Signals] = []
         self._asked = 0
         self._children: list[subprocess.Popen[bytes]] = []
         self._failed_at: float | None = None
 
     def run(self) -> None:
-        """Start all node programs and wait until the last has ended."""
+        """Start the node programs and wait until the last has ended, here and on other machines."""
         handled = present("SIGINT", "SIGTERM", "SIGHUP")
         before = {number: signal.signal(number, self._note) for number in handled}
         try:
             self._children = [self._start_node(node) for node in self._start.nodes_here]
-            while any(child.poll() is None for child in self._children):
+            while any(child.poll() is None for child in self._children) or not self._others_have_ended():
                 self._pass_on()
                 self._look_after()
                 time.sleep(_POLL_SECONDS)

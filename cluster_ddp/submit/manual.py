@@ -1,0 +1,354 @@
+"""Starting a run on several machines without Slurm: a person starts the same command on each of them.
+
+The machines share the run directory. One of them makes it, whoever comes first; node 0 begins an attempt when all nodes
+are there, and concludes it when all have ended.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
+from cluster_ddp.launch.attempt import speak_for_script
+from cluster_ddp.launch.ports import free_port, is_free
+from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes, gives_sign_of_life
+from cluster_ddp.launch.torchrun import fill_in, torchrun_command
+from cluster_ddp.launch.variables import ADDRESS_VARIABLE
+from cluster_ddp.network import NetworkPlan, resolve
+from cluster_ddp.printing import one_line, say
+from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, request_resume
+from cluster_ddp.run.attempt_record import end_attempt, read_attempt
+from cluster_ddp.run.condense import write_digest
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.ending import Ending, outcome_so_far
+from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.events import NODE_FAILED, NODE_FINISHED, NODE_LOST, EventWriter, caller, login_writer
+from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.record import read_record
+from cluster_ddp.run.runs import make_or_join, runs_dir_of
+from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.submit.arrivals import Meeting, note_arrivals
+from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
+from cluster_ddp.submit.machine import devices_here, interpreter
+from cluster_ddp.submit.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import JobSpec
+
+VIA = "launch"
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LOOK_SECONDS = 2.0
+_DIFFERENCES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class ManualStart:
+    """One node's part in a start: what a dry run prints and what the supervisor runs."""
+
+    spec: JobSpec
+    run: RunDirectory  # which need not exist yet
+    # nodes, node, procs: how many there are, which of them this is, and ranks on each
+    nodes: int
+    node: int
+    procs: int
+    master: str  # where the others reach node 0
+    port: int  # node 0's counts
+    python: str  # the interpreter of the node program and its ranks
+
+    @property
+    def nodes_here(self) -> tuple[int, ...]:
+        """The rank of the node that this machine is."""
+        return (self.node,)
+
+    @property
+    def network(self) -> NetworkPlan:
+        """The network variables that the node gets in addition to this process's environment."""
+        return resolve(self.spec.network, os.environ)
+
+    def torchrun(self, run_directory: str, attempt: int) -> list[str]:
+        """The torchrun line with its placeholders, as the node program gets it."""
+        host = f"[{self.master}]" if ":" in self.master else self.master
+        return torchrun_command(
+            self.spec,
+            run_directory=run_directory,
+            nodes=self.nodes,
+            procs=self.procs,
+            rdzv_id=f"{self.run.id}.{attempt}",
+            endpoint=f"{host}:{self.port}",
+        )
+
+    def node_torchrun(self) -> list[str]:
+        """The torchrun line of the first attempt as this node runs it; its address is found when it starts."""
+        line = self.torchrun(str(self.run.path), 0)
+        return fill_in(line, is_host=self.node == 0, local_addr="{local_addr}", log_dir=tempfile.gettempdir())
+
+    def variables(self, node: int) -> dict[str, str]:
+        """What is set in addition to this process's environment: all nodes may be on this machine."""
+        if not _is_loopback(self.master):
+            return {}
+        interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), LOOPBACK_INTERFACE)
+        return {ADDRESS_VARIABLE: LOOPBACK, **interfaces}
+
+
+def plan_manual(
+    spec: JobSpec, name: str, *, nodes: int, node: int, master: str, port: int | None = None, procs: int | None = None
+) -> ManualStart:
+    """Decide how one node of several takes part.
+
+    Parameters
+    ----------
+    name
+        Of the run directory in `runs_dir`, or its path.
+    nodes, node
+        How many machines there are, and which of them this is, from 0.
+    master
+        The name or address at which the others reach node 0.
+    port
+        At which all meet; default `launch.port`, or for ``auto`` a free one that node 0 tells the others.
+    procs
+        Ranks on each node; default `launch.procs_per_node`, or for ``auto`` one for each GPU, one where there is none.
+
+    Raises
+    ------
+    SubmitError
+        The name, the node's number, the ranks or the port do not do.
+    BatchError
+        The global batch cannot be divided among the ranks.
+    """
+    from cluster_ddp.job import plan_batch
+
+    path = runs_dir_of(spec) / os.path.expanduser(name)  # noqa: PTH111 - Path.expanduser raises for an unknown user
+    if not _RUN_NAME.fullmatch(path.name) or (os.sep in name and not os.path.isabs(os.path.expanduser(name))):  # noqa: PTH111, PTH117
+        raise SubmitError(f"--run {name}: give a name of letters, digits, '.', '_' and '-', or an absolute path")
+    if not 0 <= node < nodes:
+        raise SubmitError(f"--node-rank {node}: the {nodes} nodes are numbered from 0 to {nodes - 1}")
+    devices = devices_here()
+    asked = procs or (spec.launch.procs_per_node if isinstance(spec.launch.procs_per_node, int) else None)
+    ranks = asked or len(devices) or 1
+    if devices and ranks > len(devices):
+        raise SubmitError(
+            f"{ranks} ranks need {ranks} GPUs, and this node has {len(devices)} ({','.join(devices)}).\n"
+            "Give fewer --procs, or export CUDA_VISIBLE_DEVICES= to train on CPUs"
+        )
+    if spec.task is not None:
+        plan_batch(spec.train, nodes * ranks)
+    fixed = port or (spec.launch.port if isinstance(spec.launch.port, int) else None)
+    if fixed and node == 0 and not is_free(fixed):
+        raise SubmitError(f"port {fixed} is in use on this node; give another --master-port to all nodes")
+    run = RunDirectory(Path(os.path.normpath(path)))
+    return ManualStart(spec, run, nodes, node, ranks, master, fixed or free_port(""), interpreter(spec))
+
+
+def all_commands(start: ManualStart, job: str, settings: tuple[str, ...], *, port: int | None) -> list[str]:
+    """The command of every node, to be pasted there; with ``%n`` in place of the node's number as the last one."""
+    source = str(Path(job).absolute()) if Path(job).exists() else job
+    words = [sys.executable, "-m", "cluster_ddp", "launch", source, *(f"--set={setting}" for setting in settings)]
+    words += [f"--run={start.run.path}", f"--nnodes={start.nodes}", f"--procs={start.procs}"]
+    words += [f"--master-addr={start.master}", *([f"--master-port={port}"] if port else [])]
+    line = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
+    return [f"{line} --node-rank={node}" for node in [*range(start.nodes), "%n"]]
+
+
+def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
+    """Take part as one node, in the foreground, in the next attempt of the run; how that ended.
+
+    Raises
+    ------
+    RunEnded
+        The run is complete.
+    RunAlive
+        An attempt of it is alive, here or elsewhere.
+    NodesMissing
+        Not all nodes came in time.
+    SubmitError
+        The run belongs to another job.
+    """
+    check_writable(start.run.path.parent)
+    run, made = make_or_join(start.spec, start.run.path, via=VIA)
+    if made:
+        note_submitted(run, VIA, None)
+    else:
+        _refuse_other_job(run, start.spec)
+    seen = read_history(run)
+    _refuse_complete(seen)
+    _refuse_alive(seen)
+    attempt, start = _meet(start, seen)
+    _warn_of_address(start)
+    if start.node == 0:
+        _keep(attempt, start, show)
+    else:
+        _take_part(attempt, start, show)
+    return describe(run, None)
+
+
+def _meet(start: ManualStart, seen: History) -> tuple[AttemptDirectory, ManualStart]:
+    patience = start.spec.launch.join_timeout
+    with Meeting(start.run, start.node, start.nodes, start.procs, lambda: _refuse_cancelled(seen)) as meeting:
+        if start.node:
+            attempt, port = meeting.attempt_begun(patience, after=seen.last_number)
+            return attempt, replace(start, port=port)
+        arrivals = meeting.all_there(patience)
+        if seen.attempts or seen.cancels:  # to start the commands again is a person's wish that the run goes on
+            request_resume(start.run, by=caller(), seen=seen)
+        host = socket.gethostname()
+        attempt = begin_attempt(start.run, host=host, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
+        note_arrivals(attempt, arrivals, start.port)
+        return attempt, start
+
+
+# -- the attempt, from its beginning to its end ------------------------------------------------------------------------
+
+
+def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
+    """Run node 0 to its end, wait for the others, and conclude the attempt."""
+    others = _Others(attempt, start.nodes)
+    Supervisor(attempt, start, show=show, others_have_ended=others.have_ended).run()
+    writer = EventWriter(attempt.run, login_writer())
+    for node in others.lost:
+        reason = f"node {node} was lost: no sign of life, while others had signed off"
+        writer.write(NODE_LOST, attempt=attempt.number, node=node, reason=reason)
+    speak_for_script(attempt, writer)
+    try:
+        end_attempt(attempt)
+        write_digest(attempt.run)
+    except OSError as error:
+        say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
+
+
+def _take_part(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
+    """Run another node to its end, and wait until node 0 has concluded the attempt, if it still can."""
+    others = _Others(attempt, start.nodes)
+    Supervisor(attempt, start, show=show, others_have_ended=others.have_concluded).run()
+
+
+class _Others:
+    """Whether the nodes on other machines have ended, as shared storage tells."""
+
+    def __init__(self, attempt: AttemptDirectory, nodes: int) -> None:
+        self._attempt = attempt
+        self._nodes = nodes
+        self._silent = SilentNodes(attempt, nodes)
+        self._next_look = 0.0
+        self._all_ended_since: float | None = None
+        self.lost: set[int] = set()
+
+    def have_ended(self) -> bool:
+        """Whether every node has signed off, or is lost."""
+        return self._look() and self._ended()
+
+    def have_concluded(self) -> bool:
+        """Whether node 0 has concluded the attempt, or will not."""
+        if not self._look():
+            return False
+        if read_attempt(self._attempt).ended is not None or 0 in self.lost:
+            return True
+        if self._all_ended_since is None and self._ended():
+            self._all_ended_since = time.monotonic()
+        return self._all_ended_since is not None and time.monotonic() - self._all_ended_since > SILENT_SECONDS
+
+    def _look(self) -> bool:
+        """Whether it was time to look again; what `lost` is follows from it."""
+        if time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        self.lost |= set(self._silent.look()) - self._over()
+        return True
+
+    def _ended(self) -> bool:
+        return len(self._over() | self.lost) >= self._nodes
+
+    def _over(self) -> set[Any]:
+        events = read_history(self._attempt.run).of_attempt(self._attempt.number, NODE_FINISHED, NODE_FAILED)
+        return {event.get("node") for event in events}
+
+
+# -- what speaks against a start ---------------------------------------------------------------------------------------
+
+
+def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
+    from cluster_ddp.job import load_resolved
+
+    run.refuse_links()
+    via = read_record(run).via
+    if via != VIA:
+        raise SubmitError(
+            f"{run.path} is a run that was started by {via}: go on with it by cluster-ddp resume {run.id}"
+        )
+    there, here = _flat(load_resolved(run.job_file).model_dump()), _flat(spec.model_dump())
+    differing = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+    if differing:
+        shown = [f"{key} is {there.get(key)!r} there, {here.get(key)!r} here" for key in differing[:_DIFFERENCES_SHOWN]]
+        more = len(differing) - len(shown)
+        raise SubmitError(
+            f"run {run.id} in {run.path.parent} belongs to another job: "
+            + one_line("; ".join(shown) + (f"; and {more} more" if more > 0 else ""))
+            + "\nStart all nodes with the same job file and settings, or give this job another --run"
+        )
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, entry in value.items():
+        if prefix + key == "runs_dir":  # where the run lies is said by --run
+            continue
+        flat |= _flat(entry, f"{prefix}{key}.") if isinstance(entry, dict) and entry else {prefix + key: entry}
+    return flat
+
+
+def _refuse_complete(seen: History) -> None:
+    outcome = outcome_so_far(seen)
+    if outcome is not None and outcome.ending is Ending.COMPLETED:
+        raise RunEnded(f"run {seen.run.id} is complete: there is nothing left to train", Ending.COMPLETED.state.value)
+
+
+def _refuse_alive(seen: History) -> None:
+    last = seen.last
+    if last is None:
+        return
+    alive = attempt_is_alive(seen, last)
+    if alive is None:
+        say(f"looking whether attempt {last.number} of {seen.run.id} is still alive elsewhere")
+        alive = gives_sign_of_life(seen.run.attempt(last.number), last.nodes or 1)
+    if alive:
+        host = one_line(last.process.host) if last.process else "an unknown host"
+        raise RunAlive(
+            f"run {seen.run.id} is alive: attempt {last.number}, begun on {host}. "
+            f"Stop it first: cluster-ddp stop {seen.run.path}"
+        )
+
+
+def _refuse_cancelled(seen: History) -> None:
+    if len(read_history(seen.run).cancels) > len(seen.cancels):
+        raise RunEnded(f"run {seen.run.id} was cancelled while its nodes waited for each other", "CANCELLED")
+
+
+def _warn_of_address(start: ManualStart) -> None:
+    """Say on node 0 when the others are sent to an address that none of its interfaces has."""
+    if start.node:
+        return
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(start.master, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(target)
+    except OSError as error:
+        say(
+            f"note: --master-addr {one_line(start.master)} is no address of this machine, which is node 0 "
+            f"({error.strerror}); the others cannot reach it there unless something translates the address"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
