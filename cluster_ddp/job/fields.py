@@ -27,6 +27,7 @@ _MEMORY = r"[0-9]{1,9}(?:\.[0-9]{1,3})?[KMGTkmgt]?"
 _GPUS = r"(?:([A-Za-z][A-Za-z0-9_.-]{0,63}):)?([0-9]{1,4})"
 _STEPS = r"([0-9]{1,9})\s*(?:steps?)?"
 _STEP_RANGE = r"([0-9]{1,9})\s*-\s*([0-9]{1,9})"
+_OCCASIONS = ("completed", "failed", "stalled")
 _TARGET = r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^\x00-\x1f]*\.py):[A-Za-z_]\w*"
 
 
@@ -163,6 +164,13 @@ def _target(value: object) -> str:
     return text
 
 
+def _occasions(value: object) -> tuple[str, ...]:
+    allowed = "a list of one or more of: completed, failed, stalled"
+    if not isinstance(value, (list, tuple)) or not value or not all(entry in _OCCASIONS for entry in value):
+        raise refused("does not say when to notify", allowed=allowed)
+    return tuple(occasion for occasion in _OCCASIONS if occasion in value)
+
+
 def _sequence(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -180,6 +188,7 @@ Signal = Annotated[str, PlainValidator(_signal)]
 Evaluation = Annotated[int | Literal["epoch", "end"], PlainValidator(_evaluation)]
 StepRange = Annotated[tuple[int, int], BeforeValidator(_step_range)]
 Target = Annotated[str, PlainValidator(_target)]
+Occasions = Annotated[tuple[str, ...], PlainValidator(_occasions)]
 AnyString = Annotated[str, PlainValidator(_any_string)]
 Strings = Annotated[tuple[AnyString, ...], BeforeValidator(_sequence)]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]

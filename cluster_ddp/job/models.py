@@ -281,6 +281,13 @@ class StorageSpec(Section):
     mode: Literal["owner", "group"] = "owner"  # group: all of it belongs to the group of runs_dir, which may change it
 
 
+class NotifySpec(Section):
+    """A command of the user's that is told how a run has ended."""
+
+    command: fields.Line  # a line of bash, which gets the object of `status --json` on its standard input
+    on: fields.Occasions = ("completed", "failed", "stalled")
+
+
 class JobSpec(Section):
     """A whole job."""
 
@@ -300,6 +307,7 @@ class JobSpec(Section):
     checkpoint: CheckpointSpec = section()
     log: LogSpec = section()
     storage: StorageSpec = section()
+    notify: NotifySpec | None = None
 
     @property
     def procs_per_node(self) -> int:

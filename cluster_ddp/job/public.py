@@ -23,6 +23,7 @@ from cluster_ddp.job.models import (
     LaunchSpec,
     LogSpec,
     NetworkSpec,
+    NotifySpec,
     ProfileSpec,
     RequeueSpec,
     ScalerSpec,

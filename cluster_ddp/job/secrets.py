@@ -28,6 +28,7 @@ _SECRET_SETTING = re.compile(
 _SECRET_TEXT = (
     r"\bhf_[A-Za-z0-9]{30,}|\bgh[oprsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[A-Za-z0-9_-]{32,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[0-9A-Za-z-]{10,}"
+    r"|\bhooks\.slack\.com/services/[^\s$\"']+"
     r"|://[^/\s:@$]*:[^/\s@$]+@|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|\b[Aa]uthorization:\s*(?:[Bb]earer|[Bb]asic|[Tt]oken)\s+[^\s$\"']"
 )
@@ -64,9 +65,14 @@ def secrets_in(job: JobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
         "params": job.params,
         "slurm.extra": job.slurm.extra,
     }
+    lines: dict[tuple[str, ...], str] = {
+        ("launch", "setup", str(number)): line for number, line in enumerate(job.launch.setup)
+    }
+    if job.notify is not None:
+        lines["notify", "command"] = job.notify.command
     found = (
         *((("network", "env", name), _wrong_with_variable(name, value)) for name, value in job.network.env.items()),
-        *((("launch", "setup", str(number)), _wrong_with_line(line)) for number, line in enumerate(job.launch.setup)),
+        *((path, _wrong_with_line(line)) for path, line in lines.items()),
         *((path, what) for key, value in others.items() for path, what in _wrong_below(value, tuple(key.split(".")))),
     )
     for path, what in found:

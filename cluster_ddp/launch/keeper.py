@@ -27,6 +27,7 @@ from cluster_ddp.launch.attempt import begin_when_there_is_room, judge
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid, record_failed_nodes, suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
+from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
 from cluster_ddp.launch.step import leaves_port_open, with_attempt
@@ -133,11 +134,15 @@ class Keeper:
         try:
             kept = self._keep()
         except ClusterDDPError:
-            self._allocation.stay_ended()
+            self._stay_ended()
             raise
         if kept.follows != "start again":
-            self._allocation.stay_ended()
+            self._stay_ended()
         return kept
+
+    def _stay_ended(self) -> None:
+        self._allocation.stay_ended()
+        self._host.within(NOTICE_SECONDS + _RECORD_SECONDS, lambda: give_notice(self._run, writer=self._writer))
 
     def _keep(self) -> Kept:
         self._end.listen()

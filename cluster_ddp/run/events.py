@@ -58,6 +58,7 @@ CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was s
 RESUME_REQUESTED = "resume-requested"
 HOST_SUSPECTED = "host-suspected"
 SUPERSEDED = "superseded"  # as the outcome of `node-finished`: a newer attempt of the run had begun
+NOTIFIED = "notified"  # state, error: the command of notify: has run, and what went wrong with it (or null)
 WARNING = "warning"  # rank, host, message: training goes on, but a person should know
 
 # The values that others compute with, compare or look up; what is of another kind in a file is as good as not there.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
 from cluster_ddp.launch.environment import usable_cpus
+from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
@@ -164,4 +165,5 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
         write_digest(run)
     except OSError as error:
         say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
+    give_notice(run, writer=login_writer())
     return describe(run, None)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
+from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port, is_free
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes, gives_sign_of_life
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
@@ -223,6 +224,7 @@ def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
         write_digest(attempt.run)
     except OSError as error:
         say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
+    give_notice(attempt.run, writer=login_writer())
 
 
 def _take_part(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:

@@ -24,6 +24,8 @@ SECRET = "hf_" + "aB3" * 12
         "launch: {setup: ['export WANDB_API_KEY=s3cr3t']}",
         "launch: {setup: ['true', 'HF_TOKEN=\"s3cr3t\" python x.py']}",
         f"launch: {{setup: ['login {SECRET}']}}",
+        "notify: {command: 'curl -d @- https://hooks.slack.com/services/T1/B2/s3cr3t'}",
+        "notify: {command: 'PUSH_TOKEN=s3cr3t push'}",
         f"params: {{nested: [{{login: {SECRET}}}]}}",
         f"script: train.py\nargs: [--login, {SECRET}]",
         f"slurm: {{extra: {{comment: {SECRET}}}}}",

@@ -1,0 +1,106 @@
+"""The notice of a run's end: the user's own command, with the run's status on its standard input.
+
+It changes nothing: what it prints goes nowhere, it has limited time, and that it failed is told as a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from typing import TYPE_CHECKING
+
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import one_line, say
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.events import NOTIFIED, WARNING, EventWriter
+from cluster_ddp.run.history import read_history
+from cluster_ddp.run.status import RunStatus, describe
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import NotifySpec
+
+NOTICE_SECONDS = 30.0
+_OCCASIONS = {
+    RunState.COMPLETED: "completed",
+    RunState.FAILED: "failed",
+    RunState.LOST: "failed",
+    RunState.STALLED: "stalled",
+}
+_MAX_WORDS = 300
+
+
+def give_notice(run: RunDirectory, *, writer: str) -> None:
+    """Run the command of `notify:` if the run has ended as one of its occasions; once for each end of an attempt.
+
+    Parameters
+    ----------
+    writer
+        The name under which this process writes events.
+    """
+    try:
+        notify, status = _wanted(run)
+        if notify is None or status is None:
+            return
+        number = read_history(run).last_number
+    except (ClusterDDPError, OSError) as error:
+        say(f"cluster-ddp: no notice is given: {error}")
+        return
+    problem = _run(notify.command, status)
+    events = EventWriter(run, writer)
+    events.write(NOTIFIED, attempt=number, state=status.state.value, error=problem)
+    if problem is not None:
+        message = f"notify.command: {problem}"
+        say(f"cluster-ddp: {one_line(message)}")
+        events.write(WARNING, attempt=number, message=message)
+
+
+def _wanted(run: RunDirectory) -> tuple[NotifySpec | None, RunStatus | None]:
+    """The notice that the job asks for, and the run's state if it is an occasion of which nobody has been told."""
+    from cluster_ddp.job import load_resolved  # loads pydantic, which most starts of a keeper do without
+
+    notify = load_resolved(run.job_file).notify
+    if notify is None:
+        return None, None
+    status = describe(run, None)
+    if _OCCASIONS.get(status.state) not in notify.on:
+        return notify, None
+    history = read_history(run)
+    told = history.of_attempt(history.last_number or 0, NOTIFIED)
+    return notify, None if any(event.get("state") == status.state.value for event in told) else status
+
+
+def _run(command: str, status: RunStatus) -> str | None:
+    """Run the command to its end, or to the end of its time; what went wrong, None when nothing did."""
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
+        told.write(json.dumps(status.to_json()).encode() + b"\n")
+        told.seek(0)
+        try:
+            process = subprocess.Popen(
+                ["bash", "-c", command],
+                stdin=told,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"cannot be started: {error.strerror}"
+        try:
+            code = process.wait(NOTICE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {NOTICE_SECONDS:.0f} s and was killed"
+        except KeyboardInterrupt:
+            return "was interrupted"
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if code == 0:
+            return None
+        said.seek(max(0, said.seek(0, os.SEEK_END) - _MAX_WORDS))
+        words = said.read().decode(errors="replace").strip().splitlines()
+        return f"gave exit status {code}" + (f": {words[-1]}" if words else "")
