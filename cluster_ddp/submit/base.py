@@ -31,7 +31,7 @@ class Submission(Protocol):
 
     @property
     def text(self) -> str:
-        """The batch script."""
+        """The batch script; empty where there is none."""
 
     def check(self) -> None:
         """Raise a ClusterDDPError for all that can be known to fail before there is a run directory."""
@@ -55,7 +55,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     runs_dir = runs_dir_of(spec)
     check_writable(runs_dir)
     submission.check()
-    run = create_run(spec, runs_dir=runs_dir, via=submission.via, script=submission.text)
+    run = create_run(spec, runs_dir=runs_dir, via=submission.via, script=submission.text or None)
     try:
         job_id = submission.send(run)
     except SubmissionUnclear as error:

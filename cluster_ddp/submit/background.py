@@ -1,0 +1,80 @@
+"""``python -m cluster_ddp.submit.background RUN``: the first attempt of a local run, for whoever does not wait for it.
+
+`cluster-ddp local` runs in the foreground; this is how the same start is one of several ways to submit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
+from cluster_ddp.printing import say
+from cluster_ddp.process import limit_umask
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.storage import open_append
+from cluster_ddp.submit import local
+from cluster_ddp.submit.base import SubmitError
+
+if TYPE_CHECKING:
+    from cluster_ddp.job import JobSpec
+
+_OUTPUT = "local.out"
+_started: list[subprocess.Popen[bytes]] = []  # kept: Python warns of a forgotten process that still runs
+
+
+class LocalSubmission:
+    """A job that is to run on this machine in the background; a `Submission`."""
+
+    via = local.VIA
+    text = ""  # there is no script
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._start = local.plan_local(spec)
+        self.remarks = self._start.network.remarks
+
+    def check(self) -> None:
+        """See `Submission`: planning has found all that can be known."""
+
+    def send(self, run: RunDirectory) -> None:
+        """Start the run's first attempt, in a session of its own, with its output in the run directory."""
+        command = [sys.executable, "-m", "cluster_ddp.submit.background", str(run.path)]
+        try:
+            with os.fdopen(open_append(run.path / _OUTPUT), "ab") as out:
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, SAFE_PATH_VARIABLE: "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+            _started.append(process)
+        except OSError as error:
+            raise SubmitError(f"the run cannot be started here: {error.strerror}") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of ``python -m cluster_ddp.submit.background``."""
+    from cluster_ddp.job import load_resolved
+
+    parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.background")
+    parser.add_argument("run", type=Path)
+    run = RunDirectory(parser.parse_args(arguments).run)
+    limit_umask(run.path)
+    try:
+        local.run_attempt(run, local.plan_local(load_resolved(run.job_file)), show=sys.stdout)
+    except ClusterDDPError as error:
+        say(f"cluster-ddp: {error}")
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

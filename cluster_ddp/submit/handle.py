@@ -1,0 +1,190 @@
+"""Runs from Python: `submit` starts one, and a `RunHandle` stands for it, whatever started it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+
+from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import say
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.status import RunStatus, describe_known, know
+from cluster_ddp.slurm.commands import SlurmError, query_jobs
+from cluster_ddp.submit.base import Submission, SubmitError, start_run
+from cluster_ddp.submit.local import VIA as LOCAL
+from cluster_ddp.submit.preflight import check_before_queue
+from cluster_ddp.submit.ways import WAYS, submission
+
+_QUEUE_SECONDS = 20.0
+
+
+class RunFailed(ClusterDDPError):
+    """The run whose result was asked for has ended without one."""
+
+    exit_status = 4
+
+
+class RunHandle:
+    """A run, to be watched and ended from Python.
+
+    Parameters
+    ----------
+    run
+        A run directory, a run id or the beginning of one, as on the command line.
+
+    Raises
+    ------
+    RunNotFound
+        There is no such run, or more than one.
+
+    Attributes
+    ----------
+    id
+        The run's id.
+    directory
+        Where everything about it lies.
+    """
+
+    def __init__(self, run: str | PathLike[str]) -> None:
+        self._run = find_run(fspath(run), runs_dir_of(None))
+        self.id: str = self._run.id
+        self.directory: Path = self._run.path
+
+    def __repr__(self) -> str:
+        return f"RunHandle({str(self.directory)!r})"
+
+    def status(self) -> RunStatus:
+        """Where the run stands: state, step, total_steps, metrics, reason, and all that `status --json` tells.
+
+        Where Slurm cannot be asked it is told from the run directory alone.
+        """
+        known = know(self._run)
+        try:
+            jobs = query_jobs(known.slurm_job_ids, seconds=_QUEUE_SECONDS) if known.slurm_job_ids else {}
+        except SlurmError:
+            return describe_known(known, None)
+        return describe_known(known, jobs)
+
+    @property
+    def state(self) -> RunState:
+        """The run's state, which compares equal to its name: ``handle.state == "RUNNING"``."""
+        return self.status().state
+
+    def wait(self, timeout: float | None = None, *, poll: float = 5.0) -> RunState:
+        """Wait until nothing of the run will happen by itself, through requeues; the state then.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; None waits for ever.
+        poll
+            Seconds between two looks, each of which asks Slurm.
+
+        Raises
+        ------
+        TimeoutError
+            The run is not over by then.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (state := self.state).open or state is RunState.HELD:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.id} is {state.value} after {timeout:g} s")
+            time.sleep(poll)
+        return state
+
+    def result(self, timeout: float | None = None, *, poll: float = 5.0) -> RunStatus:
+        """Wait for the run to complete; its status then, with the latest metrics.
+
+        Raises
+        ------
+        RunFailed
+            It has ended otherwise: failed, stalled, stopped, cancelled or lost.
+        TimeoutError
+            It is not over by then.
+        """
+        self.wait(timeout, poll=poll)
+        status = self.status()
+        if status.state is not RunState.COMPLETED:
+            raise RunFailed(f"run {self.id} is {status.state.value}: {status.reason or 'no reason is known'}")
+        return status
+
+    def stop(self) -> None:
+        """Have the run save a checkpoint and end, as `cluster-ddp stop` does; it can be resumed.
+
+        Raises
+        ------
+        SubmitError
+            Nothing of it is alive, or it cannot be asked.
+        """
+        self._call("stop")
+
+    def cancel(self) -> None:
+        """End the run for good, as `cluster-ddp cancel` does; only a person's `resume` starts it again.
+
+        Raises
+        ------
+        SubmitError
+            It cannot be cancelled.
+        """
+        self._call("cancel")
+
+    def _call(self, command: str, *options: str) -> str:
+        """What a command of the command line says about the run: it is the one home of how that is done."""
+        words = [sys.executable, "-m", "cluster_ddp", command, str(self.directory), *options]
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise SubmitError(done.stderr.strip().removeprefix("cluster-ddp: "))
+        return done.stdout
+
+
+def submit(
+    job: str | PathLike[str], *, via: str = "sbatch", settings: Sequence[str] = (), check: bool = True
+) -> RunHandle:
+    """Check a job, make its run directory, and start it.
+
+    Parameters
+    ----------
+    job
+        A job file, or a template's name.
+    via
+        ``sbatch``, ``submitit``, or ``local``: on this machine, in the background, with the output in `local.out` of
+        the run directory; it goes on when this process ends.
+    settings
+        ``a.b=c`` each, as for ``--set``.
+    check
+        Look before whether the task exists, the storage is shared and the cluster gives what is asked for.
+
+    Raises
+    ------
+    JobFileError
+        The job file or a setting is wrong.
+    SubmitError, SlurmError
+        The job cannot run as asked, or Slurm refuses it.
+    """
+    from cluster_ddp.job import load_job
+
+    if via not in (*WAYS, LOCAL):
+        raise SubmitError(f"via={via!r}: one of {', '.join((*WAYS, LOCAL))}")
+    loaded = load_job(fspath(job), settings, check_target=check)
+    sending: Submission
+    if via == LOCAL:
+        from cluster_ddp.submit.background import LocalSubmission
+
+        sending = LocalSubmission(loaded.spec)
+    else:
+        sending = submission(loaded.spec, via)
+    _remark((*loaded.warnings, *sending.remarks))
+    if check and via != LOCAL:
+        check_before_queue(loaded, sending, _remark)
+    run, _ = start_run(loaded.spec, sending)
+    return RunHandle(run.path)
+
+
+def _remark(remarks: Iterable[str]) -> None:
+    for remark in remarks:
+        say(f"note: {remark}")
