@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -85,7 +86,8 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
             storage.rename(draft.path, path)  # fails when the other has come first: it is not empty then
             storage.fsync_dir(path.parent)
         except OSError as error:
-            storage.rmtree(draft.path)
+            with contextlib.suppress(OSError):
+                storage.rmtree(draft.path)
             if not run.exists():
                 raise _cannot_make(path.parent, error) from error
         else:
