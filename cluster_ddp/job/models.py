@@ -80,6 +80,7 @@ class LaunchSpec(Section):
     port: fields.PortOrAuto = "auto"
     join_timeout: fields.Seconds = 600
     max_restarts: fields.NonNegativeInt = 0
+    snapshot: bool = False  # the run keeps a copy of the code and uses that
     hang_timeout: fields.SecondsOrAuto = "auto"
     container: ContainerSpec | None = None
 

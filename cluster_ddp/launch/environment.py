@@ -20,6 +20,7 @@ from cluster_ddp.launch.variables import (
     RUN_VARIABLE,
 )
 from cluster_ddp.network import Setting, resolve
+from cluster_ddp.run.code import kept_search_path
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
@@ -53,6 +54,8 @@ def node_environment(
     agent would be taken for a rank, and a PET_... variable is an option of torchrun's.
     """
     base = {name: value for name, value in base.items() if not _OF_ANOTHER_TORCHRUN.fullmatch(name)}
+    if spec.launch.snapshot and "PYTHONPATH" in base:
+        base["PYTHONPATH"] = os.pathsep.join(kept_search_path(attempt.run, base["PYTHONPATH"].split(os.pathsep)))
     network = resolve(spec.network)
     decided = _INTERFACES if ADDRESS_VARIABLE in base else ()  # by whoever chose the address to meet at
     grace = max(_SHORTEST_SHUTDOWN_SECONDS, spec.requeue.warning)

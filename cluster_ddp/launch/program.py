@@ -31,6 +31,7 @@ from cluster_ddp.launch.watchdog import Hang, Watchdog
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import is_superseded
+from cluster_ddp.run.code import kept_path
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, HANG
 
@@ -71,6 +72,8 @@ class NodeProgram:
         self._procs = int(option(command, "--nproc-per-node"))
         self._trains_a_task = trains_a_task(command)
         self._agent_lost_grace = max(_AGENT_LOST_SECONDS, spec.requeue.warning)
+        if spec.launch.snapshot:
+            command = [kept_path(run, word) if word == spec.script else word for word in command]
         address = _own_address(spec, command)
         self._events = events.EventWriter(run, events.on_this_host("node"))
         self._heartbeat = HeartbeatFile.create(slots=self._procs)

@@ -92,6 +92,9 @@ class RunDirectory:
     arrivals = _Inside("arrivals")  # the nodes that wait for the others, where no Slurm starts them all
     checkpoints = _Inside("checkpoints")
     wandb = _Inside("wandb")  # wandb's own files
+    code = _Inside("code")  # the user's code as it was when the run was made (launch.snapshot)
+    code_file = _Inside("code.json")  # what that is a copy of
+    changes_file = _Inside("changes.diff")  # what had changed since its revision
 
     @property
     def id(self) -> str:

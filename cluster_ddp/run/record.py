@@ -62,7 +62,7 @@ def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
         created=time.time(),
         via=via,
         wandb_id=os.urandom(6).hex(),
-        git_revision=_git_revision(_code_folder(spec)),
+        git_revision=_git_revision(code_folder(spec)),
         versions=package_versions(),
         nodes=spec.slurm.nodes,
         procs=procs if isinstance(procs, int) else None,
@@ -157,7 +157,7 @@ def _change(run: RunDirectory, change: Callable[[RunRecord], RunRecord]) -> None
     change_file(Storage(), run.record_file, content)
 
 
-def _code_folder(spec: JobSpec) -> Path:
+def code_folder(spec: JobSpec) -> Path:
     """Where the user's code is, as far as the job file tells."""
     source = spec.script or (spec.task or "").rpartition(":")[0]
     return Path(source).parent if os.sep in str(source) else Path.cwd()

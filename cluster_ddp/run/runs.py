@@ -17,6 +17,7 @@ from cluster_ddp.run.errors import RunError, RunNotFound
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
+    from cluster_ddp.run.code import Code
     from cluster_ddp.run.storage import Storage
 
 _MAX_CANDIDATES_SHOWN = 10
@@ -48,13 +49,14 @@ def create_run(
     from cluster_ddp.run.storage import Storage
 
     storage = Storage()
+    code = _code_of(spec, runs_dir)
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         limit_umask()
         run = _new_folder(storage, runs_dir, spec.name) if folder is None else RunDirectory(runs_dir / folder)
         if folder is not None:
             storage.mkdir(run.path)
-        _fill(storage, run, spec, run_id=run.id, via=via, script=script)
+        _fill(storage, run, spec, run_id=run.id, via=via, script=script, code=code)
     except OSError as error:
         raise _cannot_make(runs_dir, error) from error
     return run
@@ -77,12 +79,13 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
 
     storage, run = Storage(), RunDirectory(path)
     if not os.path.lexists(path):
+        code = _code_of(spec, path.parent)
         draft = RunDirectory(path.with_name(f".{path.name}-{os.urandom(6).hex()}"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             limit_umask()
             storage.mkdir(draft.path)
-            _fill(storage, draft, spec, run_id=run.id, via=via, script=None)
+            _fill(storage, draft, spec, run_id=run.id, via=via, script=None, code=code)
             storage.rename(draft.path, path)  # fails when the other has come first: it is not empty then
             storage.fsync_dir(path.parent)
         except OSError as error:
@@ -101,7 +104,26 @@ def _cannot_make(runs_dir: Path, error: OSError) -> RunError:
     return RunError(f"cannot make a run in {runs_dir}: {error}. Set runs_dir to a folder you can write.")
 
 
-def _fill(storage: Storage, run: RunDirectory, spec: JobSpec, *, run_id: str, via: str, script: str | None) -> None:
+def _code_of(spec: JobSpec, runs_dir: Path) -> Code | None:
+    """What a run is to keep of the user's code; None where it is to use what is there when it starts."""
+    if not spec.launch.snapshot:
+        return None
+    from cluster_ddp.run.code import find_code
+    from cluster_ddp.run.record import code_folder
+
+    return find_code(code_folder(spec), leave_out=runs_dir.resolve())
+
+
+def _fill(
+    storage: Storage,
+    run: RunDirectory,
+    spec: JobSpec,
+    *,
+    run_id: str,
+    via: str,
+    script: str | None,
+    code: Code | None,
+) -> None:
     from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
     from cluster_ddp.run.record import new_record, write_record
     from cluster_ddp.run.storage import replace_file
@@ -114,6 +136,10 @@ def _fill(storage: Storage, run: RunDirectory, spec: JobSpec, *, run_id: str, vi
     replace_file(storage, run.job_file, dump_resolved(spec).encode())
     if script is not None:
         replace_file(storage, run.script, script.encode(), mode=run.script_mode())
+    if code is not None:
+        from cluster_ddp.run.code import keep_code
+
+        keep_code(run, code)
     write_record(storage, run, new_record(spec, run_id=run_id, via=via))  # last: it makes the folder a run
 
 

@@ -6,6 +6,8 @@ It reads from top to bottom: the run and its loop, what is built, what is resume
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved, scaled_lr
 from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.run.code import kept_search_path, kept_task
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.train.buffers import Buffers
@@ -294,7 +297,9 @@ def run_rank(run: RunDirectory, attempt: int) -> End:
         with joined_rank(run, attempt, lambda: load_resolved(run.job_file), writer=writer) as (job, process):
             assert job.task is not None
             seed_everything(derive(Use.BUILD, job.train.seed))
-            task = load_task(job.task, job.params)
+            if job.launch.snapshot:
+                sys.path[:] = kept_search_path(run, [*sys.path, str(Path.cwd())])
+            task = load_task(kept_task(run, job.task), job.params)
             outcome = Trainer(job, task, run, attempt, process=process).run()
     except SystemExit:
         return End(status=1, at_once=False)
