@@ -72,9 +72,8 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
         return RunState.PENDING, in_words(job.reason)
     if job.state in ACTIVE:
         return RunState.RUNNING, "starting"
-    state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
-    output = f"slurm-{job.job_id.partition('_')[0]}.out"
-    return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began (see {output} of the sweep)"
+    said = f"see slurm-{job.job_id.partition('_')[0]}.out of the sweep"
+    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt began ({said})"
 
 
 def best_of(found: Sequence[RunStatus], record: SweepRecord) -> tuple[RunStatus, str] | None:

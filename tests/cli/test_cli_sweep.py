@@ -206,7 +206,7 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     assert call("cancel", str(sweep.path)).status == 0
     # Not 101_3: that job is somebody else's by now.
     assert (cluster.folder / "cancelled").read_text().splitlines()[1] == "101_1 101_2"
-    cluster.queue.write_text("")
+    cluster.queue.write_text(queue.replace("RUNNING", "CANCELLED").replace("PENDING", "CANCELLED"))
     assert [describe(run, {}).state.value for run in (done, running)] == ["COMPLETED", "CANCELLED"]
     # What was cancelled stays so; what never began is missing.
     call("sweep", "--no-check", "job.yaml", *GRID)

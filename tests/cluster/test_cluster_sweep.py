@@ -61,3 +61,42 @@ def test_each_element_is_queued_again_by_itself(cluster: SlurmCluster, tmp_path:
     assert [(row["attempts"], row["step"]) for row in elements()] == [(2, 31), (1, 31), (2, 31)], story()
     assert sweep()["slurm_job_id"] is None
     assert cluster.queue() == []
+
+
+@pytest.mark.chaos
+def test_stopped_started_again_preempted_and_cancelled(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path, braked=True, slurm={"nodes": 1, "cpus_per_task": 1}, launch={"procs_per_node": 1}, train={"epochs": 1}
+    )
+    command = ("sweep", str(job), GRID, "--at-once", "1", "--json")
+
+    def sweep() -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(cluster.cli(*command, timeout=120).stdout)
+        return answer
+
+    def elements() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(cluster.cli("status", folder, "--json", timeout=180).stdout)
+        return found
+
+    def states() -> list[str]:
+        return [row["state"] for row in elements()]
+
+    folder = sweep()["directory"]
+    first = Path(folder) / "0000-width=6"
+    cluster.wait_for((first / "metrics.jsonl").exists, PATIENCE, "the first trains")
+    assert states() == ["RUNNING", "PENDING", "PENDING"]
+    cluster.cli("stop", folder)
+    cluster.wait_for(lambda: not cluster.queue(), PATIENCE, "nothing of it is left")
+    assert states() == ["STOPPED", "LOST", "LOST"]
+
+    cluster.wait_for(lambda: sweep()["slurm_job_id"], PATIENCE, "it goes on")
+    attempt = first / "attempts" / "001" / "attempt.json"
+    cluster.wait_for(attempt.exists, PATIENCE, "the first goes on")
+    task = json.loads(attempt.read_text())["slurm_job_id"]
+    cluster.wait_for(lambda: '"attempt": 1' in (first / "metrics.jsonl").read_text(), PATIENCE, "it trains again")
+    cluster.preempt(int(cluster.run("squeue", "--noheader", f"--jobs={task}", "--format=%A")))
+    cluster.wait_for((first / "attempts" / "002").exists, PATIENCE, "it was preempted and started again")
+
+    cluster.cli("cancel", folder)
+    cluster.wait_for(lambda: not cluster.queue(), PATIENCE, "nothing of it is left")
+    assert states()[0] == "CANCELLED"
