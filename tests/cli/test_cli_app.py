@@ -39,7 +39,15 @@ def modules_after(*arguments: str, cwd: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("submit", "multi-node", "--dry-run"), ("status",), ("list",), ("templates",), ("--help",), ("--version",)],
+    [
+        ("submit", "multi-node", "--dry-run"),
+        ("sweep", "multi-node", "--grid=train.seed=1,2", "--dry-run"),
+        ("status",),
+        ("list",),
+        ("templates",),
+        ("--help",),
+        ("--version",),
+    ],
     ids=" ".join,
 )
 def test_a_login_node_imports_nothing_heavy(arguments: tuple[str, ...], tmp_path: Path) -> None:
