@@ -98,6 +98,8 @@ class FrozenLayers:
 
     def check(self) -> None:
         """Call before each update; a `TaskError` when a layer was frozen or unfrozen."""
+        if not self._parameters:
+            return
         now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._first:
             return

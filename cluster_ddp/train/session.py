@@ -184,11 +184,12 @@ class Session:
     def end_step(self) -> StopDecision:
         """Call when a step's update is made; `decision` is the same on all ranks."""
         assert self._state is not None
-        self.beat.step(self.step + 1)
-        self.saving.prepare(self._state, self.step)
-        if self.step == self._compared_after:
-            refuse_differences(f"after step {self.step} weights or optimizer", self._state.alike())
-        self.decision = self._consensus.end(self.step - 1)
+        step = self.step + 1
+        self.beat.step(step)
+        self.saving.prepare(self._state, step)
+        if step == self._compared_after:
+            refuse_differences(f"after step {step} weights or optimizer", self._state.alike())
+        self.decision = self._consensus.end(step - 1)
         return self.decision
 
     def goes_on(self) -> Callable[[int], bool]:

@@ -143,7 +143,7 @@ class Trainer:
             self.single_samples.end()
 
             decision = self.session.end_step()
-            self.log.end(self.step, micro.epoch, self.update, self.schedule.lr(micro.step - left_out))
+            self.log.end(micro.step + 1, micro.epoch, self.update, self.schedule.lr(micro.step - left_out))
             if decision.synced:  # the ranks have just exchanged their votes: a moment at which all of them are here
                 self.log.exchange()
             self._evaluate_and_save()
@@ -238,12 +238,13 @@ class Trainer:
             self._save(again=evaluated)
 
     def _evaluation_is_due(self) -> bool:
-        if self.evaluation is None or self.step == 0 or self.state.counts.evaluated_step == self.step:
+        step = self.step
+        if self.evaluation is None or step == 0 or self.state.counts.evaluated_step == step:
             return False
         every = self.job.train.evaluate_every
         if every == "epoch":
             every = self.stream.steps_per_epoch or self.stream.total_steps
-        return self.step >= self.stream.total_steps or (every != "end" and self.step % int(every) == 0)
+        return step >= self.stream.total_steps or (every != "end" and step % int(every) == 0)
 
     def _evaluate(self) -> None:
         """Evaluate; a stop abandons it, and it is done again after the resume."""
