@@ -43,7 +43,7 @@ class AttemptLogs:
             if self._node in (None, node):
                 self._find(node)
         for node, printer, tail in self._tails.values():
-            while new := tail.lines(rest=rest):
+            while new := tail.lines() or (tail.lines(rest=True) if rest else []):  # a piece at a time, however long
                 for text in new:
                     yield node, parse_line(text) if printer is None else replace(printer, text=text)
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from run_builders import begin_dead, job
 
 import cluster_ddp.cli
+from cluster_ddp.launch.attempt_logs import AttemptLogs
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.runs import create_run
@@ -30,7 +32,8 @@ LIMIT = 2 << 30  # bytes of address space: a reader that takes in a whole sparse
 COMMANDS = """
 import contextlib, io, resource, sys, time
 import cluster_ddp.cli.list, cluster_ddp.cli.status, cluster_ddp.cli.stop, cluster_ddp.cli.checkpoints, rich.console
-import rich.table, cluster_ddp.checkpoint.verify
+import rich.table, cluster_ddp.checkpoint.verify, cluster_ddp.cli.logs, cluster_ddp.cli.clean, cluster_ddp.cli.export
+import cluster_ddp.cli.cancel, cluster_ddp.cli.resume, cluster_ddp.job
 from cluster_ddp.cli.app import main
 resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
 for words in {calls!r}:
@@ -77,6 +80,16 @@ FILES = (
     "attempts/000/stop",
     "checkpoints/step-00000001/manifest.json",
 )
+# Files that some commands read, with what they may hold.
+OTHERS: dict[str, Any] = {
+    "job.yaml": {"name": "bad", "task": "cluster_ddp.tasks.digits:Digits", "train": {"steps": 300}},
+    "resume.json": {"time": 1.0, "host": "here", "pid": 1, "by": "me"},
+    "attempts/000/origin.json": {"step": 1, "digest": "00"},
+    "attempts/000/environment-0.json": {"host": "here", "node_rank": 0, "ranks": [{"rank": 0}], "variables": {}},
+    "attempts/000/node-0.alive": {"time": 1.0},
+    "attempts/000/node-0.log": {"time": 1.0},
+    "events/digest.json": {"format": 1, "attempts": [], "events": []},
+}
 
 
 def ask(runs: Path, *calls: tuple[str, ...]) -> str:
@@ -102,6 +115,15 @@ def check(runs: Path, *, listed: bool = True) -> str:
         assert "neighbour" in listing
         assert "bad" in listing or not listed
     return said
+
+
+MORE = (
+    ("logs", "bad"),
+    ("logs", "bad", "--errors"),
+    ("clean", "bad", "--older", "1s", "--resumable"),
+    ("export", "bad", "-o", "/dev/null"),
+    ("cancel", "bad"),
+)
 
 
 def a_pipe(path: Path) -> None:
@@ -138,6 +160,24 @@ def test_a_run_with_odd_files_harms_no_command_and_hides_no_other(folder: Path, 
         kind(folder / "bad" / name)
     said = check(folder)
     assert "run.json cannot be read" in said
+
+
+@pytest.mark.parametrize("kind", [a_pipe, a_sparse_file, brackets])
+def test_files_that_few_commands_read_may_be_odd_too(folder: Path, kind: Callable[[Path], None]) -> None:
+    for name in OTHERS:
+        if kind is a_sparse_file and name.endswith(".log"):
+            continue  # a log may be as long as it likes, and is shown
+        (folder / "bad" / name).unlink(missing_ok=True)
+        kind(folder / "bad" / name)
+    check(folder)
+    ask(folder, *MORE, ("resume", "bad"))
+
+
+def test_a_log_is_read_piece_by_piece_however_long_it_is(folder: Path) -> None:
+    attempt = RunDirectory(folder / "bad").attempt(0)
+    attempt.log_file(0).write_bytes(b"x" * (20 << 20))
+    read = [len(line.text) for _, line in AttemptLogs(attempt).lines(rest=True)]
+    assert sum(read) == 20 << 20 and max(read) <= 5 << 20
 
 
 @pytest.mark.parametrize("moment", ["1e300", "-1e18", "-1.7e308", "1e999", "NaN", '"now"', "9" * 400])
@@ -223,34 +263,67 @@ def test_a_link_in_place_of_a_folder_is_not_written_through(folder: Path, tmp_pa
     assert {path: path.is_file() and path.read_bytes() for path in other.rglob("*")} == before
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=9), below, max_size=4),
+    max_leaves=10,
+)
+
+
+def spoil(path: Path, data: st.DataObject) -> None:
+    """Leave a file as it is, or write anything into it, or remove it."""
+    content = path.read_bytes()
+    places = st.integers(0, 5000)
+    kind = data.draw(st.sampled_from(["as it is", "bytes", "cut", "flipped", "value", "gone"]), label=path.name)
+    if kind == "bytes":
+        content = data.draw(st.binary(max_size=2000))
+    elif kind == "cut":
+        content = content[: data.draw(places) % (len(content) + 1)]
+    elif kind == "flipped" and content:
+        at = data.draw(places) % len(content)
+        content = content[:at] + data.draw(st.binary(min_size=1, max_size=3)) + content[at + 1 :]
+    elif kind == "value":
+        fields = json.loads(content)
+        for field in fields or ["x"]:
+            fields[field] = data.draw(JSON, label=field)
+        content = json.dumps(fields).encode() + b"\n"
+    if kind == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_any_bytes_in_any_file_leave_every_command_with_an_answer(folder: Path, data: st.DataObject) -> None:
     shutil.rmtree(folder / "bad")
     bad = make_bad_run(folder).path
-    json_values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-        lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=9), below, max_size=4),
-        max_leaves=10,
-    )
-    places = st.integers(0, 5000)
     for name in FILES:
-        content = (bad / name).read_bytes()
-        kind = data.draw(st.sampled_from(["as it is", "bytes", "cut", "flipped", "value", "gone"]), label=name)
-        if kind == "bytes":
-            content = data.draw(st.binary(max_size=2000))
-        elif kind == "cut":
-            content = content[: data.draw(places) % (len(content) + 1)]
-        elif kind == "flipped" and content:
-            at = data.draw(places) % len(content)
-            content = content[:at] + data.draw(st.binary(min_size=1, max_size=3)) + content[at + 1 :]
-        elif kind == "value":
-            fields = json.loads(content)
-            for field in fields or ["x"]:
-                fields[field] = data.draw(json_values, label=field)
-            content = json.dumps(fields).encode() + b"\n"
-        if kind == "gone":
-            (bad / name).unlink()
-        else:
-            (bad / name).write_bytes(content)
+        spoil(bad / name, data)
     check(folder, listed=(bad / "run.json").exists())
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_any_bytes_in_files_that_few_commands_read_leave_them_with_an_answer(folder: Path, data: st.DataObject) -> None:
+    shutil.rmtree(folder / "bad")
+    bad = make_bad_run(folder).path
+    for name, content in OTHERS.items():
+        (bad / name).write_text(json.dumps(content) + "\n")
+        spoil(bad / name, data)
+    check(folder)
+    ask(folder, *MORE)
+
+
+@pytest.mark.chaos
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_bytes_in_all_files_at_once_leave_every_command_with_an_answer(folder: Path, data: st.DataObject) -> None:
+    shutil.rmtree(folder / "bad")
+    bad = make_bad_run(folder).path
+    for name, content in OTHERS.items():
+        (bad / name).write_text(json.dumps(content) + "\n")
+    for name in (*FILES, *OTHERS):
+        spoil(bad / name, data)
+    check(folder, listed=(bad / "run.json").exists())
+    ask(folder, *MORE)
