@@ -113,6 +113,22 @@ class RunHandle:
             raise RunFailed(f"run {self.id} is {status.state.value}: {status.reason or 'no reason is known'}")
         return status
 
+    def logs(
+        self, *, attempt: int | None = None, node: int | None = None, rank: int | None = None, errors: bool = False
+    ) -> str:
+        """What the run has printed, as `cluster-ddp logs` shows it.
+
+        Parameters
+        ----------
+        attempt, node, rank
+            Of these alone; the last attempt, all nodes and all ranks by default.
+        errors
+            The error of the rank that failed first instead.
+        """
+        chosen = {"attempt": attempt, "node": node, "rank": rank}
+        options = [f"--{name}={number}" for name, number in chosen.items() if number is not None]
+        return self._call("logs", *options, *(["--errors"] if errors else []))
+
     def stop(self) -> None:
         """Have the run save a checkpoint and end, as `cluster-ddp stop` does; it can be resumed.
 

@@ -78,6 +78,7 @@ def test_handle_of_a_local_run_which_outlives_the_program(
     run = RunHandle(done.stdout.strip())
     with pytest.raises(RunFailed, match="ValueError: no"):
         run.result(300, poll=0.5)
+    assert "ValueError: no" in run.logs(errors=True) and "ValueError: no" in run.logs(attempt=0, rank=0)
     assert run.status().to_json() == describe(run._run, None).to_json()
     with pytest.raises(SubmitError, match="nothing is alive to stop"):
         run.stop()
