@@ -234,3 +234,36 @@ def test_indices_are_of_one_type() -> None:
     chosen: Indices = np.array([3, 1])
     Fetcher(Seeing(), default_collate, 1)(0, chosen)
     assert seen == [3, 1] and all(type(index) is int for index in seen)
+
+
+class Drawing(Dataset[Any]):
+    """Draws from the generators that are named: torch, python, numpy; `rarely` from the last two."""
+
+    def __init__(self, names: str) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Tensor:
+        values = [float(index)]
+        values += [torch.rand(()).item()] if "torch" in self.names else []
+        values += [random.random()] if "python" in self.names else []
+        values += [float(np.random.rand())] if "numpy" in self.names else []
+        values += [torch.initial_seed() % 1000] if "initial" in self.names else []
+        if "rarely" in self.names and index % 97 == 90:
+            values[0] += random.gauss(0.0, 1.0) + float(np.random.rand())
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def stacked(items: list[Tensor]) -> Tensor:
+    return torch.stack(items) + torch.rand(()) + random.random() + float(np.random.rand())
+
+
+@pytest.mark.parametrize("names", ["", "torch", "python", "torch numpy", "torch rarely", "rarely", "initial"])
+@pytest.mark.parametrize("collate", [default_collate, stacked])
+def test_samples_are_the_same_whether_all_generators_are_seeded_or_those_in_use(names: str, collate: Any) -> None:
+    all_seeded, in_use = (Fetcher(Drawing(names), collate, 1, exact=exact) for exact in (False, True))
+    for begin in (0, 40, 80, 3):
+        indices = np.arange(begin, begin + 40)
+        assert torch.equal(all_seeded(1, indices), in_use(1, indices))

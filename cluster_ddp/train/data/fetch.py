@@ -14,12 +14,13 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import OwnGenerators, derive, drawn, mix, seed_host
+from cluster_ddp.train.randomness import HOST_GENERATORS, OwnGenerators, derive, drawn, mix, seed_host
 from cluster_ddp.train.task import Task
 
 _DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
 _FEW = 4
+_ALL = tuple(range(len(HOST_GENERATORS)))
 _WATCHED = 1  # a seed by which it is seen whether somebody draws
 
 Collate = Callable[[list[Any]], Any]
@@ -48,7 +49,8 @@ class Fetcher:
         self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
         self.is_tried = not exact
         self._untouched: Any = None  # a copy of the set before it is read; kept, for some close files when they go
-        self._may_draw = True
+        # Which of `HOST_GENERATORS` samples draw from: only they are seeded for each.
+        self._used = _ALL
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if _is_plain(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
@@ -87,24 +89,40 @@ class Fetcher:
     def _one_by_one(self, epoch: int, indices: Indices) -> Any:
         base = mix(self._base ^ mix(epoch))
         chosen = indices.tolist()
-        items = [] if self._may_draw else self._undrawn(chosen)
-        if items:
-            if not self._collates_by_default:
-                self._seed(base ^ chosen[-1])  # as the last sample would have left it
-            return self._collated(items, indices)
-        for index in chosen:
-            self._seed(base ^ index)
-            items.append(self._data[index])
+        while (items := self._seeded(base, chosen)) is None:
+            pass
+        if not self._collates_by_default:
+            self._seed_others(mix(base ^ chosen[-1]))  # as the last sample would have left them
         return self._collated(items, indices)
 
-    def _undrawn(self, indices: list[int]) -> list[Any]:
-        """The samples, when none of them has drawn a random number, so that none needs a seed; else nothing."""
-        seed_host(_WATCHED)
-        items = [self._data[index] for index in indices]
-        if drawn() == _watched_draws():
-            return items
-        self._may_draw = True  # some samples do: from now on each is seeded
-        return []
+    def _seeded(self, base: int, indices: list[int]) -> list[Any] | None:
+        """The samples, each seeded by itself; None when one has drawn from a generator that none has drawn from yet."""
+        untouched = _watched_draws()
+        self._seed_others(_WATCHED)
+        if self._used or self._own:
+            items = [self._seeded_one(mix(base ^ index), index) for index in indices]
+        else:
+            items = [self._data[index] for index in indices]
+        if more := self._drawn_from(untouched):
+            self._used += more
+            return None
+        return items
+
+    def _seeded_one(self, seed: int, index: int) -> Any:
+        for number in self._used:
+            HOST_GENERATORS[number].seed(seed)
+        self._own.seed(seed)
+        return self._data[index]
+
+    def _seed_others(self, seed: int) -> None:
+        for number, generator in enumerate(HOST_GENERATORS):
+            if number not in self._used:
+                generator.seed(seed)
+
+    def _drawn_from(self, untouched: tuple[float, ...]) -> tuple[int, ...]:
+        """The other generators that somebody has drawn from since they were seeded to be watched."""
+        others = (number for number in _ALL if number not in self._used)
+        return tuple(number for number in others if HOST_GENERATORS[number].draw() != untouched[number])
 
     def _seed(self, word: int) -> None:
         seed = mix(word)
@@ -131,8 +149,10 @@ class Fetcher:
         if found is not None:
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other)
+            self._used = ()
             # A set may take its seed from a generator without drawing from it.
-            self._may_draw = bool(self._own) or other != found
+            if fingerprint(self._read(epoch + 1, indices)) != other:
+                self._used = _ALL
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
         what = f"sample {changing[0].item()}" if changing else "a batch"
