@@ -41,6 +41,25 @@ COMMANDS: dict[str, str] = {
 }
 """Each command's name, in the order of the help, and the panel of the help that it stands in."""
 
+EXAMPLES: dict[str, str] = {
+    "submit": "submit job.yaml --set train.lr=0.01",
+    "local": "local job.yaml --nodes 2 --procs 2",
+    "sweep": "sweep job.yaml --grid train.lr=1e-3,1e-4",
+    "launch": "launch job.yaml --run /shared/runs/first --nnodes 2 --node-rank 0 --master-addr node1",
+    "resume": "resume digits-2026 --nodes 4",
+    "stop": "stop digits-2026",
+    "cancel": "cancel digits-2026",
+    "status": "status digits-2026 --watch",
+    "list": "list --json",
+    "logs": "logs digits-2026 --errors",
+    "checkpoints": "checkpoints digits-2026 --verify",
+    "export": "export digits-2026 --best -o weights.safetensors",
+    "clean": "clean --older 60d --yes",
+    "init": "init",
+    "templates": "templates show multi-node",
+}
+"""A call of each command, for its help."""
+
 DEBUG_VARIABLE = "CLUSTER_DDP_DEBUG"
 
 
@@ -66,7 +85,8 @@ class LazyCommands(TyperGroup):
             raise UnknownCommand(cmd_name)
         module = importlib.import_module(f"cluster_ddp.cli.{cmd_name}")
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name, rich_help_panel=COMMANDS[cmd_name])(module.command)
+        epilog = f"Example: cluster-ddp {EXAMPLES[cmd_name]}"
+        single.command(cmd_name, rich_help_panel=COMMANDS[cmd_name], epilog=epilog)(module.command)
         return typer.main.get_command(single)
 
 
@@ -75,7 +95,6 @@ app = typer.Typer(
     cls=LazyCommands,
     help="Take a PyTorch DDP training job from a login node to the end of training on a Slurm cluster.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

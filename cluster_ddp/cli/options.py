@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="A job file, or a template's name.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run id, or unique prefix of one.")]
+
+def _runs(incomplete: str) -> list[str]:
+    """The ids of the runs in the runs folder that begin so, for the shell; only names are read."""
+    from cluster_ddp.job.errors import ClusterDDPError
+    from cluster_ddp.run.runs import runs_dir_of
+
+    try:
+        names = os.listdir(runs_dir_of(None))  # noqa: PTH208 - only the names are wanted
+    except (OSError, ClusterDDPError):
+        return []
+    return sorted(name for name in names if name.startswith(incomplete) and not name.startswith("."))
+
+
+def _templates(incomplete: str) -> list[str]:
+    """The templates that begin so, for the shell, which completes files by itself."""
+    from cluster_ddp.job.templates import template_names
+
+    return [name for name in template_names() if name.startswith(incomplete)]
+
+
+Job = Annotated[str, typer.Argument(metavar="JOB", autocompletion=_templates, help="A job file, or a template's name.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", autocompletion=_runs, help="Run directory, run id, or unique prefix of one.")
+]
 RunOrSweep = Annotated[
-    str, typer.Argument(metavar="RUN", help="Run or sweep: its directory, its id, or a unique prefix of one.")
+    str,
+    typer.Argument(
+        metavar="RUN", autocompletion=_runs, help="Run or sweep: its directory, its id, or a unique prefix of one."
+    ),
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting: train.lr=0.1. Repeatable.")

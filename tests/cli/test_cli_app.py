@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from cli_stage import Call
 
 from cluster_ddp import __version__
-from cluster_ddp.cli.app import COMMANDS
+from cluster_ddp.cli.app import COMMANDS, EXAMPLES
 from cluster_ddp.job import template_names
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -67,6 +68,9 @@ def test_every_command_has_a_module_and_a_help(name: str, call: Call) -> None:
     assert module.command.__doc__
     said = call(name, "--help")
     assert said.status == 0
+    words = shlex.split(EXAMPLES[name])
+    assert words[0] == name and f"Example: cluster-ddp {name}" in said.out
+    assert all(word in said.out for word in words if word.startswith("-"))
     assert "Usage: cluster-ddp" in said.out and name in said.out
 
 
@@ -239,3 +243,37 @@ def test_wrong_calls_of_templates(call: Call, arguments: tuple[str, ...]) -> Non
     said = call("templates", *arguments)
     assert said.status == 2
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("su", ["submit"]),
+        ("submit multi", ["multi-node"]),
+        ("submit --dr", ["--dry-run"]),
+        ("stop dig", ["digits-1"]),
+        ("export dig", ["digits-1"]),
+    ],
+)
+def test_the_shell_completes_commands_options_runs_and_templates(
+    words: str, completed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "digits-1").mkdir()
+    given = f"cluster-ddp {words}"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(CHECKOUT),
+        "CLUSTER_DDP_RUNS": str(tmp_path),
+        "_CLUSTER_DDP_COMPLETE": "complete_bash",
+        "COMP_WORDS": given,
+        "COMP_CWORD": str(len(words.split())),
+    }
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "cluster_ddp"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == completed
+    assert "pydantic" not in done.stderr and "yaml" not in done.stderr, "the shell waits for these"
