@@ -55,6 +55,7 @@ def main(epochs):
         gradient_clip_val=1.0,
         logger=False,
         enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(Classifier(), train, valid)
     trainer.save_checkpoint("classifier.ckpt")

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-_SECONDS = 240
+_SECONDS = 600  # only guards against hanging
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
 # milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
