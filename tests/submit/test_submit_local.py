@@ -220,7 +220,7 @@ def test_a_script_that_knows_nothing_of_this_is_stopped_told_of_and_resumed(call
     assert "to train on, give its script other arguments" in err and "train.epochs" not in err
     status, _, err = finish(call("resume", run.id, "--set", f"args=['{reached + 9}']"))
     assert status == 0, err
-    said = "".join(log.read_text() for log in run.path.rglob("stdout.log"))
+    said = "".join(log.read_text() for log in run.path.rglob("node-0.log"))
     for attempt, step in ((0, 0), (1, reached), (2, reached + 5)):
         assert f"attempt {attempt} goes on from step {step}\n" in said
 
