@@ -263,7 +263,7 @@ def test_what_is_to_come_after_a_run_that_failed_comes(
 ) -> None:
     (tmp_path / "first").mkdir()
     first = submit(cluster, tmp_path / "first", "--via", via, fault={"fault": "import"})
-    second = submit(cluster, tmp_path, "--via", via, "--after", str(first.run))
+    second = submit(cluster, tmp_path, "--via", "sbatch", "--after", str(first.run))  # submitit has no --after
     finish(second, calm, attempts=1)
     assert first.status()["state"] == "FAILED"
 
