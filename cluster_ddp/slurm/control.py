@@ -28,22 +28,22 @@ def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
 
 def kill_wait(*, seconds: float) -> float | None:
     """Seconds between SIGTERM and SIGKILL when Slurm ends a job; None without an answer in `seconds` seconds."""
-    try:
-        config = call_once(["scontrol", "show", "config"], seconds=seconds)
-    except SlurmError:
-        return None
-    found = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
-    return float(found[1]) if found else DEFAULT_KILL_WAIT
+    return _configured("KillWait", DEFAULT_KILL_WAIT, seconds=seconds)
 
 
 def max_array_size() -> int:
     """How many tasks a job array may have at the most; Slurm's own default where it cannot be asked."""
+    found = _configured("MaxArraySize", DEFAULT_MAX_ARRAY_SIZE, seconds=_SECONDS)
+    return int(found) if found is not None else DEFAULT_MAX_ARRAY_SIZE
+
+
+def _configured(key: str, default: float, *, seconds: float) -> float | None:
     try:
-        config = call_once(["scontrol", "show", "config"], seconds=_SECONDS)
+        config = call_once(["scontrol", "show", "config"], seconds=seconds)
     except SlurmError:
-        return DEFAULT_MAX_ARRAY_SIZE
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", config, re.MULTILINE)
-    return int(found[1]) if found else DEFAULT_MAX_ARRAY_SIZE
+        return None
+    found = re.search(rf"^{key}\s*=\s*(\d+)", config, re.MULTILINE)
+    return float(found[1]) if found else default
 
 
 def grace_time(partition: str, qos: str) -> float:
