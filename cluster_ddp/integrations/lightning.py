@@ -231,7 +231,7 @@ def _put_back(kept: Kept, trainer: Any) -> None:
         if state := kept.callbacks.get(callback.state_key):
             callback.load_state_dict(copy.deepcopy(state))
     if kept.datamodule:
-        trainer.datamodule.load_state_dict(kept.datamodule)
+        trainer.datamodule.load_state_dict(copy.deepcopy(kept.datamodule))
 
 
 def _between_batches(loops: dict[str, Any], length: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ The state is saved and restored as that of any other loop; the checkpoints that 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import sys
@@ -249,12 +250,12 @@ class _Training:
 
 
 def _put_back(kept: Kept, trainer: Any) -> None:
-    for name, value in kept.trainer.items():
+    for name, value in copy.deepcopy(kept.trainer).items():  # the trainer goes on with it, and the log is a list
         if isinstance(value, torch.Tensor):
             getattr(trainer, name).copy_(value)
         else:
             setattr(trainer.state if name in _STATE else trainer, name, value)
-    for callback, attributes in zip(_stateful(trainer), kept.callbacks, strict=False):
+    for callback, attributes in zip(_stateful(trainer), copy.deepcopy(kept.callbacks), strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
 

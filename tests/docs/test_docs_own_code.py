@@ -31,8 +31,8 @@ PROGRAMS = {
     "imagenet": (["--epochs", "3"], 24, 11, 18),
     "nanogpt": (["19"], 20, 7, 13),
     "accelerated": (["4"], 20, 8, 13),
-    "hf_trainer": (["3"], 18, 9, 14),
-    "lit": (["3"], 18, 9, 14),
+    "hf_trainer": (["3"], 18, 13, 15),
+    "lit": (["3"], 18, 13, 15),
 }
 # What a program needs that may not be installed, and what its ranks import of it, which takes seconds.
 NEEDS = {
