@@ -50,7 +50,7 @@ def command(
         elif status.state is not RunState.COMPLETED and runs:
             remark([f"{one_line(run.id)} is {status.state.value} and is left alone"])
     did = "removed" if yes else "would be removed; --yes removes"
-    tell(f"{size_in_words(total)} {did}")
+    tell(f"{size_in_words(total)} {did}" if total else "nothing to remove")
 
 
 def _seconds(text: str) -> int:

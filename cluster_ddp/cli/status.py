@@ -130,8 +130,7 @@ def _detail(status: RunStatus) -> str:
         ("state", status.state.value + (f" ({status.reason})" if status.reason else "")),
         *(("warning", one_line(text)) for text in status.warnings),
         *([("progress", _UNKNOWN)] if status.reports_nothing else [("step", _progress(status))]),
-        *([("training", one_line(status.training))] if status.training else []),
-        *([("ranks", str(status.world_size))] if status.world_size else []),
+        *([("training", one_line(status.training))] if status.training else _ranks(status)),
         *([("speed", _speed(status))] if status.samples_per_second or status.seconds_left is not None else []),
         ("samples", "-" if status.samples is None else f"{status.samples:,}"),
         ("last checkpoint", "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}"),
@@ -144,6 +143,11 @@ def _detail(status: RunStatus) -> str:
     ]
     below = "\n" + " " * _VALUE_COLUMN
     return "\n".join([one_line(status.run_id), *(f"  {name:<16} {text}".replace("\n", below) for name, text in rows)])
+
+
+def _ranks(status: RunStatus) -> list[tuple[str, str]]:
+    """Of a training that has not said how it trains."""
+    return [("ranks", str(status.world_size))] if status.world_size else []
 
 
 def _speed(status: RunStatus) -> str:

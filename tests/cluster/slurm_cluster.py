@@ -182,9 +182,13 @@ class SlurmCluster(LoginNode):
 
     # -- the nodes -----------------------------------------------------------------------------------------------
 
+    def enter(self, node: str) -> list[str]:
+        """The words that, put before a command, run it inside a node."""
+        return self._network.hosts[node].enter()
+
     def node_exec(self, node: str, *command: str, timeout: float = 60, check: bool = True) -> str:
         """Run a command inside a node and return its standard output."""
-        return sh(*self._network.hosts[node].enter(), *command, timeout=timeout, check=check)
+        return sh(*self.enter(node), *command, timeout=timeout, check=check)
 
     def node_spawn(self, node: str, *command: str) -> None:
         """Start a program inside a node that runs on; it ends with the node."""
