@@ -59,7 +59,7 @@ def test_every_dtype_and_form_comes_back_bitwise(tmp_path: Path) -> None:
     restored = checkpointer(tmp_path).restore(live)
     assert restored is not None and restored.step == 7
     assert (restored.manifest.samples, restored.manifest.epoch) == (56, 0)
-    assert restored.scalars == {"schedule": {"at": 7}, "nothing": None}
+    assert restored.scalars == {"counts": {}, "scaler": None, "task": {}, "schedule": {"at": 7}}
     assert same(live, saved)
 
 

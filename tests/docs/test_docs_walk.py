@@ -52,7 +52,11 @@ def assert_shown(command: Typed, said: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_the_walk(cluster: SlurmCluster, tmp_path: Path) -> None:
-    environment = {"HOME": str(tmp_path), "CLUSTER_DDP_CONFIG": str(tmp_path / "cluster-ddp/site.yaml"), "COLUMNS": "200"}
+    environment = {
+        "HOME": str(tmp_path),
+        "CLUSTER_DDP_CONFIG": str(tmp_path / "cluster-ddp/site.yaml"),
+        "COLUMNS": "200",
+    }
 
     def say(*words: str) -> str:
         done = cluster.cli(*words, cwd=tmp_path, env=environment, timeout=PATIENCE)
@@ -68,7 +72,15 @@ def test_the_walk(cluster: SlurmCluster, tmp_path: Path) -> None:
     by_hand: list[tuple[Typed, subprocess.Popen[str]]] = []
     for command in typed():
         if command.host:
-            words = [*cluster.enter(command.host), sys.executable, "-m", "cluster_ddp", *command.words]
+            words = [
+                *cluster.enter(command.host),
+                "env",
+                f"--chdir={tmp_path}",
+                sys.executable,
+                "-m",
+                "cluster_ddp",
+                *command.words,
+            ]
             pipe = subprocess.PIPE
             started = subprocess.Popen(
                 words, cwd=tmp_path, env=cluster.env | environment, text=True, stdout=pipe, stderr=subprocess.STDOUT

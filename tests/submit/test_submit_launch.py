@@ -113,7 +113,7 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(tmp_path: Path, 
     nodes = start()
     wait_for(lambda: trained(run) > 3 or nodes[1].poll() is not None, "it trains")
     status, out, err = finish(call("status", str(run.path), "--json"))
-    assert status == 0 and json.loads(out)["state"] == "RUNNING", err
+    assert status == 0 and json.loads(out)["state"] == "RUNNING", out + err
     status, _, err = finish(
         call(*launch(1, *master, job=job))
     )  # from a third machine, while the run lives on those two
