@@ -76,9 +76,9 @@ def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, S
     """Each element, where it stands, and those of its jobs that wait or run and are surely its own."""
     limit_umask(sweep.path)
     known = know_elements(sweep, read_sweep(sweep))
-    job_ids = {job_id for one in known for job_id in one.slurm_job_ids}
+    job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
     jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
-    return [(one, describe_element(one, jobs), _living(one, jobs)) for one in known]
+    return [(element, describe_element(element, jobs), _living(element, jobs)) for element in known]
 
 
 def _living(known: KnownRun | NotBegun, jobs: dict[str, SlurmJob]) -> list[SlurmJob]:

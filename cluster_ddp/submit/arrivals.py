@@ -125,9 +125,9 @@ class Meeting:
         while True:
             waiting = [self._own, *(arrival for arrival in self._others() if self._lives(arrival))]
             self._refuse_other_sizes(waiting)
-            there = {node: [one for one in waiting if one.node == node] for node in range(self.nodes)}
-            if all(len(ones) == 1 for ones in there.values()):
-                return [ones[0] for ones in there.values()]
+            there = {node: [arrival for arrival in waiting if arrival.node == node] for node in range(self.nodes)}
+            if all(len(starts) == 1 for starts in there.values()):
+                return [starts[0] for starts in there.values()]
             self._wait_for(_what_is_missing(there, self.procs), deadline, patience)
 
     def attempt_begun(self, patience: float, *, after: int | None) -> tuple[AttemptDirectory, int]:
@@ -152,8 +152,9 @@ class Meeting:
                         f"{self.node}: it was started twice, or too late. See: cluster-ddp status {self.run.path}"
                     )
             others = self._others()
-            self._refuse_other_sizes([one for one in others if one.node == 0 and self._lives(one)])
-            there = {node: [one for one in [self._own, *others] if one.node == node] for node in range(self.nodes)}
+            self._refuse_other_sizes([arrival for arrival in others if arrival.node == 0 and self._lives(arrival)])
+            arrivals = [self._own, *others]
+            there = {node: [arrival for arrival in arrivals if arrival.node == node] for node in range(self.nodes)}
             self._wait_for(_what_is_missing(there, self.procs) or "node 0 to begin", deadline, patience)
 
     def _port_if_mine(self, attempt: AttemptDirectory) -> int | None:
@@ -208,11 +209,11 @@ class Meeting:
         return seen.changed is not None and time.monotonic() - seen.changed < _SILENT_SECONDS
 
     def _refuse_other_sizes(self, waiting: Sequence[Arrival]) -> None:
-        for one in waiting:
-            if one.node >= self.nodes or (one.nodes, one.procs) != (self.nodes, self.procs):
+        for arrival in waiting:
+            if arrival.node >= self.nodes or (arrival.nodes, arrival.procs) != (self.nodes, self.procs):
                 raise RunError(
-                    f"node {one.node} (host {one_line(one.process.host)}) was started for {one.nodes} nodes of "
-                    f"{one.procs} ranks, and node {self.node} here for {self.nodes} of {self.procs}.\n"
+                    f"node {arrival.node} (host {one_line(arrival.process.host)}) was started for {arrival.nodes} "
+                    f"nodes of {arrival.procs} ranks, and node {self.node} here for {self.nodes} of {self.procs}.\n"
                     "Give all nodes the same --nnodes and --procs"
                 )
 
@@ -224,14 +225,14 @@ def note_arrivals(attempt: AttemptDirectory, arrivals: Sequence[Arrival], port: 
 
 def _what_is_missing(there: dict[int, list[Arrival]], procs: int) -> str:
     """The nodes that have not come, or more than once, in words for people; empty when all is well."""
-    missing = [node for node, ones in there.items() if not ones]
+    missing = [node for node, starts in there.items() if not starts]
     said = [f"node {node} ({_ranks(node, procs)})" for node in missing[:_NAMES_SHOWN]]
     if len(missing) > _NAMES_SHOWN:
         said.append(f"{len(missing) - _NAMES_SHOWN} more nodes")
-    for node, ones in there.items():
-        if len(ones) > 1:
-            hosts = " and ".join(one_line(one.process.host) for one in ones)
-            said.append(f"one of the {len(ones)} starts of node {node} to end (on {hosts})")
+    for node, starts in there.items():
+        if len(starts) > 1:
+            hosts = " and ".join(one_line(arrival.process.host) for arrival in starts)
+            said.append(f"one of the {len(starts)} starts of node {node} to end (on {hosts})")
     return ", ".join(said)
 
 

@@ -60,7 +60,7 @@ def ask_cluster() -> Cluster:
     partitions = [partition for partition in ask_partitions(seconds=_SECONDS) if partition.up]
     if not partitions:
         raise SubmitError("no partition of this cluster is up for you; see: sinfo -s")
-    partition = next((one for one in partitions if one.default), partitions[0])
+    partition = next((known for known in partitions if known.default), partitions[0])
     name = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
     nodes = ask_nodes(partition.name, seconds=_SECONDS)
     return Cluster(name[1] if name else "this cluster", partition, nodes, _account())

@@ -178,8 +178,8 @@ def find_out(sweep: SweepDirectory) -> list[RunStatus]:
     """Where the elements stand, while this process has claimed them; `SlurmError` where Slurm does not answer."""
     record = replace(read_sweep(sweep), submitting=None)
     known = know_elements(sweep, record)
-    jobs = query_jobs(job_id for one in known for job_id in one.slurm_job_ids)
-    return [describe_element(one, jobs) for one in known]
+    jobs = query_jobs(job_id for element in known for job_id in element.slurm_job_ids)
+    return [describe_element(element, jobs) for element in known]
 
 
 def ask_to_go_on(sweep: SweepDirectory, element: Element) -> None:

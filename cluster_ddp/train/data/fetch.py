@@ -190,7 +190,7 @@ class Fetcher:
         if how is not None:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) {how}, so that no resume could be exact: draw in "
-                "__init__, which is seeded, or for each sample anew; a cache has to hold samples as they are before "
+                "__init__, which is seeded, or for every sample; a cache has to hold samples as they are before "
                 "their augmentation"
             )
 

@@ -194,8 +194,8 @@ def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapp
     for name, optimizer in optimizers.items():
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise TrainError(
-                f"a learning rate scheduler was made for {name} and is not handed over: after a resume it would begin "
-                "anew; give scheduler="
+                f"a learning rate scheduler was made for {name} and is not handed over: after a resume it would start "
+                "over; give scheduler="
             )
 
 
