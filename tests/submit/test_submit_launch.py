@@ -34,7 +34,9 @@ Call = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def call(tmp_path: Path) -> Iterator[Call]:
     """Start `cluster-ddp ...`, on another machine if `within` says so."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_"))}
+    # Ranks of other folders meet on GLOO_SOCKET_IFNAME=lo, which their conftest.py sets; two hosts never would.
+    foreign = ("SLURM_", "CUDA_", "GLOO_", "NCCL_", "MASTER_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     environment.pop("CLUSTER_DDP_RUNS", None)
     started: list[subprocess.Popen[str]] = []
