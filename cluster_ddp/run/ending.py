@@ -144,7 +144,10 @@ def outcome_of(history: History, number: int) -> Outcome:
         event["event"] in (NODE_FAILED, NODE_LOST) for event in events
     ):
         stop_reason = None  # what is done to the others when a node has failed is no stop
-    if stop_reason is not None and (not own_fault or any(event["event"] == STOPPED for event in events)):
+    saved = any(event["event"] == STOPPED for event in events)
+    if stop_reason == AGENT_LOST and failures and not saved:
+        stop_reason = None  # nor is it when ranks failed before all had met
+    if stop_reason is not None and (saved or not own_fault):
         return Outcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
         return Outcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))

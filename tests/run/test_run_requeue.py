@@ -12,7 +12,9 @@ from cluster_ddp.job import dump_resolved
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.requeue import Decision, decide, record_decision
 from cluster_ddp.run.stopfile import request_stop
@@ -145,6 +147,19 @@ def test_what_fails_before_training_even_starts_is_not_tried_again(
 ) -> None:
     say("failed", 0, step=None, rank=0, node=0, error="ImportError: cannot import name 'Digits'", phase="setup")
     assert decide(run, attempt).action == "fail"
+
+
+def test_ranks_that_failed_to_meet_have_failed_though_the_others_had_to_be_ended(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("failed", 0, at=9, rank=0, node=0, host="first", error=f"rank 0 of 2 cannot meet the others: {PEER_LOST}")
+    say("stop-requested", 0, at=19, reason="agent-lost", level=2, node=1, by="the supervisor")
+    say("node-finished", 0, at=40, node=1, outcome="killed", reason="agent-lost")
+    request_stop(attempt, reason="agent-lost", by="the supervisor")
+    ended = outcome_of(read_history(run), 0)
+    assert (ended.ending, ended.stop_reason) == (Ending.FAILED, None)
+    assert "cannot meet the others" in ended.reason
+    assert decide(run, attempt).action == "requeue"
 
 
 @pytest.mark.parametrize(
