@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
-from cluster_ddp.printing import say
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.storage import open_append
 from cluster_ddp.submit import local
-from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.base import SubmitError, exit_status
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
@@ -60,7 +58,8 @@ class LocalSubmission:
             raise SubmitError(f"the run cannot be started here: {error.strerror}") from error
 
 
-def main(arguments: Sequence[str]) -> int:
+@exit_status
+def main(arguments: Sequence[str]) -> None:
     """Entry point of ``python -m cluster_ddp.submit.background``."""
     from cluster_ddp.job import load_resolved
 
@@ -68,12 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     run = RunDirectory(parser.parse_args(arguments).run)
     limit_umask(run.path)
-    try:
-        local.run_attempt(run, local.plan_local(load_resolved(run.job_file)), show=sys.stdout)
-    except ClusterDDPError as error:
-        say(f"cluster-ddp: {error}")
-        return error.exit_status
-    return 0
+    local.run_attempt(run, local.plan_local(load_resolved(run.job_file)), show=sys.stdout)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import say
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear
 
 if TYPE_CHECKING:
@@ -66,6 +69,21 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
         raise
     note_submitted(run, submission.via, job_id)
     return run, job_id
+
+
+def exit_status(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]], int]:
+    """Make a `main` the program that it is: a user's mistake is told, and gives the exit status."""
+
+    @functools.wraps(main)
+    def program(arguments: Sequence[str]) -> int:
+        try:
+            main(arguments)
+        except ClusterDDPError as error:
+            say(f"cluster-ddp: {error}")
+            return error.exit_status
+        return 0
+
+    return program
 
 
 def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:

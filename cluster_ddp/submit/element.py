@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job
@@ -21,7 +19,7 @@ from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
 from cluster_ddp.slurm.start import this_start
-from cluster_ddp.submit.base import note_submitted
+from cluster_ddp.submit.base import exit_status, note_submitted
 
 
 def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: str | None) -> RunDirectory:
@@ -72,28 +70,24 @@ def arguments_of(run: RunDirectory) -> tuple[str, ...]:
     return load_resolved(run.job_file).args
 
 
-def main(arguments: Sequence[str]) -> int:
+@exit_status
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.element")
     parser.add_argument("sweep", type=Path, nargs="?")
     parser.add_argument("number", type=int, nargs="?", default=0)
     parser.add_argument("--arguments", type=Path, metavar="RUN")
     parsed = parser.parse_args(arguments)
     start = this_start(os.environ)
-    try:
-        if parsed.arguments is not None:
-            sys.stdout.write("".join(f"{word}\0" for word in arguments_of(RunDirectory(parsed.arguments))))
-            return 0
-        if start is None or parsed.sweep is None:
-            raise RunError("an element is started by a task of a job array: give the sweep's folder and a number")
-        sweep = SweepDirectory(parsed.sweep.absolute())
-        elements = read_sweep(sweep).elements
-        if not 0 <= parsed.number < len(elements):
-            raise RunError(f"sweep {sweep.id} has no element {parsed.number}")
-        print(run_of_element(sweep, elements[parsed.number], via="sbatch", job=start.task).path)
-    except ClusterDDPError as error:
-        say(f"cluster-ddp: {error}")
-        return error.exit_status
-    return 0
+    if parsed.arguments is not None:
+        sys.stdout.write("".join(f"{word}\0" for word in arguments_of(RunDirectory(parsed.arguments))))
+        return
+    if start is None or parsed.sweep is None:
+        raise RunError("an element is started by a task of a job array: give the sweep's folder and a number")
+    sweep = SweepDirectory(parsed.sweep.absolute())
+    elements = read_sweep(sweep).elements
+    if not 0 <= parsed.number < len(elements):
+        raise RunError(f"sweep {sweep.id} has no element {parsed.number}")
+    print(run_of_element(sweep, elements[parsed.number], via="sbatch", job=start.task).path)
 
 
 if __name__ == "__main__":

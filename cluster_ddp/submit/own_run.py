@@ -12,14 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job, read_record
 from cluster_ddp.run.runs import create_run, list_runs, runs_dir_of
 from cluster_ddp.slurm.start import SlurmStart, this_start
-from cluster_ddp.submit.base import check_writable, note_submitted
+from cluster_ddp.submit.base import check_writable, exit_status, note_submitted
 from cluster_ddp.submit.sbatch import SbatchSubmission
 
 
@@ -51,21 +49,17 @@ def _made_by(job_id: str, runs_dir: Path) -> RunDirectory | None:
     return None
 
 
-def main(arguments: Sequence[str]) -> int:
+@exit_status
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.own_run")
     parser.add_argument("script", type=Path)
     parser.add_argument("job")
     parser.add_argument("--set", dest="settings", metavar="A.B=C", action="append", default=[])
     parsed = parser.parse_args(arguments)
     start = this_start(os.environ)
-    try:
-        if start is None:
-            raise RunError("there is no SLURM_JOB_ID here: submit the script with sbatch")
-        print(own_run(start, parsed.script, parsed.job, parsed.settings).path)
-    except ClusterDDPError as error:
-        say(f"cluster-ddp: {error}")
-        return error.exit_status
-    return 0
+    if start is None:
+        raise RunError("there is no SLURM_JOB_ID here: submit the script with sbatch")
+    print(own_run(start, parsed.script, parsed.job, parsed.settings).path)
 
 
 if __name__ == "__main__":

@@ -303,13 +303,20 @@ def test_any_bytes_in_any_file_leave_every_command_with_an_answer(folder: Path, 
     check(folder, listed=(bad / "run.json").exists())
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(data=st.data())
-def test_any_bytes_in_files_that_few_commands_read_leave_them_with_an_answer(folder: Path, data: st.DataObject) -> None:
+def with_all_files(folder: Path) -> Path:
+    """A new run to be spoiled, with the files that few commands read as well."""
     shutil.rmtree(folder / "bad")
     bad = make_bad_run(folder).path
     for name, content in OTHERS.items():
         (bad / name).write_text(json.dumps(content) + "\n")
+    return bad
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_any_bytes_in_files_that_few_commands_read_leave_them_with_an_answer(folder: Path, data: st.DataObject) -> None:
+    bad = with_all_files(folder)
+    for name in OTHERS:
         spoil(bad / name, data)
     check(folder)
     ask(folder, *MORE)
@@ -319,10 +326,7 @@ def test_any_bytes_in_files_that_few_commands_read_leave_them_with_an_answer(fol
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_bytes_in_all_files_at_once_leave_every_command_with_an_answer(folder: Path, data: st.DataObject) -> None:
-    shutil.rmtree(folder / "bad")
-    bad = make_bad_run(folder).path
-    for name, content in OTHERS.items():
-        (bad / name).write_text(json.dumps(content) + "\n")
+    bad = with_all_files(folder)
     for name in (*FILES, *OTHERS):
         spoil(bad / name, data)
     check(folder, listed=(bad / "run.json").exists())
