@@ -116,9 +116,9 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Ten
     optimizer.step()
 
 
-def measure(case: str, rounds: int, steps: int) -> None:
+def measure(case: str, folder: Path, rounds: int, steps: int) -> None:
     """Time both loops in turn, and print a line on rank 0."""
-    with tempfile.TemporaryDirectory() as folder, join_run(Path(folder) / os.environ.get("RANK", "0")) as run:
+    with join_run(folder) as run:
         world = run.world.world_size
         bare, bare_optimizer = make(case, world)
         ours, our_optimizer = make(case, world)
@@ -198,17 +198,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="numbers of ranks (default: 1 2)")
     parser.add_argument("--case", choices=CASES, help="measure only this")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this very process
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in this very process, with this as the run's folder
     options = parser.parse_args()
     rounds = 5 if options.quick else 21
     if options.here:
-        measure(options.case, rounds, 60 if options.case.startswith("images") else 300)
+        measure(options.case, options.here, rounds, 60 if options.case.startswith("images") else 300)
         return
     for world in options.world:
         for case in [options.case] if options.case else CASES:
             start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
             quick = ["--quick"] if options.quick else []
-            subprocess.run([*start, __file__, "--here", "--case", case, *quick], check=True)
+            with tempfile.TemporaryDirectory() as folder:
+                here = ["--here", str(Path(folder) / "run")]
+                subprocess.run([*start, __file__, *here, "--case", case, *quick], check=True)
 
 
 if __name__ == "__main__":

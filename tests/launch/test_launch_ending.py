@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import wait_until
+from node_process import wait_until
 
 from cluster_ddp.launch.ending import Ending
 from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Node, wait_until
+from node_process import Node, wait_until
 
 from cluster_ddp.launch.processes import is_alive
 from cluster_ddp.run.ending import outcome_of
