@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--world", type=int, nargs="*", default=[1, 2], help="numbers of ranks (default: 1 2)")
     parser.add_argument("--case", choices=CASES, help="measure only this")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in this very process, with this as the run's folder
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in this process, with this run directory
     options = parser.parse_args()
     rounds = 5 if options.quick else 21
     if options.here:
