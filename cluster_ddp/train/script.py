@@ -36,7 +36,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.buckets import settle_layout
-from cluster_ddp.train.distributed import barrier, find_world
+from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
 from cluster_ddp.train.metrics.log import Report
@@ -142,9 +142,6 @@ class ScriptRun:
         self, job: JobSpec, directory: RunDirectory, attempt: int, process: RankProcess, writer: EventWriter | None
     ) -> None:
         self.world, self.job = find_world(), job
-        if self.world.is_main:
-            directory.path.mkdir(parents=True, exist_ok=True)
-        barrier()
         self._session = Session(job, directory, attempt, process, writer)
         self.directory, self.attempt, self._is_run = directory, attempt, writer is not None
         self._report = Report()

@@ -22,6 +22,7 @@ from cluster_ddp.run.events import EventWriter
 from cluster_ddp.train.distributed import cleanup_distributed, find_world, hold_group
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure
+from cluster_ddp.train.meeting import meet_in
 from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.saving import Saving
@@ -115,6 +116,11 @@ class Session:
         Where checkpoints lie; None: nothing is saved.
     writer
         Takes the events, of rank 0 only; None: nowhere.
+
+    Raises
+    ------
+    TrainError
+        The ranks do not share the directory.
     """
 
     def __init__(
@@ -126,6 +132,8 @@ class Session:
         writer: EventWriter | None,
     ) -> None:
         self.world = find_world()
+        if directory is not None:
+            meet_in(directory.path, self.world)
         self.beat = process.beat
         self.decision = StopDecision()  # of all ranks, after the last step or during the evaluation after it
         self.saving = Saving(job, directory, writer, attempt, self.world)

@@ -1,0 +1,62 @@
+"""The ranks of a run see one and the same run directory, or training does not begin."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
+from cluster_ddp.train.errors import TrainError
+
+
+def meet_in(directory: Path, world: World) -> None:
+    """Make the run directory, and see that what rank 0 puts there is there for all ranks; all of them call it.
+
+    Raises
+    ------
+    TrainError
+        It cannot be made, or the ranks were given different folders, or one that a host has for itself; on all ranks.
+    """
+    with _mark(directory) if world.is_main else contextlib.nullcontext() as mark:
+        name, problem = broadcast_object(mark) or (None, None)
+        sees = name is None or (directory / name).exists()
+        found = all_gather_object((sees, platform.node(), str(directory)))
+    (_, host, place), *_ = found
+    if problem is not None:
+        raise TrainError(f"rank 0 on {host} cannot make the run directory {place}: {problem}")
+    for rank, (sees, other_host, other_place) in enumerate(found):
+        if not sees:
+            raise TrainError(_strangers(f"rank 0 on {host}", place, f"rank {rank} on {other_host}", other_place))
+
+
+@contextlib.contextmanager
+def _mark(directory: Path) -> Iterator[tuple[str | None, str | None]]:
+    """The name of a new file in the directory, and why there can be no directory; a full disk tells of itself later."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        yield None, str(error)
+        return
+    try:
+        file = tempfile.NamedTemporaryFile(prefix=".ranks-", dir=directory)  # noqa: SIM115 (closed below)
+    except OSError:
+        yield None, None
+        return
+    with file:
+        yield Path(file.name).name, None
+
+
+def _strangers(first: str, place: str, other: str, other_place: str) -> str:
+    if place != other_place:
+        return (
+            f"the ranks have different run directories: {first} {place}, and {other} {other_place}. They write their "
+            "checkpoints together: give join_run() the same folder on all ranks (tempfile.mkdtemp() makes one for each)"
+        )
+    return (
+        f"{other} does not see what {first} has put into the run directory {place}: the ranks write their checkpoints "
+        "together, so it has to lie on storage that all hosts share. Set runs_dir, or the folder that join_run() is "
+        "given, to such a place"
+    )
