@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slurm_accounting import QOS_GRACE
 from slurm_cluster import SlurmCluster
-from test_cluster_faults import PATIENCE, STEPS, submit
+from small_job import PATIENCE, STEPS, submit
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import read_stop

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from slurm_cluster import SlurmCluster
-from test_cluster_faults import PATIENCE, submit
+from small_job import PATIENCE, submit
 
 MEET = """
 import torch

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from same_training import assert_same_training, newest_manifest
 from slurm_cluster import SlurmCluster
-from test_cluster_faults import PATIENCE, STEPS, calm, end, submit
+from small_job import PATIENCE, STEPS, end, submit
 from training_job import TrainingJob
-
-__all__ = ["calm"]
 
 pytestmark = pytest.mark.timeout(600)
 

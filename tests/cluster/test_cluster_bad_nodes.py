@@ -1,0 +1,74 @@
+"""Nodes that die, fail again, or take the batch script along: on a real Slurm runs go on, and to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from small_job import PATIENCE, both_ways_at_length, finish, restarts, submit
+from training_job import TrainingJob
+
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import NODE_LOST, EventWriter
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@both_ways_at_length
+def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
+    training.wait_for_step(12, timeout=PATIENCE)
+    (started,) = {e["host"] for e in training.events() if e["event"] == "node-started" and e["node"] == 1}
+    cluster.crash_node(started)
+    training.wait_for_restart(1)
+    finish(training, calm, attempts=2)
+    assert lost_nodes(training) == [(0, started)]
+    said = [str(event.get("reason")) for event in training.events() if event["attempt"] == 0]
+    assert not [reason for reason in said if "preemption" in reason], "a node failure is called that"
+    second = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 1}
+    assert started not in second
+    cluster.boot_node(started)
+
+
+def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
+    return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
+
+
+@both_ways_at_length
+def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
+    for attempt in (0, 1):
+        training.wait_for_step(12 + 5 * attempt, attempt=attempt, timeout=PATIENCE)
+        cluster.kill(next(iter(cluster.ranks("node2").values())))
+        training.wait_for_restart(attempt + 1)
+    cluster.wait_for(lambda: cluster.job_info(training.job)["ExcNodeList"] == "node2", 20, "node2 is excluded")
+    finish(training, calm, attempts=3)
+    third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
+    assert third == {"node1", "node3"}
+
+
+@both_ways_at_length
+def test_batch_host_that_failed_twice_is_given_back(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
+    """When the batch host dies, nobody can exclude it before Slurm starts the job again. (It only seems to die.)"""
+    training = submit(cluster, tmp_path, "--via", via, braked=True, slurm={"extra": {"hold": True}})
+    run = RunDirectory(training.run)
+    end_attempt(begin_attempt(run, slurm_job_id="1000000", host="elsewhere", pid=0, nodes=2, procs=1))
+    cluster.run("scontrol", "release", str(training.job))
+    training.wait_for_step(12, attempt=1, timeout=PATIENCE)
+    host = cluster.job_info(training.job)["BatchHost"]
+    cluster.run("scontrol", "requeue", str(training.job))
+    cluster.wait_for(lambda: cluster.state(training.job) == "PENDING", 60, "the script has ended")
+    for attempt in (0, 1):
+        EventWriter(run, "test").write(NODE_LOST, attempt=attempt, host=host, node=0)
+    assert cluster.job_info(training.job)["ExcNodeList"] == "(null)"
+    training.wait_for_restart(2)
+    cluster.wait_for(lambda: cluster.job_info(training.job)["ExcNodeList"] == host, 20, f"{host} is excluded")
+    finish(training, calm, attempts=3)
+    third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
+    assert third == set(cluster.nodes) - {host}
+    assert restarts(training) == 2

@@ -1,0 +1,130 @@
+"""What ends a run on a real Slurm until a person resumes it: a stop, a cancel, a failure that would come again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from same_training import checkpoints, repeated_steps
+from slurm_cluster import SlurmCluster
+from small_job import PATIENCE, both_ways, end, finish, restarts, submit
+from training_job import TrainingJob
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@both_ways
+def test_stop_is_final_until_a_person_resumes(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.cli("stop", str(training.run), timeout=PATIENCE)
+    status = end(training, "COMPLETED")
+    assert status["state"] == "STOPPED", training.story()
+    assert status["last_checkpoint"] == status["step"] >= 12
+    assert restarts(training) == 0
+    elsewhere = ("--set", "slurm.partition=urgent")
+    answer = json.loads(cluster.cli("resume", str(training.run), "--json", *elsewhere).stdout.splitlines()[-1])
+    assert answer["run_id"] == training.run.name
+    again = replace(training, job=int(answer["slurm_job_id"]))
+    assert cluster.job_info(again.job)["Partition"] == "urgent"
+    finish(again, calm, attempts=2)
+    assert repeated_steps(training.run) == []
+
+
+# -- what stays cancelled --------------------------------------------------------------------------------------------
+
+
+def _pending(cluster: SlurmCluster, training: TrainingJob) -> None:
+    assert cluster.state(training.job) == "PENDING"
+
+
+def _starting(cluster: SlurmCluster, training: TrainingJob) -> None:
+    cluster.wait_for(lambda: any(map(cluster.agents, cluster.nodes)), 60, "an agent runs", every=0.05)
+
+
+def _training(cluster: SlurmCluster, training: TrainingJob) -> None:
+    training.wait_for_step(5, timeout=PATIENCE)
+
+
+def _after_a_signal(name: str) -> Callable[[SlurmCluster, TrainingJob], None]:
+    def moment(cluster: SlurmCluster, training: TrainingJob) -> None:
+        _training(cluster, training)
+        cluster.send_signal(training.job, name)
+
+    return moment
+
+
+def _requeued(cluster: SlurmCluster, training: TrainingJob) -> None:
+    _after_a_signal("USR1")(cluster, training)
+    training.wait_for_restart(1)
+
+
+@pytest.mark.parametrize(
+    ("moment", "every"),
+    [
+        (_pending, 10),
+        (_starting, 10),
+        (_training, 1),  # a checkpoint after each step: it is always saving
+        (_after_a_signal("TERM"), 10),
+        (_after_a_signal("USR1"), 10),
+        (_requeued, 10),
+    ],
+    ids=["pending", "starting", "saving", "after TERM", "after USR1", "requeued"],
+)
+def test_scancel_is_final_at_any_moment(
+    cluster: SlurmCluster, tmp_path: Path, moment: Callable[[SlurmCluster, TrainingJob], None], every: int
+) -> None:
+    blocker = cluster.sbatch("sleep 600", nodes=3, options=("--exclusive",)) if moment is _pending else None
+    training = submit(cluster, tmp_path, braked=True, checkpoint={"every_steps": every})
+    moment(cluster, training)
+    cluster.cancel(training.job)
+    if blocker:
+        cluster.cancel(blocker)
+    # The queue holds a job until its script has ended; one that was requeued would stay in it.
+    cluster.wait_for(lambda: cluster.queue() == [], 60, f"nothing is queued\n{training.story()}")
+    assert training.status()["state"] == "CANCELLED", training.story()
+    assert cluster.state(training.job) == "CANCELLED"
+    assert restarts(training) == (1 if moment is _requeued else 0)
+    if moment not in (_pending, _starting):
+        assert checkpoints(training.run)
+
+
+# -- what is not tried again -----------------------------------------------------------------------------------------
+
+
+@both_ways
+def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    training = submit(cluster, tmp_path, "--via", via, fault={"fault": "import"})
+    status = end(training, "FAILED")
+    assert (status["state"], status["attempts"], restarts(training)) == ("FAILED", 1, 0), training.story()
+    assert "a_package_that_nobody_has" in status["reason"]
+
+
+@pytest.mark.chaos
+@both_ways
+def test_what_is_to_come_after_a_run_that_failed_comes(
+    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+) -> None:
+    (tmp_path / "first").mkdir()
+    first = submit(cluster, tmp_path / "first", "--via", via, fault={"fault": "import"})
+    second = submit(cluster, tmp_path, "--via", "sbatch", "--after", str(first.run))  # submitit has no --after
+    finish(second, calm, attempts=1)
+    assert first.status()["state"] == "FAILED"
+
+
+@both_ways
+def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    training = submit(
+        cluster, tmp_path, "--via", via, fault={"fault": "crash", "at": 8}, requeue={"max_without_progress": 2},
+        checkpoint={"every_steps": 1000},
+    )  # fmt: skip
+    status = end(training, "FAILED")
+    assert (status["state"], status["attempts"], restarts(training)) == ("STALLED", 2, 1), training.story()
+    host = {event["host"] for event in training.events() if event["event"] == "failed" and event["rank"] == 1}.pop()
+    assert f"rank 1 on {host}" in status["reason"]
+    assert "the fault of the test" in status["reason"]
