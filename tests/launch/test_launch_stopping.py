@@ -163,3 +163,20 @@ def test_full_storage_does_not_keep_this_node_from_stopping(
     monkeypatch.setattr("cluster_ddp.launch.stopping.request_stop", full)
     send(make(share=True), signal.SIGTERM)
     assert heartbeat.stop_level == 1
+
+
+def test_looking_for_the_stop_file_lists_no_folder(
+    make: Make, attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed(*_: object) -> None:
+        raise AssertionError("thousands of nodes would each list the files of all, twice a second")
+
+    monkeypatch.setattr(os, "listdir", listed)
+    monkeypatch.setattr(os, "scandir", listed)
+    stopping = make()
+    stopping.poll()
+    assert stopping.reason is None
+    (attempt.path / "stop").touch()
+    time.sleep(0.6)
+    stopping.poll()
+    assert stopping.reason == "person"
