@@ -135,8 +135,8 @@ class Stopping:
             return request  # the storage is full or gone: at least this node stops
 
     def _poll_file(self) -> None:
-        # Opening the folder makes an NFS client ask the server whether anything in it has changed; it may remember for a
-        # minute that there was no such file. Listing it would do so, too, at a cost that grows with the nodes' files.
+        # Opening the folder makes an NFS client ask the server whether anything in it has changed; it may remember for
+        # a minute that there was no such file. Listing it does so, too, at a cost that grows with the nodes.
         try:
             os.close(os.open(self._attempt.path, os.O_RDONLY | os.O_DIRECTORY))
         except OSError:

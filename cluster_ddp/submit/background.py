@@ -31,6 +31,7 @@ class LocalSubmission:
     """A job that is to run on this machine in the background; a `Submission`."""
 
     via = local.VIA
+    to_slurm = False
     text = ""  # there is no script
 
     def __init__(self, spec: JobSpec) -> None:

@@ -29,6 +29,10 @@ class Submission(Protocol):
     via: str
     """Its name in the run's record."""
 
+    @property
+    def to_slurm(self) -> bool:
+        """Whether Slurm gets it."""
+
     remarks: tuple[str, ...]
     """What a person should know about how the job file was read."""
 

@@ -48,11 +48,11 @@ def check_before_queue(loaded: LoadedJob, sending: Submission, remark: Callable[
     if reason is not None and spec.slurm.nodes > 1:
         remark([f"runs_dir: {runs_dir} may not be seen by the nodes: {reason}. It has to lie on shared storage"])
     sending.check()
-    partition = _check_partition(loaded, remark) if sending.via == "sbatch" else None
+    partition = _check_partition(loaded, remark) if sending.to_slurm else None
     saved = check_program(loaded, remark)
     if saved is not None:
         remark(what_does_not_fit(spec, runs_dir, saved, partition, seconds=_SECONDS))
-    if sending.via == "sbatch":
+    if sending.to_slurm:
         _try(sending, remark)
 
 

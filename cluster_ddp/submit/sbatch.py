@@ -26,6 +26,7 @@ class SbatchSubmission:
     """
 
     via = "sbatch"
+    to_slurm = True
 
     def __init__(self, spec: JobSpec, *, chain: int = 1, after: tuple[str, ...] = ()) -> None:
         self.script: BatchScript = render_script(spec, exported=os.environ)

@@ -45,6 +45,10 @@ class SubmititSubmission:
         self.remarks = resolve(spec.network, os.environ).remarks
 
     @property
+    def to_slurm(self) -> bool:
+        return shutil.which("sbatch") is not None and shutil.which("srun") is not None
+
+    @property
     def text(self) -> str:
         """The batch script that submitit will write, with a stand-in for the run directory."""
         from submitit.slurm.slurm import _make_sbatch_string
@@ -58,7 +62,7 @@ class SubmititSubmission:
         check_setup(spec)
         if spec.launch.container is not None:
             raise SubmitError("launch.container needs --via sbatch: submitit starts its own python on the nodes.")
-        if self._on_slurm():
+        if self.to_slurm:
             if spec.slurm.time is None:
                 raise SubmitError("--via submitit needs slurm.time: submitit would ask for 5 minutes without it.")
         elif spec.slurm.nodes > 1:
@@ -71,7 +75,7 @@ class SubmititSubmission:
         """Submit; the Slurm job id, or None from the local executor."""
         folder = run.path / "submitit"
         folder.mkdir(mode=0o700, exist_ok=True)
-        if self._on_slurm():
+        if self.to_slurm:
             return self._send_to_slurm(run, folder)
         self._send_to_local(run, folder)
         return None
@@ -138,10 +142,6 @@ class SubmititSubmission:
 
     def _python(self) -> str:
         return shlex.quote(self._spec.launch.python or sys.executable)
-
-    @staticmethod
-    def _on_slurm() -> bool:
-        return shutil.which("sbatch") is not None and shutil.which("srun") is not None
 
 
 @contextlib.contextmanager

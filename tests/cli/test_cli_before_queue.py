@@ -50,6 +50,20 @@ def test_the_script_that_is_tried_is_the_one_that_is_sent(call: Call, here: Path
     assert (slurm.folder / "tried").read_text() == (run / "job.sbatch").read_text()
 
 
+def test_submitit_asks_slurm_the_same_before(call: Call, here: Path, slurm: Slurm) -> None:
+    slurm.program("srun", "exit 1")
+    asked = ("submit", "job.yaml", "--via", "submitit", "--set")
+    answer = call(*asked, "slurm.nodes=6")
+    assert answer.status == 2
+    assert "slurm.nodes: 6 is more than partition gpu allows: 5" in answer.err
+    assert not (slurm.folder / "tried").exists()
+    (slurm.folder / "sbatch").write_text("#!/bin/bash\necho 'Invalid feature specification' >&2\nexit 1\n")
+    answer = call(*asked, "slurm.constraint=none")
+    assert answer.status == 3
+    assert "sbatch failed (status 1): Invalid feature" in answer.err and "What to do: slurm.constraint" in answer.err
+    assert not (here / "runs").exists()
+
+
 def test_runs_on_a_file_system_of_this_machine_are_warned_of(call: Call, here: Path, slurm: Slurm) -> None:
     answer = call("submit", "job.yaml", "--set", "runs_dir=/dev/shm/cluster-ddp-none", "--set", "slurm.nodes=6")
     assert "/dev/shm is each machine's own" in answer.err
