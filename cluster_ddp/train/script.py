@@ -45,6 +45,7 @@ from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.batches import batches_of
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
 from cluster_ddp.train.own.parts import Echo, Once, Own
@@ -327,6 +328,7 @@ class ScriptRun:
         for module in handed.wrapped:
             settle_layout(module, self.world.world_size)
         self._loop = loop
+        loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
         state = State(handed.model, handed.optimizers[0], also=handed)
         loop.generators = OwnGenerators(handed.model)
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)

@@ -45,6 +45,10 @@ ELSEWHERE = [
      "train/test_train_nonfinite.py::test_what_is_no_number_is_never_saved"),
     ("the same, in a script of your own", "weights or buffers of the model are not finite",
      "train/test_train_script_ways.py::test_weights_that_are_not_finite_are_not_saved_by_a_script"),
+    ("updates that a script's own GradScaler leaves out, more in a row than `train.max_bad_steps`",
+     "the GradScaler has left out", "train/test_train_own_scaler.py::test_updates_that_are_left_out_for_ever_end_the_run"),
+    ("a run directory that the ranks do not share, tasks and scripts", "have different run directories",
+     "train/test_train_meeting.py::test_ranks_that_were_given_different_folders_are_refused"),
     ("a task whose `load_state_dict` does not take its state back", "load_state_dict() of the task",
      "zoo/test_zoo_alone.py::test_a_task_that_does_not_take_its_state_back_is_refused"),
     ("told after the second step and at the end: attributes of model and task that training changes and that are in no "

@@ -43,6 +43,8 @@ class Handed:
         All of them; the first is the one that `State` saves.
     wrapped
         The modules in DDP.
+    scalers
+        The gradient scalers.
 
     Raises
     ------
@@ -51,7 +53,7 @@ class Handed:
     """
 
     def __init__(self, things: Mapping[str, Any], loop: Stateful, world_size: int) -> None:
-        named = dict(_listed(things))
+        named = _with_scalers(_listed(things))
         self.wrapped = [ddp for thing in named.values() if (ddp := _ddp_of(thing)) is not None]
         bare = {name: _bare(thing) for name, thing in named.items()}
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
@@ -74,6 +76,8 @@ class Handed:
         self._rest: dict[str, Any] = {
             name: thing for name, thing in bare.items() if name not in trained and name not in optimizers
         }
+        held_by = (getattr(thing, "scaler", thing) for thing in self._rest.values())  # Lightning's is in its plug-in
+        self.scalers = [scaler for scaler in held_by if isinstance(scaler, torch.amp.GradScaler)]
         self._loop = loop
         _refuse_forgotten_schedulers(optimizers, self._rest)
         for name, thing in self._rest.items():
@@ -162,6 +166,16 @@ def _listed(things: Mapping[str, Any]) -> dict[str, Any]:
         elif thing is not None:
             named[name] = thing
     return named
+
+
+def _with_scalers(named: dict[str, Any]) -> dict[str, Any]:
+    """Besides what was handed over: the gradient scaler in an optimizer that Accelerate has prepared."""
+    found = dict(named)
+    for name, thing in named.items():
+        scaler = getattr(thing, "scaler", None) if isinstance(thing, Optimizer) else None
+        if scaler is not None and not any(scaler is other for other in found.values()):
+            found[f"{name} scaler"] = scaler
+    return found
 
 
 def _inner(thing: Any) -> Any:

@@ -13,6 +13,7 @@ from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.train.distributed import all_gather_object, broadcast_object, find_world
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
@@ -69,6 +70,8 @@ class Loop:
         Whether the block was left because all ranks agreed to stop.
     before_save
         Called before each save: brings what is kept up to date.
+    left_out
+        Sees that updates are made.
     """
 
     def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
@@ -76,6 +79,7 @@ class Loop:
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
         self.before_save: Callable[[], None] = lambda: None
+        self.left_out = LeftOutUpdates([], 1)
         self._is_updated = self._save_is_due = False
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
@@ -144,8 +148,11 @@ class Loop:
         ------
         LeaveBlock
             All ranks agreed to stop.
+        NonFiniteError
+            The GradScaler leaves out one update after another.
         """
         decision = self._session.end_step()
+        self.left_out.check(self._session.step, updated=self._is_updated)
         if decision.level > self._stop.level:
             self._stop = decision
         self._save_is_due |= self._session.save_is_due

@@ -1,0 +1,61 @@
+"""Ends a loop of one's own whose GradScaler leaves out one update after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from cluster_ddp.train.errors import NonFiniteError
+
+
+class LeftOutUpdates:
+    """Counts updates in a row that a GradScaler has left out though its scale cannot be the cause.
+
+    Gradients overflow under a scale that is too high, and the scaler lowers it until they fit. One that it lowers below
+    1 meets gradients that are not finite by themselves. What accumulates gradients leaves the scale as it is, and does
+    not count.
+
+    Parameters
+    ----------
+    scalers
+        Those that were handed over.
+    max_in_a_row
+        ``train.max_bad_steps``.
+    """
+
+    def __init__(self, scalers: Sequence[torch.amp.GradScaler], max_in_a_row: int) -> None:
+        self._scalers = scalers
+        self._scales = [-math.inf] * len(scalers)  # when no optimizer had stepped last: to ask waits for the GPU
+        self._max_in_a_row = max_in_a_row
+        self._in_a_row = 0
+
+    def check(self, step: int, *, updated: bool) -> None:
+        """Call after each step.
+
+        Parameters
+        ----------
+        step
+            Steps that are finished.
+        updated
+            Whether an optimizer has stepped.
+
+        Raises
+        ------
+        NonFiniteError
+            There were too many in a row, on all ranks: they have the same gradients.
+        """
+        if updated or not self._scalers:
+            self._in_a_row = 0
+            return
+        before, self._scales = self._scales, [scaler.get_scale() for scaler in self._scalers]
+        if any(now < min(then, 1.0) for now, then in zip(self._scales, before, strict=True)):
+            self._in_a_row += 1
+        if self._in_a_row >= self._max_in_a_row:
+            raise NonFiniteError(
+                f"after step {step} the GradScaler has left out {self._in_a_row} updates in a row, and its scale of "
+                f"{min(self._scales):.3g} is too low to be the cause: the loss or the gradients are not finite\n"
+                "    the last checkpoint is intact: lower the learning rate, clip the gradients, check the data, or "
+                "allow more by train.max_bad_steps"
+            )
