@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import os
 import signal
 from dataclasses import dataclass, field
 from typing import IO
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, RankSlot, stacks_beside
@@ -64,9 +68,15 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
 
 
 def join_ranks(job: JobSpec) -> None:
-    """Join the other ranks with the backend and the timeout that the job asks for."""
+    """Join the other ranks with the backend and the timeout that the job asks for.
+
+    A group that the program has made itself keeps its backend, and takes the timeout where the job file has one.
+    """
     backend = None if job.network.backend == "auto" else job.network.backend
-    setup_distributed(backend, timeout=resolve(job.network, os.environ).timeout)
+    timeout = resolve(job.network, os.environ).timeout
+    if dist.is_initialized() and job.network.timeout is not None:
+        _set_pg_timeout(datetime.timedelta(seconds=timeout))  # private: nothing public changes it
+    setup_distributed(backend, timeout=timeout)
 
 
 def _open_heartbeat() -> HeartbeatFile | None:

@@ -47,6 +47,8 @@ class Saving:
         self._steps_here = 0
         self._rank = world.rank
         self._told: set[str] = set()
+        self._logged: set[str] = set()  # by a script, which may log what it likes
+        self._is_best_due = False
         self._checked: SavePlan | None = None
         self._events, self._attempt = events, attempt
         self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
@@ -95,7 +97,26 @@ class Saving:
 
     def is_wanted(self) -> bool:
         """Whether ``checkpoint.every_minutes``, or haste, asks for one now; rank 0 asks, the others follow."""
-        return self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        return self._is_best_due or (self._seconds is not None and time.monotonic() - self._since >= self._seconds)
+
+    def is_wanted_by_all(self) -> bool:
+        """Whether the metric of ``checkpoint.keep_best`` has come since the last save; all ranks ask together."""
+        return self._settings.keep_best is not None and broadcast_object(self._is_best_due)
+
+    def note_logged(self, values: Mapping[str, float]) -> None:
+        """A script has logged these: what ``checkpoint.keep_best`` goes by asks for a checkpoint."""
+        self._logged.update(values)
+        best = self._settings.keep_best
+        self._is_best_due |= best is not None and best.metric in values
+
+    def tell_not_logged(self) -> None:
+        """Say, at the end, that a script has not logged what ``checkpoint.keep_best`` goes by."""
+        best = self._settings.keep_best
+        if self._rank == 0 and best is not None and self._logged and best.metric not in self._logged:
+            self._tell(
+                f"checkpoint.keep_best.metric: {best.metric} was not logged in this attempt, and no checkpoint of it "
+                f"was kept for being the best; run.log() was given {', '.join(sorted(self._logged))}"
+            )
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:
         """Raise a `TaskError` unless what ``checkpoint.keep_best`` goes by is among what an evaluation gave."""
@@ -114,6 +135,7 @@ class Saving:
         Again, when an evaluation has come to the state since: by its metrics the checkpoint is kept or not.
         """
         self._since = time.monotonic()
+        self._is_best_due = False
         if self._checkpointer is None or (self._saved == step and not again):
             return
         self._saved = step
@@ -157,13 +179,15 @@ class Saving:
         if names := [name for name in names if name not in self._told]:
             self._told.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            message = (
+            self._tell(
                 f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
                 "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
                 "state_dict() and load_state_dict() of the task"
             )
-            say(f"cluster_ddp: {message}")
-            self._report(WARNING, {"rank": self._rank, "message": message})
+
+    def _tell(self, message: str) -> None:
+        say(f"cluster_ddp: {message}")
+        self._report(WARNING, {"rank": self._rank, "message": message})
 
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
         return self._events is None or self._events.write(event, attempt=self._attempt, **fields)

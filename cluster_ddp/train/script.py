@@ -294,6 +294,7 @@ class ScriptRun:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line to metrics.jsonl; all ranks call it, with values that are the same on all."""
         order = self._resumed()
+        self._session.saving.note_logged(values)
         self._report.log(step=step, samples=order.consumed(step), epoch=order.epoch(max(0, step - 1)), values=values)
 
     def end(self) -> None:
@@ -308,6 +309,7 @@ class ScriptRun:
         else:
             is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
             self._session.end(self._save, completed=not is_stopped)
+        self._session.saving.tell_not_logged()
         self._report.close(failed=False)
         self._session.close()
 

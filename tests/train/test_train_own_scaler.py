@@ -80,7 +80,7 @@ def overflowing(place: Path, spared: int) -> int:
 
 
 def test_updates_that_are_left_out_for_ever_end_the_run(tmp_path: Path) -> None:
-    """After the five that are made the scale sinks from 8 to 1 in three; ten below that are the default of ``train.max_bad_steps``."""
+    """After five updates the scale sinks from 8 to 1 in three; ten below are the default of ``train.max_bad_steps``."""
     run = new_run(tmp_path)
     assert run_ranks(overflowing, 1, run.path, 5) == [5 + 3 + 10]
     assert "the GradScaler has left out 10 updates in a row" in failure(run)

@@ -1,4 +1,4 @@
-"""Scripts of one's own: schedulers of torch, weights that are not finite, sys.exit(0), loggers."""
+"""Scripts of one's own: schedulers of torch, weights that are not finite, sys.exit(0)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
 from train_ranks import run_ranks
 
-from cluster_ddp.job import CheckpointSpec, JobSpec, LogSpec
+from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
@@ -69,9 +69,9 @@ def script(place: Path, attempt: int, name: str, crash: int | None, way: str = "
     return None, rates
 
 
-def new_run(folder: Path, **log: Any) -> RunDirectory:
+def new_run(folder: Path) -> RunDirectory:
     checkpoint = CheckpointSpec(every_steps=4, background=False)
-    job = JobSpec(name="own", script="own.py", checkpoint=checkpoint, log=LogSpec(**log))
+    job = JobSpec(name="own", script="own.py", checkpoint=checkpoint)
     return create_run(job, runs_dir=folder, via="local", script=None)
 
 
@@ -97,13 +97,3 @@ def test_exit_with_status_0_is_no_failure(tmp_path: Path) -> None:
     [(status, _)] = run_ranks(script, 1, run.path, 0, "ExponentialLR", 5, "exit")
     assert status in (0, None)
     assert [event["event"] for event in read_events(run)][-1] == "completed"
-
-
-@pytest.mark.parametrize(
-    "section", [{"wandb": {"mode": "offline"}}, {"tensorboard": True}], ids=["wandb", "tensorboard"]
-)
-def test_loggers_of_the_job_file_serve_a_script(section: dict[str, Any], tmp_path: Path) -> None:
-    run = new_run(tmp_path, **section)
-    [(status, _)] = run_ranks(script, 1, run.path, 0, "ExponentialLR", None)
-    assert status is None
-    assert list(run.path.rglob("*tfevents*")) or list(run.path.rglob("*.wandb"))

@@ -171,6 +171,7 @@ class Loop:
         """
         self._session.beat.step(step)
         self.is_closed = self.is_dirty = True
+        self._save_is_due |= self._session.saving.is_wanted_by_all()
         self._save_or_leave()
 
     def abandon(self) -> None:
