@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,11 +21,12 @@ from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.runs import find_run_to_change, list_runs, runs_dir_of
 from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, runs_in
 
 
 def command(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Default: all in the runs folder.")
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs or sweeps. Default: all in the runs folder.")
     ] = None,
     older: Annotated[str, typer.Option(metavar="AGE", help="Only runs in which nothing changed for so long.")] = "30d",
     keep_best: Annotated[
@@ -39,18 +41,38 @@ def command(
     """Remove the checkpoints of old runs but the last and the best; shows what it would remove, unless --yes."""
     age = _seconds(older)
     runs_dir = runs_dir_of(None)
-    found = [find_run_to_change(name, runs_dir) for name in runs] if runs else list_runs(runs_dir)
+    found = [run for name in runs for run in _named(name, runs_dir)] if runs else _all(runs_dir)
     old = [run for run in found if time.time() - _last_change(run) >= age]
-    began = {run.id: attempt_numbers(run) for run in old}  # before it is judged: a later attempt was not seen
+    began = [attempt_numbers(run) for run in old]  # before it is judged: a later attempt was not seen
     total = 0
-    for run, status in zip(old, describe_runs(old), strict=True):
+    for run, attempts, status in zip(old, began, describe_runs(old), strict=True):
         if _may_be_cleaned(status, resumable=resumable):
             with _told(run):
-                total += _clean(run, began[run.id], keep_best=keep_best, everything=everything, yes=yes)
+                total += _clean(run, attempts, keep_best=keep_best, everything=everything, yes=yes)
         elif status.state is not RunState.COMPLETED and runs:
-            remark([f"{one_line(run.id)} is {status.state.value} and is left alone"])
+            remark([f"{_name(run)} is {status.state.value} and is left alone"])
     did = "removed" if yes else "would be removed; --yes removes"
     tell(f"{size_in_words(total)} {did}" if total else "nothing to remove")
+
+
+def _named(name: str, runs_dir: Path) -> list[RunDirectory]:
+    """The run that is meant, or those of the sweep."""
+    sweep = find_sweep(name, runs_dir)
+    return [find_run_to_change(name, runs_dir)] if sweep is None else runs_in(sweep)
+
+
+def _all(runs_dir: Path) -> list[RunDirectory]:
+    """The runs in the runs folder, and those of the sweeps there."""
+    found = list_runs(runs_dir)
+    for sweep in list_sweeps(runs_dir):
+        with _told(sweep):
+            found += runs_in(sweep)
+    return found
+
+
+def _name(run: RunDirectory) -> str:
+    """What a person calls a run by: its id; within a sweep, behind the sweep's."""
+    return one_line(f"{run.sweep_id}/{run.id}" if run.sweep_id else run.id)
 
 
 def _seconds(text: str) -> int:
@@ -75,7 +97,7 @@ def _clean(run: RunDirectory, attempts: list[int], *, keep_best: bool, everythin
     keep = set() if everything else _kept(run, keep_best=keep_best, verify=yes)
     folders = heavy_folders(run, keep)
     for folder in folders:
-        show(f"{size_in_words(folder.size):>10}  {one_line(run.id)}/checkpoints/{one_line(folder.path.name)}")
+        show(f"{size_in_words(folder.size):>10}  {_name(run)}/checkpoints/{one_line(folder.path.name)}")
     return remove_folders(run, folders, attempts) if yes and folders else sum(folder.size for folder in folders)
 
 
@@ -116,9 +138,9 @@ def _last_change(run: RunDirectory) -> float:
 
 
 @contextlib.contextmanager
-def _told(run: RunDirectory) -> Iterator[None]:
-    """One run that cannot be cleaned keeps no other from it."""
+def _told(run: RunDirectory | SweepDirectory) -> Iterator[None]:
+    """One that cannot be cleaned keeps no other from it."""
     try:
         yield
     except (ClusterDDPError, OSError) as error:
-        remark([f"{one_line(run.id)}: {error}"])
+        remark([f"{_name(run) if isinstance(run, RunDirectory) else one_line(run.id)}: {error}"])

@@ -9,7 +9,7 @@ import typer
 
 from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.described import describe_runs, report_ended
-from cluster_ddp.cli.options import JsonLine, Run, Settings
+from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
@@ -19,7 +19,7 @@ from cluster_ddp.submit import local, resume
 
 
 def command(
-    run: Run,
+    run: RunOrSweep,
     settings: Settings = None,
     nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Nodes. Default: the last attempt's.")] = None,
     procs: Annotated[
@@ -27,13 +27,17 @@ def command(
     ] = None,
     as_json: JsonLine = False,
 ) -> None:
-    """Go on with a run from its last checkpoint: in the queue, or here if it is a local one."""
+    """Go on with a run from its last checkpoint, or with a sweep: in the queue, or here if it is a local one."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
-        raise RunError(
-            f"{sweep.id} is a sweep: it goes on by the sweep command that started it, called again.\n"
-            f"One of its runs, by its directory: cluster-ddp resume {sweep.path}/..."
-        )
+        from cluster_ddp.cli.sweep import go_on
+
+        if settings:
+            raise RunError(
+                f"{sweep.id} is a sweep, and --set would make it another: call the sweep command again with it.\n"
+                f"One of its runs takes it, by its directory: cluster-ddp resume {sweep.path}/... --set ..."
+            )
+        raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
     seen = read_history(found)  # before it is judged: what happens from here on was not seen, and is not forgiven
     (status,) = describe_runs([found])

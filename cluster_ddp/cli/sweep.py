@@ -17,9 +17,11 @@ from cluster_ddp.cli.options import Job, JsonLine, Settings
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.sweep import SweepDirectory, read_sweep
 from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.local import VIA as VIA_HERE
 from cluster_ddp.submit.sbatch import SbatchSubmission
-from cluster_ddp.submit.sweep import Submitted, SweepPlan, plan_sweep, submit_sweep
+from cluster_ddp.submit.sweep import Submitted, SweepPlan, plan_again, plan_sweep, submit_sweep
 
 
 def command(
@@ -71,7 +73,24 @@ def command(
     if not no_check:
         from cluster_ddp.submit.preflight import check_before_queue
 
-        check_before_queue(plan.first, SbatchSubmission(plan.spec), remark)  # it stands for the others
+        # It stands for the others: what is asked of Slurm, and by what they start, cannot differ.
+        check_before_queue(plan.first, SbatchSubmission(plan.spec), remark)
+    _submit(plan, at_once, as_json=as_json)
+
+
+def go_on(sweep: SweepDirectory, nodes: int | None, procs: int | None, *, as_json: bool) -> int:
+    """Start what is missing, failed or stopped of a sweep, as it was started last; the exit status of the command."""
+    plan, record = plan_again(sweep), read_sweep(sweep)
+    remark(plan.remarks)
+    if record.via == VIA_HERE:
+        return _run_here(plan, record.at_once or 1, nodes, procs, None, as_json=as_json)
+    if (nodes, procs) != (None, None):
+        raise SubmitError("--nodes and --procs: all elements share one request to Slurm; call the sweep command again")
+    _submit(plan, record.at_once, as_json=as_json)
+    return 0
+
+
+def _submit(plan: SweepPlan, at_once: int | None, *, as_json: bool) -> None:
     submitted = submit_sweep(plan, at_once=at_once)
     _report(plan, submitted)
     if as_json:

@@ -49,7 +49,7 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
         raise RunError(f"sweep {sweep.id}: nothing of it is alive or waits")
     tell(
         f"sweep {sweep.id}: {asked} elements asked to save and end, {len(waiting) + len(starting)} taken out of the "
-        f"queue (see: cluster-ddp status {sweep.id}; go on later: the same sweep command)"
+        f"queue (see: cluster-ddp status {sweep.id}; go on later: cluster-ddp resume {sweep.id})"
     )
 
 

@@ -101,6 +101,20 @@ def load_variants(
     """
     file = _find_file(source)
     root = _prepared(apply_overrides(over_site(read_extended((file,))), overrides), file)
+    found = _checked(root, variants, file)
+    warnings = _check_target(found.first.spec, root) if check_target else ()
+    return replace(found, first=replace(found.first, warnings=warnings))
+
+
+def load_stored_variants(file: Path, variants: Sequence[Sequence[str]]) -> Variants:
+    """Check once more the variants whose common job `load_variants` gave and somebody has written to a file.
+
+    What the site sets as defaults is in the file.
+    """
+    return _checked(read_document(file), variants, file)
+
+
+def _checked(root: Node, variants: Sequence[Sequence[str]], file: Path) -> Variants:
     specs, errors = [], dict[str, list[int]]()
     for number, settings in enumerate(variants):
         try:
@@ -111,8 +125,7 @@ def load_variants(
             errors.setdefault(str(error), []).append(number)
     if errors:
         raise JobFileError("\n".join(f"{_which(numbers)}: {message}" for message, numbers in errors.items()))
-    warnings = _check_target(*specs[0]) if check_target else ()
-    return Variants(plain(root), LoadedJob(specs[0][0], warnings, tuple(_origins(specs[0][1]))))
+    return Variants(plain(root), LoadedJob(specs[0][0], (), tuple(_origins(specs[0][1]))))
 
 
 def load_variant(file: Path, settings: Sequence[str]) -> JobSpec:

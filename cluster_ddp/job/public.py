@@ -12,6 +12,7 @@ from cluster_ddp.job.loading import (
     load_job,
     load_resolved,
     load_run_job,
+    load_stored_variants,
     load_variant,
     load_variants,
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster_ddp.job.site_file import RUNS_VARIABLE, site_file
 from cluster_ddp.process import limit_umask
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
         in_sweep = RunDirectory(runs_dir / text)  # an element, by its sweep's name and its own
         if in_sweep.exists() and not text.startswith(("~", os.pardir)):
             return in_sweep
+        _refuse_sweep(at_path.path)
         raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
     runs = list_runs(runs_dir)
     found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
@@ -189,6 +190,9 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
         raise RunNotFound(
             f"'{text}' could be any of {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}"
         )
+    for name in _names_in(runs_dir):
+        if name.startswith(text):
+            _refuse_sweep(runs_dir / name)
     if not runs:
         raise RunNotFound(
             f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
@@ -209,6 +213,25 @@ def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
     run.refuse_links()
     limit_umask(run.path)
     return run
+
+
+def _refuse_sweep(folder: Path) -> None:
+    """Raise when a sweep is in a folder, for a command that takes one run."""
+    if not os.path.lexists(folder / SWEEP_RECORD):
+        return
+    elements = list_runs(folder)
+    example = f", such as {folder}/{elements[0].id}" if elements else "; none of them has begun"
+    raise RunNotFound(
+        f"{folder.name} is a sweep. Name one of its runs by its directory{example}\n"
+        f"Which there are: cluster-ddp status {folder.name}"
+    )
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - only the names are wanted
+    except OSError:
+        return []
 
 
 def _absolute(text: str) -> Path:

@@ -67,6 +67,7 @@ class SweepRecord:
     arrays: tuple[SlurmArray, ...] = ()
     metric: str | None = None  # by which an element is the best: that of checkpoint.keep_best
     mode: str = "max"
+    at_once: int | None = None  # how many may run at the same time; None for as many as there is room for
     submitting: dict[str, Any] | None = None  # the process that is submitting or running elements, and since when
 
     @property
@@ -199,6 +200,12 @@ def list_sweeps(folder: Path) -> list[SweepDirectory]:
     return [sweep for sweep in map(SweepDirectory, entries) if sweep.exists()]
 
 
+def runs_in(sweep: SweepDirectory) -> list[RunDirectory]:
+    """The runs of the elements that have begun, none through a link; a `RunError` when the sweep cannot be read."""
+    runs = [sweep.run(element) for element in sweep.begun(read_sweep(sweep).elements)]
+    return [run for run in runs if not run.path.is_symlink()]
+
+
 def _checked(value: dict[str, Any]) -> SweepRecord:
     elements = tuple(Element(entry["name"], tuple(entry["settings"])) for entry in value["elements"])
     arrays = tuple(SlurmArray(entry["job_id"], entry["offset"]) for entry in value["arrays"])
@@ -212,7 +219,11 @@ def _checked(value: dict[str, Any]) -> SweepRecord:
             raise ValueError("an array is no job array of Slurm's")
     submitting = value.get("submitting") if isinstance(value.get("submitting"), dict) else None
     created = as_time(value["created"])
-    metric, mode = value.get("metric"), value.get("mode", "max")
+    metric, mode, at_once = value.get("metric"), value.get("mode", "max"), value.get("at_once")
     if not isinstance(value["id"], str) or created is None or not isinstance(metric, str | None):
         raise ValueError("the value of its id, its time of creation or its metric")
-    return SweepRecord(value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), submitting)
+    if at_once is not None and not as_whole(at_once):
+        raise ValueError("at_once is no number of elements")
+    return SweepRecord(
+        value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting
+    )

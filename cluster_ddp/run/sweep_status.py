@@ -14,7 +14,7 @@ from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 TO_START = frozenset({RunState.FAILED, RunState.STALLED, RunState.LOST, RunState.STOPPED})
-"""The states in which the same sweep command starts an element; what was cancelled is started by `resume` only."""
+"""The states in which the same sweep command, or `resume` of the sweep, starts an element: not what was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
             return RunState.PENDING, "waits for its turn"
         if record.arrays and not answered:
             return RunState.PENDING, "Slurm cannot be asked about it from here"
-        return RunState.LOST, "has not begun, and no job is to start it; the same sweep command does"
+        return RunState.LOST, f"has not begun, and no job is to start it; cluster-ddp resume {record.id} does"
     if job.held:
         return RunState.HELD, f"Slurm holds job {job.job_id}; release it with: scontrol release {job.job_id}"
     if job.state in WAITING:

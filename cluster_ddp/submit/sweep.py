@@ -83,13 +83,31 @@ def plan_sweep(job: str, settings: Sequence[str], elements: Sequence[Settings], 
     )
 
 
-def prepare(plan: SweepPlan, via: str) -> SweepRecord:
+def plan_again(sweep: SweepDirectory) -> SweepPlan:
+    """A sweep as it was planned last, from its folder; nothing is written.
+
+    Raises
+    ------
+    ClusterDDPError
+        The folder does not hold what a sweep wrote there, or something is wrong with an element by now.
+    """
+    from cluster_ddp.job import load_stored_variants
+
+    elements = tuple(element.settings for element in read_sweep(sweep).elements)
+    variants = load_stored_variants(sweep.job_file, elements)
+    script = render_script(variants.first.spec, sweep=True, exported=os.environ)
+    return SweepPlan(sweep, elements, variants.job, variants.first, script, script.remarks)
+
+
+def prepare(plan: SweepPlan, via: str, at_once: int | None) -> SweepRecord:
     """Make the folder of a sweep, or add to it what is new, and claim it: nobody else starts its elements meanwhile.
 
     Parameters
     ----------
     via
         How its elements are started: of one sweep all alike.
+    at_once
+        How many may run at the same time; None for as many as there is room for.
     """
     from cluster_ddp.job.document import dump
 
@@ -101,7 +119,7 @@ def prepare(plan: SweepPlan, via: str) -> SweepRecord:
         if plan.spec.storage.mode == "group":
             share_with_group(sweep.path)
         limit_umask(sweep.path)
-        record = change_sweep(sweep, lambda before: _claimed(plan, before, via))
+        record = change_sweep(sweep, lambda before: _claimed(plan, before, via, at_once))
         replace_file(storage, sweep.job_file, dump(plan.job).encode())
         replace_file(storage, sweep.script, plan.script.text.encode(), mode=0o700)
     except OSError as error:
@@ -109,13 +127,13 @@ def prepare(plan: SweepPlan, via: str) -> SweepRecord:
     return record
 
 
-def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str) -> SweepRecord:
+def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str, at_once: int | None) -> SweepRecord:
     if before is not None and before.via != via:
         raise RunError(
             f"sweep {before.id} was started via {before.via}, and its runs go on only there.\n"
             f"For another one: --set name=... or --set runs_dir=..."
         )
-    record = replace(claimed(with_elements(plan.sweep, before, plan.elements)), via=via)
+    record = replace(claimed(with_elements(plan.sweep, before, plan.elements)), via=via, at_once=at_once)
     best = plan.spec.checkpoint.keep_best
     return replace(record, metric=best.metric, mode=best.mode) if best is not None else record
 
@@ -155,7 +173,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     """
     require("sbatch")
     check_setup(plan.spec)
-    record = prepare(plan, "sbatch")
+    record = prepare(plan, "sbatch", at_once)
     try:
         found = find_out(plan.sweep)
         numbers = [number for number, status in enumerate(found) if status.state in TO_START]

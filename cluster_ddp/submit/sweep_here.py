@@ -161,7 +161,7 @@ def run_sweep(
             "Give another --at-once, other --gpus, or --gpus none"
         )
     places = [Place(tuple(devices[number * share : (number + 1) * share])) for number in range(at_once)]
-    record = prepare(plan, VIA)
+    record = prepare(plan, VIA, at_once)
     try:
         states = {number: status.state for number, status in enumerate(find_out(plan.sweep))}
         waiting = [element for element in record.elements if states[element.number] in TO_START]

@@ -19,6 +19,7 @@ from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory, steps_in
 from cluster_ddp.run.events import COMPLETED, STOPPED, EventWriter, login_writer
+from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord, change_sweep
 
 DAY = 86400
 Clean = Callable[..., tuple[int, str, str]]
@@ -44,8 +45,10 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 def make(tmp_path: Path) -> MakeRun:
     """Make a run with three checkpoints, the first of which is the best, in which nothing happened for so many days."""
 
-    def made(name: str = "digits", *, end: str | None = COMPLETED, days: int = 40) -> RunDirectory:
-        run = RunDirectory(tmp_path / f"{name}-20260101-000000-abcd")
+    def made(
+        name: str = "digits", *, end: str | None = COMPLETED, days: int = 40, path: Path | None = None
+    ) -> RunDirectory:
+        run = RunDirectory(path or tmp_path / f"{name}-20260101-000000-abcd")
         for folder in (run.events, run.attempts, run.checkpoints):
             folder.mkdir(parents=True)
         record = {"id": run.id, "name": name, "created": 0, "via": "local", "wandb_id": "1"}
@@ -90,6 +93,26 @@ def test_more_goes_only_when_told(clean: Clean, make: MakeRun, option: str, left
     run = make()
     clean("--yes", option)
     assert steps_in(run.checkpoints) == left
+
+
+def test_runs_of_sweeps_are_cleaned_like_others(clean: Clean, make: MakeRun, tmp_path: Path) -> None:
+    names = [f"000{number}-lr={number}" for number in range(3)]
+    elements = tuple(Element(name, (f"train.lr={number}",)) for number, name in enumerate(names))
+    for sweep_id in ("first-sweep-1", "second-sweep-2"):
+        sweep = SweepDirectory(tmp_path / sweep_id)
+        sweep.path.mkdir()
+        change_sweep(sweep, lambda _, sweep_id=sweep_id: SweepRecord(sweep_id, 0.0, elements))
+        for name in names[:2]:
+            make(path=sweep.path / name)
+    (tmp_path / "first-sweep-1" / names[2]).symlink_to(make("elsewhere").path)
+    (tmp_path / "damaged-sweep-3").mkdir()
+    (tmp_path / "damaged-sweep-3" / "sweep.json").write_text("{")
+    status, out, err = clean()
+    assert status == 0 and out.count("step-00000020") == 5 and "note: damaged-sweep-3: " in err
+    assert f"second-sweep-2/{names[1]}/checkpoints/step-00000020" in out
+    clean("--yes", "second-sweep")
+    left = {path: steps_in(RunDirectory(path.parent).checkpoints) for path in tmp_path.glob("*/*/run.json")}
+    assert sorted(path.parts[-3] for path, steps in left.items() if steps == [10, 30]) == ["second-sweep-2"] * 2
 
 
 def test_what_is_young_resumable_or_alive_stays(clean: Clean, make: MakeRun) -> None:

@@ -183,11 +183,30 @@ def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     assert sweep.id in call("list").err
-    said = call("resume", sweep.id)
-    assert said.status == 2 and "goes on by the sweep command that started it" in said.err
+    for words in (("logs", sweep.id), ("checkpoints", str(sweep.path)), ("export", sweep.id[:-2], "-o", "weights")):
+        said = call(*words)
+        assert said.status == 2 and "is a sweep" in said.err and "none of them has begun" in said.err
     run = start(sweep, 2, "101_2")
+    assert f"such as {run.path}" in call("logs", sweep.id).err
     assert json.loads(call("status", f"{sweep.id}/{run.id}", "--json").out)["run_id"] == run.id
     assert call("status", f"../{here.name}/runs/{sweep.id}/no").status == 2
+
+
+def test_resume_of_a_sweep_is_its_command_again(here: Path, cluster: Slurm, call: Call) -> None:
+    call("sweep", "--no-check", "job.yaml", *GRID, "--at-once", "2")
+    sweep = the_sweep(here)
+    script, before = sweep.script.read_text(), read_sweep(sweep)
+    for number, event in ((0, COMPLETED), (1, FAILED)):
+        end(start(sweep, number, f"101_{number}"), f"101_{number}", event)
+    (here / "job.yaml").unlink()
+    said = call("resume", sweep.id, "--json")
+    assert said.status == 0, said.err
+    assert (json.loads(said.out)["slurm_job_id"], arrays(cluster)) == ("102", ["0-3%2", "1-3%2"])
+    assert sweep.script.read_text() == script and read_sweep(sweep).elements == before.elements
+    for options in (("--set", "train.lr=1"), ("--nodes", "4")):
+        said = call("resume", sweep.id, *options)
+        assert said.status == 2 and "sweep command again" in said.err
+    assert len(arrays(cluster)) == 2
 
 
 def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: Call) -> None:

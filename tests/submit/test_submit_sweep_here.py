@@ -49,7 +49,7 @@ def elements(here: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_two_at_once_and_only_what_is_missing_again(here: Path) -> None:
+def test_two_at_once_and_only_what_is_missing_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = ("sweep", "job.yaml", "--local", "--at-once", "2", "--gpus", "none", "--grid")
     out, err = finish(start(here, *sweep, "params.width=4,5", "--json"), 0)
     assert json.loads(out)["state"] == "COMPLETED"
@@ -71,5 +71,6 @@ def test_two_at_once_and_only_what_is_missing_again(here: Path) -> None:
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=PATIENCE)
     assert running.returncode in (0, 5)  # it may have been over before
-    finish(start(here, *sweep, "params.width=4,5,6"), 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    finish(start(here, "resume", str(folder)), 0)
     assert [row["state"] for row in elements(here)] == ["COMPLETED"] * 3
