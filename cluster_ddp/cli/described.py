@@ -12,6 +12,7 @@ from cluster_ddp.cli.answer import tell
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.remembered import EndedRun
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
 from cluster_ddp.run.sweep_status import NotBegun
@@ -22,7 +23,7 @@ _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 
 _FAILED_STATUS = 4
 _DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
-K = TypeVar("K", bound="KnownRun | NotBegun")
+K = TypeVar("K", bound="KnownRun | EndedRun | NotBegun")
 S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
@@ -53,7 +54,7 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
 
 
-def ask_slurm(known: Sequence[KnownRun | NotBegun]) -> SlurmJobs:
+def ask_slurm(known: Sequence[KnownRun | EndedRun | NotBegun]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be asked."""
     job_ids = {job_id for run in known for job_id in run.slurm_job_ids}
     try:

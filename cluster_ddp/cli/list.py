@@ -9,16 +9,18 @@ from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import ask_slurm, describe_with
 from cluster_ddp.cli.options import JsonList
 from cluster_ddp.printing import one_line
+from cluster_ddp.run.remembered import EndedRuns
 from cluster_ddp.run.runs import list_runs, runs_dir_of
-from cluster_ddp.run.status import RunSummary, know, summarize_known
+from cluster_ddp.run.status import RunSummary
 from cluster_ddp.run.sweep import list_sweeps
 
 
 def command(as_json: JsonList = False) -> None:
     """List the runs in the runs folder ($CLUSTER_DDP_RUNS, else ./runs), the oldest first."""
     runs_dir = runs_dir_of(None)
-    known = [know(run) for run in list_runs(runs_dir)]
-    found = describe_with(known, ask_slurm(known), summarize_known)
+    ended = EndedRuns(runs_dir)
+    known = [ended.know(run) for run in list_runs(runs_dir)]
+    found = describe_with(known, ask_slurm(known), ended.summarize)
     sweeps = list_sweeps(runs_dir)
     if as_json:
         show_json([_row(status) for status in found])

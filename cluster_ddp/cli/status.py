@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,10 +15,11 @@ from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.goodput import Goodput
+from cluster_ddp.run.remembered import EndedRun, EndedRuns
 from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, know
 from cluster_ddp.run.sweep import find_sweep, read_sweep
-from cluster_ddp.run.sweep_status import NotBegun, best_of, describe_element, know_elements
+from cluster_ddp.run.sweep_status import NotBegun, best_of, know_elements
 from cluster_ddp.slurm.states import SlurmJob
 
 _REFRESH_SECONDS = 2.0
@@ -60,6 +61,7 @@ class Look:
         self._jobs: Mapping[str, SlurmJob] | None = None
         self.sweep = find_sweep(names[0], self.runs_dir) if len(names) == 1 else None
         self.single = len(names) == 1 and self.sweep is None
+        self._ended = EndedRuns(self.runs_dir if self.sweep is None else self.sweep.path)
 
     def take(self) -> list[RunStatus]:
         """The states now."""
@@ -67,7 +69,10 @@ class Look:
         if time.monotonic() - self._asked_at >= _ASK_SLURM_SECONDS:
             self._jobs = ask_slurm(known)
             self._asked_at = time.monotonic()
-        return describe_with(known, self._jobs, describe_element)
+        found = describe_with(known, self._jobs, self._ended.describe)
+        if self.sweep is not None or not self._names:  # they are all there are in the folder
+            self._ended.save([run.run for run in known if not isinstance(run, NotBegun)])
+        return found
 
     def json(self, found: list[RunStatus]) -> Any:
         """An object for one run that was named, a list for several."""
@@ -82,11 +87,11 @@ class Look:
         status, metric = best
         return ["", f"best by {one_line(metric)}: {one_line(status.run_id)}  {status.metrics[metric]:.4g}"]
 
-    def _known(self) -> list[KnownRun | NotBegun]:
+    def _known(self) -> Sequence[KnownRun | EndedRun | NotBegun]:
         if self.sweep is not None:
-            return know_elements(self.sweep, read_sweep(self.sweep))
+            return know_elements(self.sweep, read_sweep(self.sweep), self._ended.know)
         if not self._names:
-            return [know(run) for run in list_runs(self.runs_dir)]
+            return [self._ended.know(run) for run in list_runs(self.runs_dir)]
         return [know(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]
 
 

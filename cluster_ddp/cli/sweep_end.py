@@ -12,7 +12,7 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.status import KnownRun, RunStatus, living_jobs
+from cluster_ddp.run.status import KnownRun, RunStatus, know, living_jobs
 from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
@@ -75,7 +75,7 @@ def cancel_sweep(sweep: SweepDirectory, mark: Callable[[RunDirectory], None]) ->
 def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, Sequence[SlurmJob]]]:
     """Each element, where it stands, and those of its jobs that wait or run and are surely its own."""
     limit_umask(sweep.path)
-    known = know_elements(sweep, read_sweep(sweep))
+    known = know_elements(sweep, read_sweep(sweep), know)
     job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
     jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
     return [(element, describe_element(element, jobs), _living(element, jobs)) for element in known]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from cluster_ddp.run import events
@@ -25,6 +23,7 @@ from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
+from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
@@ -185,7 +184,7 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
     comment, which only its owner and Slurm's administrators can set, names this run.
     """
     own, known = {run.id, run.sweep_id}, know(run)
-    if known.record is not None and _is_mine(run.record_file):  # I may have renamed the folder since
+    if known.record is not None and is_mine(run.record_file):  # I may have renamed the folder since
         own.add(known.record.id)
     jobs = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in known.slurm_job_ids if job_id in slurm_jobs]
     living = [job for job in jobs if job.state in ACTIVE | WAITING]
@@ -194,13 +193,6 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
         [job for job in living if run_in_comment(job.comment) in own],
         [job for job in living if run_in_comment(job.comment) not in own],
     )
-
-
-def _is_mine(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
 
 
 def _state(

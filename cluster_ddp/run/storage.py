@@ -150,6 +150,14 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
+def is_mine(path: Path) -> bool:
+    """Whether there is something of that name, and it belongs to who calls this."""
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
 def open_append(path: Path) -> int:
     """Open a regular file for reading and appending, made if it is not there; see `open_without_links`."""
     return open_without_links(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)

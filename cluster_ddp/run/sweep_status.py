@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.record import run_in_comment
-from cluster_ddp.run.status import KnownRun, RunStatus, describe_known, know
+from cluster_ddp.run.status import KnownRun, RunStatus, describe_known
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 TO_START = frozenset({RunState.FAILED, RunState.STALLED, RunState.LOST, RunState.STOPPED})
 """The states in which the same sweep command, or `resume` of the sweep, starts an element: not what was cancelled."""
+
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,19 @@ class NotBegun:
         return [f"{array.job_id}_{number - array.offset}" for array in self.record.arrays if number >= array.offset]
 
 
-def know_elements(sweep: SweepDirectory, record: SweepRecord) -> list[KnownRun | NotBegun]:
-    """Read what squeue is to be asked about the elements of a sweep by, in their order."""
+def know_elements(
+    sweep: SweepDirectory, record: SweepRecord, know_run: Callable[[RunDirectory], K]
+) -> list[K | NotBegun]:
+    """Read what squeue is to be asked about the elements of a sweep by, in their order.
+
+    Parameters
+    ----------
+    know_run
+        Reads that of one that has a run: `cluster_ddp.run.status.know`, or what knows more.
+    """
     begun = {element.name for element in sweep.begun(record.elements)}
     return [
-        know(sweep.run(element)) if element.name in begun else NotBegun(sweep, record, element)
+        know_run(sweep.run(element)) if element.name in begun else NotBegun(sweep, record, element)
         for element in record.elements
     ]
 

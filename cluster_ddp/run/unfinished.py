@@ -69,7 +69,8 @@ def _unfinished(history: History, number: int) -> UnfinishedSave | None:
         return None
     graces = [grace for event in asked if (grace := as_number(event.get("grace"))) is not None]
     began, grace = float(begun[-1]["time"]), graces[-1] if graces else None
-    if number == history.last_number and (grace is None or time.time() < began + grace):
+    may_still_save = history.last is not None and history.last.number == number and history.last.ended is None
+    if may_still_save and (grace is None or time.time() < began + grace):
         return None
     starts = [float(event["time"]) for event in events if event["event"] in (STARTED, RESUMED)]
     trained = max(0.0, began - starts[-1]) if starts else 0.0

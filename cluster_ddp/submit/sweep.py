@@ -19,7 +19,7 @@ from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import add_slurm_job, slurm_comment
 from cluster_ddp.run.runs import runs_dir_of, share_with_group
-from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.status import RunStatus, know
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.sweep import (
     Element,
@@ -195,7 +195,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
 def find_out(sweep: SweepDirectory) -> list[RunStatus]:
     """Where the elements stand, while this process has claimed them; `SlurmError` where Slurm does not answer."""
     record = replace(read_sweep(sweep), submitting=None)
-    known = know_elements(sweep, record)
+    known = know_elements(sweep, record, know)
     jobs = query_jobs(job_id for element in known for job_id in element.slurm_job_ids)
     return [describe_element(element, jobs) for element in known]
 

@@ -1,0 +1,174 @@
+"""What the ended runs of a folder amount to, kept in the user's own cache: who looks at many need not read them again.
+
+Each is kept with a mark of every file and folder that its state was read from, and counts only as long as these are as
+they were. The cache can be thrown away at any time; nothing but the next look's time is lost with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_ddp import __version__
+from cluster_ddp.run.attempt_record import list_attempts
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.goodput import Goodput
+from cluster_ddp.run.reading import parse_object, read_file
+from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know, summarize_known
+from cluster_ddp.run.storage import Storage, is_mine, replace_file
+from cluster_ddp.run.sweep_status import NotBegun, describe_element
+from cluster_ddp.slurm.states import SlurmJob
+
+_FORMAT = 1
+_MAX_BYTES = 256 << 20  # a hundred thousand runs
+_ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.STALLED, RunState.STOPPED, RunState.CANCELLED)
+# Whatever has changed a moment ago may change again without a mark that tells: some file systems count whole seconds,
+# and the clock of another may be late.
+_REST_SECONDS = 600.0
+
+Marks = dict[str, list[int] | None]
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that ended for good and has not changed since, as a `KnownRun` is one that has to be read."""
+
+    run: RunDirectory
+    slurm_job_ids: list[str]
+    status: RunStatus  # as it is while Slurm knows none of these jobs
+
+
+class EndedRuns:
+    """The ended runs of one folder that a person has looked at before.
+
+    Parameters
+    ----------
+    folder
+        What holds the runs: a runs folder, or that of a sweep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = _cache_folder() / f"ended-{zlib.crc32(os.fsencode(folder)):08x}.json"
+        self._header = {"format": _FORMAT, "version": __version__, "folder": str(folder)}
+        self._kept = _read(self._file, self._header)
+        self._changed = False
+
+    def know(self, run: RunDirectory) -> KnownRun | EndedRun:
+        """What squeue is to be asked about a run by; read from the run only where it has to be."""
+        return self._recall(run) or know(run)
+
+    def describe(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
+        """Say where a run stands (see `cluster_ddp.run.status.describe`), and keep it in mind if it has ended."""
+        alone = _is_alone(known.slurm_job_ids, slurm_jobs)
+        if isinstance(known, EndedRun):
+            return known.status if alone else describe_known(know(known.run), slurm_jobs)
+        status = describe_element(known, slurm_jobs)
+        if alone and isinstance(known, KnownRun) and _has_ended(known, status):
+            self._keep(known, status)
+        return status
+
+    def summarize(self, known: KnownRun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
+        """Say in short where a run stands; what was read for that is not enough to be kept."""
+        if isinstance(known, KnownRun):
+            return summarize_known(known, slurm_jobs)
+        return self.describe(known, slurm_jobs)
+
+    def save(self, looked_at: Sequence[RunDirectory]) -> None:
+        """Write down what was kept in mind, of the runs that there still are; where it cannot be, all goes on."""
+        if not self._changed:
+            return
+        names = {run.path.name for run in looked_at}
+        kept = {name: value for name, value in self._kept.items() if name in names}
+        body = json.dumps({**self._header, "runs": kept}).encode()
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(Storage(), self._file, b"%08x\n" % zlib.crc32(body) + body, mode=0o600)
+        self._changed = False
+
+    def _recall(self, run: RunDirectory) -> EndedRun | None:
+        kept = self._kept.get(run.path.name)
+        if kept is None or not _are_as_marked(str(run.path), kept["marks"]):
+            return None
+        return EndedRun(run, kept["slurm_job_ids"], _status_from(kept["status"]))
+
+    def _keep(self, known: KnownRun, status: RunStatus) -> None:
+        marks = _marks_of(known.run)
+        latest = max((mark[0] for mark in marks.values() if mark is not None), default=0)
+        if latest / 1e9 < time.time() - _REST_SECONDS:
+            value = {"marks": marks, "slurm_job_ids": known.slurm_job_ids, "status": _to_json(status)}
+            self._kept[known.run.path.name] = value
+            self._changed = True
+
+
+def _is_alone(slurm_job_ids: list[str], slurm_jobs: Mapping[str, SlurmJob] | None) -> bool:
+    """Whether Slurm has no say: it knows none of the jobs, or there never was one."""
+    return not slurm_job_ids or (slurm_jobs is not None and slurm_jobs.keys().isdisjoint(slurm_job_ids))
+
+
+def _has_ended(known: KnownRun, status: RunStatus) -> bool:
+    over = bool(known.attempts) and known.attempts[-1].ended is not None
+    return over and known.record is not None and status.state in _ENDED
+
+
+def _cache_folder() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(folder), "cluster-ddp")  # noqa: PTH111 - Path.expanduser raises without a home
+
+
+def _read(file: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """The runs in a cache that this version has written for this folder; none when it is damaged or somebody else's."""
+    try:
+        data = read_file(file, _MAX_BYTES) if is_mine(file) else b""
+    except OSError:
+        return {}
+    checksum, _, body = data.partition(b"\n")
+    value = parse_object(body) if checksum == b"%08x" % zlib.crc32(body) else None
+    if value is None or any(value.get(name) != told for name, told in header.items()):
+        return {}
+    return dict(value["runs"])
+
+
+def _marks_of(run: RunDirectory) -> Marks:
+    """A mark of all that a run's state is read from, by the path in the run.
+
+    What lies in an attempt's folder, or a checkpoint's, is never written in place, so that the folder tells.
+    """
+    paths = [run.record_file, run.metrics_file, run.checkpoints, run.attempts, run.events]
+    with contextlib.suppress(OSError):
+        paths += run.events.iterdir()
+    paths += [attempt.path for attempt in list_attempts(run)]
+    root = str(run.path)
+    return {str(path)[len(root) + 1 :]: _mark(str(path)) for path in paths}
+
+
+def _mark(path: str) -> list[int] | None:
+    """When a file was changed, its length and which it is; None when there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return [found.st_mtime_ns, found.st_size, found.st_ino]
+
+
+def _are_as_marked(root: str, marks: Marks) -> bool:
+    return all(_mark(f"{root}/{name}") == mark for name, mark in marks.items())
+
+
+def _to_json(status: RunStatus) -> dict[str, Any]:
+    """All of a status; numbers that are not finite stay what they are, which only Python's own JSON can."""
+    return {**vars(status), "record": vars(status.record), "goodput": vars(status.goodput)}
+
+
+def _status_from(value: dict[str, Any]) -> RunStatus:
+    record = RunRecord(**{**value["record"], "slurm_job_ids": tuple(value["record"]["slurm_job_ids"])})
+    told = {"state": RunState(value["state"]), "record": record, "goodput": Goodput(**value["goodput"])}
+    return RunStatus(**{**value, **told, "warnings": tuple(value["warnings"])})
