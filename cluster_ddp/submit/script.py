@@ -47,7 +47,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # one element of the sweep $1; $2 is 
 fi"""
 _RUN_OF_ELEMENT = """if [[ -n $cluster_ddp_sweep ]]; then
     run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") ||
-        fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
+        cluster_ddp_fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
     cluster_ddp_run=$run
     exec >>"$run/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out" 2>&1 # no longer into the file that all share
 fi"""
@@ -197,15 +197,17 @@ def _directives(spec: JobSpec) -> Iterator[str]:
 
 
 _FAIL = r"""# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
-# @tries@ times more often than attempts have begun, since another host may do better.
-fail() {
+# @tries@ times more often than attempts have begun, since another host may do better. A job that its owner has cancelled
+# meanwhile would be brought back by that.
+cluster_ddp_fail() {
     trap - ERR EXIT
     echo "job.sbatch: $2" >&2
     local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
     if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
         sleep 10
-        scontrol requeue "$task" && queued=true
+        [[ $(scontrol show job -o "$task") =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]] &&
+            scontrol requeue "$task" && queued=true
     fi
     [[ -f $cluster_ddp_run/run.json ]] || exit 1
     local words=${2//\\/\\\\}
@@ -218,20 +220,20 @@ fail() {
 }"""
 
 _BEFORE_SETUP = """# launch.setup of the job file, as it stands there. A command that fails ends this start.
-setup_failed() {
+cluster_ddp_setup_failed() {
     local again=once
     ((${SLURM_RESTART_COUNT:-0} == 0)) || again=again # it has worked once
-    fail "$again" "launch.setup: status $1 from: $2"
+    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
 }
-trap 'setup_failed "$?" "$BASH_COMMAND"' ERR
-trap 'setup_failed "$?" "a line that ends the script"' EXIT"""
+trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR
+trap 'cluster_ddp_setup_failed "$?" "a line that ends the script"' EXIT"""
 
 _AFTER_SETUP = """trap - ERR EXIT
 set +eu +o pipefail # whatever those lines have set: this script looks at each status itself"""
 
 
 def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[str]:
-    """What a batch script does before its keeper: `fail`, the signals that come too early, and launch.setup."""
+    """What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup."""
     yield f"cluster_ddp_run={run}"
     yield ""
     yield _FAIL.replace("@tries@", str(_STARTS_WITHOUT_ATTEMPT))
@@ -248,7 +250,7 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[st
 def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
     """The lines that set `run`, the run directory."""
     if own_run_of is None:
-        yield '[[ -n $cluster_ddp_run ]] || fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
+        yield '[[ -n $cluster_ddp_run ]] || cluster_ddp_fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
         yield "run=$cluster_ddp_run"
         if sweep:
             yield _RUN_OF_ELEMENT.replace("@keeper@", keeper)
@@ -257,9 +259,9 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
         yield "# Of what: a job file or a template, and settings laid over it, such as --set train.epochs=3."
         yield f"job=({quote(own_run_of)})"
         yield f'run=${{cluster_ddp_run:-$({keeper} -m cluster_ddp.submit.own_run "$0" "${{job[@]}}")}}'
-        yield '[[ -n $run ]] || fail once "without a run directory there is nothing to train"'
+        yield '[[ -n $run ]] || cluster_ddp_fail once "without a run directory there is nothing to train"'
         yield 'run=$(realpath -- "$run")'
-    yield '[[ -f $run/job.yaml ]] || fail once "$run is not a run directory: it has no job.yaml"'
+    yield '[[ -f $run/job.yaml ]] || cluster_ddp_fail once "$run is not a run directory: it has no job.yaml"'
 
 
 def _port(spec: JobSpec) -> str:

@@ -67,6 +67,7 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
         (["set -e", "false"], 1, "false"),
         (["set -u", 'echo "$NOT_SET" \\', "    again"], 1, "a line that ends the script"),
         (["exit 3"], 3, "a line that ends the script"),
+        (["fail() { :; }", "setup_failed() { :; }", "false"], 1, "false"),
     ],
 )
 def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
@@ -88,7 +89,7 @@ def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(st
     line = 'echo "a \\"quoted\\" word"; ((SLURM_RESTART_COUNT == 0)) # of \\ them'
     script = stage.write(launch={"setup": [line]})
     assert stage.perform(script, SLURM_RESTART_COUNT="0") == 0, stage.output
-    stage.does(job="JobId=77 JobState=PENDING Reason=None Restarts=1 PreemptTime=None X=y")
+    stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None X=y")
     for restart in ("1", "2", "3"):
         assert stage.perform(script, SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
         assert stage.status()["state"] == "REQUEUED"
@@ -97,6 +98,14 @@ def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(st
     found = stage.status()
     assert (found["state"], found["attempts"]) == ("FAILED", 1)
     assert "restart failed on node-b: launch.setup: status 1 from: ((SLURM_RESTART_COUNT == 0))" in found["reason"]
+
+
+def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> None:
+    """The SIGTERM of a cancel ends the setup line, too; Slurm would take the job back into its queue."""
+    stage.program("sleep", "exit 0")
+    stage.does(job="JobId=77 JobState=COMPLETING Reason=None Restarts=1 PreemptTime=None X=y")
+    assert stage.perform(stage.write(launch={"setup": ["exit 143"]}), SLURM_RESTART_COUNT="1") == 1
+    assert not stage.requeues()
 
 
 def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
