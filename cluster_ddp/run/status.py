@@ -22,6 +22,7 @@ from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
+from cluster_ddp.run.starting import failed_start, see_output, waits_for
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
 from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.reasons import in_words
@@ -205,36 +206,27 @@ def _state(
     if job is not None and job.state in SUSPENDED:
         return RunState.SUSPENDED, "suspended by Slurm: it goes on where it is when Slurm lets it"
     if job is not None and job.state in ACTIVE:
-        return RunState.RUNNING, _requeue_delayed(history) or _stopping(history)
+        starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
+        return RunState.RUNNING, _requeue_delayed(history) or _stopping(history) or starting
     if job is not None and job.held:
         return RunState.HELD, _how_to_release(job)
     if job is not None and job.state in WAITING:
-        return _waiting(outcome, job)
-    if ids and (failed := _failed_start(history, ids[-1])):
+        return _waiting(outcome, job, failed_start(history, record, job.job_id, queued=True))
+    cancelled = job is not None and job.state == "CANCELLED"
+    if ids and not cancelled and (failed := failed_start(history, record, ids[-1], queued=False)):
         return RunState.FAILED, failed
     return _without_slurm(history, record, job, answered=answered, ids=ids)
 
 
-def _waiting(outcome: Outcome | None, job: SlurmJob) -> tuple[RunState, str | None]:
+def _waiting(outcome: Outcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
     """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
     said = in_words(job.reason)
     if job.starts is not None:
         said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
-    if outcome is None:
-        return RunState.PENDING, said
-    return RunState.REQUEUED, f"{outcome.reason} (Slurm: {said})" if said else outcome.reason
-
-
-def _failed_start(history: History, job_id: str) -> str | None:
-    """Why the latest start of the latest job has failed before its attempt began; None when it has not."""
-    failed = [event for event in history.events if event["event"] == events.START_FAILED]
-    if not failed or str(failed[-1].get("slurm_job_id")) != job_id or failed[-1].get("queued"):
-        return None
-    last, restarts = history.last, as_whole(failed[-1].get("restart_count")) or 0
-    if last is not None and last.slurm_job_id == job_id and last.restart_count >= restarts:
-        return None
-    host = str(failed[-1].get("host") or "the batch host")
-    return f"{'restart' if restarts else 'start'} failed on {host}: {failed[-1].get('reason')} (see slurm-{job_id}.out)"
+    state, why = (RunState.PENDING, failed) if outcome is None else (RunState.REQUEUED, failed or outcome.reason)
+    if why is None:
+        return state, said
+    return state, f"{why} (Slurm: {said})" if said else why
 
 
 def _without_slurm(
@@ -272,7 +264,8 @@ def _never_began(
 ) -> tuple[RunState, str | None]:
     if job is not None:  # Slurm has ended it
         state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
-        return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began"
+        where = see_output(record, job.job_id)
+        return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began {where}"
     if ids and answered:
         return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and it has not begun an attempt since"
     if ids:
@@ -314,7 +307,8 @@ def _requeue_delayed(history: History) -> str | None:
 
 
 def _stopping(history: History) -> str | None:
-    request = read_stop(history.run.attempt(history.last.number)) if history.last else None
+    last = history.last
+    request = read_stop(history.run.attempt(last.number)) if last and last.ended is None else None
     return f"stopping: {request.reason}" if request else None
 
 

@@ -197,8 +197,8 @@ def _directives(spec: JobSpec) -> Iterator[str]:
 
 
 _FAIL = r"""# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
-# @tries@ times more often than attempts have begun, since another host may do better. A job that its owner has cancelled
-# meanwhile would be brought back by that.
+# @tries@ times more often than attempts have begun, since another host may do better. That would bring back a job
+# which its owner has cancelled meanwhile.
 cluster_ddp_fail() {
     trap - ERR EXIT
     echo "job.sbatch: $2" >&2
@@ -250,7 +250,8 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[st
 def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
     """The lines that set `run`, the run directory."""
     if own_run_of is None:
-        yield '[[ -n $cluster_ddp_run ]] || cluster_ddp_fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
+        yield "[[ -n $cluster_ddp_run ]] ||"
+        yield '    cluster_ddp_fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
         yield "run=$cluster_ddp_run"
         if sweep:
             yield _RUN_OF_ELEMENT.replace("@keeper@", keeper)

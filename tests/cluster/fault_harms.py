@@ -23,6 +23,7 @@ EVERY_STEPS = 10
 STRUCK_AT = 12
 _CONTROLLER_AWAY_SECONDS = 30.0
 _SUSPENDED_SECONDS = 15.0
+_MEMORY_BYTES = 1 << 30
 
 
 @dataclass
@@ -115,6 +116,27 @@ def limit_memory(scene: Scene) -> None:
     """As ``ulimit -v`` would have: whatever the rank asks for from now on is refused."""
     for rank in scene.cluster.ranks(scene.host(1)).values():
         scene.cluster.run("prlimit", f"--pid={rank.pid}", "--as=4096")
+
+
+def in_small_cgroup(scene: Scene) -> None:
+    """Give the rank of the bad node as much memory as it needs to train, as Slurm does where it constrains it."""
+    ranks = scene.wait(lambda: scene.cluster.ranks(BAD), f"a rank runs on {BAD}")
+    group = _memory_group(scene)
+    group.mkdir()
+    limit = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / limit).write_text(str(_MEMORY_BYTES))
+    for rank in ranks.values():
+        (group / "cgroup.procs").write_text(str(rank.pid))
+
+
+def remove_cgroup(scene: Scene) -> None:
+    """Remove the group, which has no processes any more."""
+    _memory_group(scene).rmdir()
+
+
+def _memory_group(scene: Scene) -> Path:
+    first = Path("/sys/fs/cgroup/memory")  # where the old hierarchies are in use
+    return (first if first.exists() else first.parent) / f"{scene.cluster.folder.name}-{scene.via}"
 
 
 def reboot(node: int) -> Harm:

@@ -19,11 +19,13 @@ from fault_harms import (
     damage_between,
     full,
     in_bad_node,
+    in_small_cgroup,
     limit_memory,
     preempt,
     preempt_twice,
     processes,
     reboot,
+    remove_cgroup,
     requeue_and_hold,
     stand_still,
     stop,
@@ -177,6 +179,15 @@ ROWS: dict[str, Row] = {
         lost=2 * EVERY_STEPS,
         job={"launch": {"hang_timeout": 20}},
     ),
+    "rank over the memory limit of its cgroup": Row(
+        "the kernel kills it: the rank, its host and its signal are recorded; requeued",
+        in_small_cgroup,
+        at=0,
+        undo=remove_cgroup,
+        lost=2 * EVERY_STEPS,
+        words=("ended by SIGKILL, perhaps because the node ran out of memory",),
+        task=(_FAULTY, {"fault": "memory", "at": 30, **_MARKER}),
+    ),
     "error after the first step": Row(
         "the rank, its host and its error are recorded; requeued (with `launch.max_restarts`, restarted inside the "
         "allocation)",
@@ -329,6 +340,7 @@ ROWS: dict[str, Row] = {
     "newest checkpoint damaged": Row(
         "reported, set aside as `damaged-step-...`; the one before it is used",
         damage_between,
+        at=STRUCK_AT + EVERY_STEPS,
         lost=3 * EVERY_STEPS,
         words=("is passed over",),
     ),

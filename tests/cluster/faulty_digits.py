@@ -1,4 +1,4 @@
-"""The digits task with a fault of its own: at a chosen step it hangs, crashes, is killed, or cannot even be made."""
+"""The digits task with a fault of its own: at a chosen step it hangs or crashes, for example, or it cannot be made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from cluster_ddp.tasks.digits import Digits
 
-FAULTS = ("import", "crash", "kill", "hang")
+FAULTS = ("import", "crash", "kill", "memory", "hang")
+_MUCH = 2 << 30
 
 
 class FaultyDigits(Digits):
@@ -21,7 +22,8 @@ class FaultyDigits(Digits):
     Parameters
     ----------
     fault:
-        "import": an import fails at the start. "crash": an exception. "kill": SIGKILL. "hang": it sleeps for ever.
+        "import": an import fails at the start. "crash": an exception. "kill": SIGKILL. "memory": 2 GiB,
+        and an exception should it be given them. "hang": it sleeps for ever.
     at:
         The fault comes instead of this forward pass for training, counted from 1 in each process; of two that settle
         DDP's buckets the first two are made.
@@ -51,4 +53,6 @@ class FaultyDigits(Digits):
             raise RuntimeError("the fault of the test")
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "memory":
+            raise RuntimeError(f"was given {len(b'x' * _MUCH)} bytes")
         time.sleep(3600)

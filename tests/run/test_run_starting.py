@@ -1,0 +1,61 @@
+"""What `status` says of a job that has started but does not train yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from run_builders import begin, begin_dead
+
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.slurm.states import SlurmJob
+
+Say = Callable[..., None]
+
+
+def told(run: RunDirectory, word: str) -> tuple[str, str | None]:
+    found = describe(run, {"7": SlurmJob("7", word, "None", "", "(null)")})
+    return found.state.value, found.reason
+
+
+def test_setup_lines_that_do_not_end_are_told(run: RunDirectory) -> None:
+    add_slurm_job(run, "7")
+    words = "starting: no attempt has begun yet, only launch.setup and Python (see slurm-7.out)"
+    assert told(run, "RUNNING") == ("RUNNING", words)
+
+
+def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before(run: RunDirectory, say: Say) -> None:
+    attempt = begin_dead(run, slurm_job_id="7")
+    request_stop(attempt, reason="preemption", by="the keeper")
+    say("stopped", 0, step=5, reason="preemption")
+    end_attempt(attempt)
+    say("requeued", 0, reason="stopped: preemption")
+    state, reason = told(run, "RUNNING")
+    assert state == "RUNNING" and reason is not None and reason.startswith("starting: no attempt has begun yet")
+    assert told(run, "COMPLETING") == ("RUNNING", None)
+
+
+def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7", nodes=2)
+    say("node-started", 0, node=1, host="n1")
+    assert told(run, "RUNNING")[1] == "starting: 1 of 2 nodes have started so far (see slurm-7.out)"
+    say("started", 0, step=0, world_size=2)
+    assert told(run, "RUNNING")[1] is None
+
+
+def test_a_start_that_failed_is_told_while_the_next_one_waits(run: RunDirectory, say: Say) -> None:
+    add_slurm_job(run, "7")
+    failed = {"slurm_job_id": "7", "restart_count": 0, "host": "n1", "reason": "no Python"}
+    say("start-failed", None, **failed, queued=True)
+    assert told(run, "PENDING") == ("PENDING", "start failed on n1: no Python (see slurm-7.out)")
+    say("start-failed", None, **{**failed, "restart_count": 1}, queued=False)
+    assert told(run, "FAILED") == ("FAILED", "restart failed on n1: no Python (see slurm-7.out)")
+
+
+def test_a_job_that_was_cancelled_in_its_setup_lines_has_not_failed(run: RunDirectory, say: Say) -> None:
+    add_slurm_job(run, "7")
+    say("start-failed", None, slurm_job_id="7", restart_count=0, host="n1", reason="status 143", queued=False)
+    assert told(run, "CANCELLED")[0] == "CANCELLED"
