@@ -69,6 +69,18 @@ def test_batches_are_copies_of_their_rows() -> None:
     assert inputs.abs().sum() > 0
 
 
+@pytest.mark.parametrize("shape", [(16,), (7,), ()])
+def test_small_batches_fetched_together_begin_where_one_alone_would(shape: tuple[int, ...]) -> None:
+    """What a matrix product gives depends, in its last bits, on the alignment of its operands."""
+    rows = torch.randn(50, *shape)
+    plans = [(0, list(range(number, number + 8))) for number in range(40)]
+    plans[20] = (0, [1, 2, 3])
+    batches = fetch(TensorDataset(rows, torch.arange(50)), *plans)
+    for (_, indices), (found, numbers) in zip(plans, batches, strict=True):
+        assert torch.equal(found, rows[indices]) and numbers.tolist() == indices
+        assert found.data_ptr() % 64 == numbers.data_ptr() % 64 == 0
+
+
 class Shifted(TensorDataset):
     """Rows of tensors that are changed on their way."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -19,6 +19,8 @@ from cluster_ddp.train.task import Task
 
 _DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
+_TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # batches that are fetched by one call, at most
+_ALIGNMENT = 64  # of memory that torch allocates on the CPU
 _FEW = 4
 _ALL = tuple(range(len(HOST_GENERATORS)))
 _WATCHED = 1  # a seed by which it is seen whether somebody draws
@@ -73,6 +75,26 @@ class Fetcher:
             self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
         return self._read(epoch, places)
+
+    def how_many_together(self, samples: int) -> int:
+        """How many batches of so many samples are best fetched by one call: for a few small rows it costs the most."""
+        if self._read != self._by_tensor:
+            return 1
+        return max(1, min(_TOGETHER, _BYTES_TOGETHER // max(1, sum(self._row_bytes()) * samples)))
+
+    def together(self, keys: Sequence[tuple[int, Indices]]) -> Iterable[Any]:
+        """Fetch a batch for each (epoch, indices), with the bits and the alignment that it has by itself.
+
+        The last bits of what MKL computes depend on where in memory its operands begin, and a resume begins elsewhere.
+        """
+        sizes = [len(indices) for _, indices in keys]
+        if len(keys) == 1 or any(size * row % _ALIGNMENT for size in set(sizes) for row in self._row_bytes()):
+            return [self(*key) for key in keys]
+        tensors = self(0, np.concatenate([indices for _, indices in keys]))
+        return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
+
+    def _row_bytes(self) -> list[int]:
+        return [tensor[:1].nbytes for tensor in self._data.tensors]  # type: ignore[attr-defined]
 
     def _by_tensor(self, epoch: int, indices: Indices) -> Any:
         chosen = torch.from_numpy(indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import multiprocessing
 import signal
 import time
@@ -64,11 +65,15 @@ class Loader(Generic[K]):
 
     def _here(self) -> Pairs[K]:
         pin = self._device.type == "cuda"
-        for plan in self._plans:
+        plans = iter(self._plans)
+        for first in plans:
             begun = time.perf_counter()
-            batch = self._fetcher(*self._key(plan))
+            more = self._fetcher.how_many_together(len(self._key(first)[1])) - 1
+            group = [first, *itertools.islice(plans, more)]
+            batches = self._fetcher.together([self._key(plan) for plan in group])
             self.waited += time.perf_counter() - begun
-            yield plan, pinned(batch) if pin else batch
+            for plan, batch in zip(group, batches, strict=True):
+                yield plan, pinned(batch) if pin else batch
 
     def _by_workers(self) -> Pairs[K]:
         under_way: collections.deque[K] = collections.deque()
