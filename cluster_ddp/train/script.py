@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ from torch.optim import Optimizer
 
 from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.launch.heartbeat import Phase
-from cluster_ddp.launch.processes import present
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
@@ -53,6 +51,7 @@ from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everyt
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.session import Order, Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
+from cluster_ddp.train.stop import handlers_put_back
 
 _joined: list[ScriptRun] = []
 
@@ -69,7 +68,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     ----------
     folder
         Where checkpoints and metrics go when the script was not started by cluster-ddp, whose runs have a directory
-        of their own. None: ``<script>.run`` in the working directory.
+        of their own. None: ``<script>.run``, or the notebook's name, in the working directory.
 
     Raises
     ------
@@ -77,19 +76,19 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         Something failed, here or on another rank; it has been reported.
     """
     place = os.environ.get(RUN_VARIABLE)
-    directory = RunDirectory(Path(place or folder or f"{Path(sys.argv[0]).stem or 'python'}.run").absolute())
+    directory = RunDirectory(Path(place or folder or f"{_name_of_program()}.run").absolute())
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
     writer = EventWriter(directory, on_this_host(f"rank-{find_world().rank}")) if place else None
 
     left: SystemExit | None = None
-    handlers = {} if place else _handlers()
 
     def read_job() -> JobSpec:
         if place:
             return load_resolved(directory.job_file)
-        return JobSpec(name="script", script=Path(sys.argv[0]).name or "python")
+        return JobSpec(name="script", script=_name_of_program())
 
-    with joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
+    around = contextlib.nullcontext() if place else handlers_put_back()
+    with around, joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
         if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded by itself
             seed_everything(derive(Use.BUILD, job.train.seed))
         run = ScriptRun(job, directory, attempt, process, writer)
@@ -109,8 +108,6 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         finally:
             _joined.remove(run)
         run.end()
-    for number, handler in handlers.items():  # a notebook goes on
-        signal.signal(number, handler)
     if left is not None:
         raise left
 
@@ -120,10 +117,11 @@ def joined_run() -> ScriptRun | None:
     return _joined[-1] if _joined else None
 
 
-def _handlers() -> dict[signal.Signals, Any]:
-    """What signals do now."""
-    found = {number: signal.getsignal(number) for number in present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")}
-    return {number: handler for number, handler in found.items() if handler is not None}
+def _name_of_program() -> str:
+    """What runs: a script, a notebook, or an interpreter that was given no file."""
+    if "ipykernel" in sys.modules:
+        return Path(os.environ.get("JPY_SESSION_NAME", "notebook")).stem
+    return Path(sys.argv[0].removeprefix("-c")).stem or "python"
 
 
 class ScriptRun:

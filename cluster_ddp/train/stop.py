@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -26,6 +27,21 @@ _REASON_CODES = {reason: code for code, reason in enumerate(_REASONS_BY_CODE)}
 _SECOND_SIGNAL_AFTER = 1.0
 # A step that takes much longer than those before it must not push the next exchange far away.
 _MAX_STEPS = 1000
+
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+
+
+@contextlib.contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """Let signals do after the block what they did before: a notebook, or an interpreter, goes on."""
+    before = {number: signal.getsignal(number) for number in present(*_SIGNALS)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # one that C has set cannot be set again
+                signal.signal(number, handler)
 
 
 class StopSignals:
@@ -50,7 +66,7 @@ class StopSignals:
 
     def install(self, *names: str) -> None:
         """Raise the flag, and do nothing else, on SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the signals named."""
-        for number in set(present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", *(f"SIG{name}" for name in names))):
+        for number in set(present(*_SIGNALS, *(f"SIG{name}" for name in names))):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

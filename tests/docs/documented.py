@@ -66,25 +66,26 @@ def wait_for(what: Callable[[], Any]) -> Any:
     return found
 
 
-def hold_rank_0(run: Path) -> int:
-    """Halt rank 0 of a run when it has logged something, so that what comes next comes in the middle; its process."""
+def holdrank_0(run: Path) -> int:
+    """Halt rank 0 of a run when it has logged or saved, so that what comes next comes in the middle; its process."""
     metrics = run / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size)
-    rank: int = wait_for(lambda: _rank_0(run))
+    wait_for(lambda: (metrics.exists() and metrics.stat().st_size) or list(run.glob("checkpoints/step-*")))
+    rank: int = wait_for(lambda: rank_0(run))
     os.kill(rank, signal.SIGSTOP)
     return rank
 
 
 def stop_in_the_middle(call: Call, running: subprocess.Popen[str], name: str, run: Path) -> None:
     """Stop a local run after some of its steps and before the last, by the command."""
-    held = hold_rank_0(run)
+    held = holdrank_0(run)
     finish(call("cluster_ddp", "stop", name))
     wait_for(lambda: any("stop-requested" in file.read_text() for file in run.glob("events/node-*.jsonl")))
     os.kill(held, signal.SIGCONT)
     finish(running, status=5)
 
 
-def _rank_0(run: Path) -> int | None:
+def rank_0(run: Path) -> int | None:
+    """The process of rank 0 of a run on this machine."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             variables = (process / "environ").read_bytes().split(b"\0")

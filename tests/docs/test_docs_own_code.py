@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from documented import PROJECT, Call, finish
+from documented import FINDS_RANKS, PATIENCE, PROJECT, Call, finish, rank_0, stop_in_the_middle, wait_for
 from own_loops import begin_attempt, new_run
 from safetensors.numpy import load_file
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_ranks import free_port, preload, run_ranks
 
@@ -33,6 +37,11 @@ PROGRAMS = {
     "accelerated": (["4"], 20, 8, 13),
     "hf_trainer": (["3"], 18, 13, 15),
     "lit": (["3"], 18, 13, 15),
+}
+# The batch that one rank takes in place of two, where the program says what each rank takes.
+ONE_RANK = {
+    "ddp": {"batch_size=16": "batch_size=32"},
+    "accelerated": {"batch_size=8": "batch_size=16"},
 }
 # What a program needs that may not be installed, and what its ranks import of it, which takes seconds.
 NEEDS = {
@@ -59,31 +68,58 @@ def changed(name: str, folder: Path) -> Path:
     return program
 
 
-def be_rank(program: Path, arguments: list[str], place: Path, attempt: int, at: int | None, number: int) -> int:
-    """Run a program as a rank; after update `at` of this attempt it gets the signal. Returns the updates it made."""
+class Updates:
+    """What a program does until it ends: by update, the rows that the model was given.
+
+    Parameters
+    ----------
+    at, number
+        After so many updates this process gets that signal.
+    """
+
+    def __init__(self, at: int | None, number: int) -> None:
+        self.made: list[set[bytes]] = []
+        self._at, self._number = at, number
+        self._rows: set[bytes] = set()
+        self._handles = [register_module_forward_pre_hook(self._read), register_optimizer_step_post_hook(self._count)]
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _read(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Data is what has no gradient; whatever the layers make of it has one."""
+        if module.training and torch.is_grad_enabled():
+            for value in inputs:
+                if isinstance(value, Tensor) and not value.requires_grad and value.dim() > 1:
+                    self._rows.update(row.numpy().tobytes() for row in value)
+
+    def _count(self, *_: Any) -> None:
+        self.made.append(self._rows)
+        self._rows = set()
+        if len(self.made) == self._at:
+            os.kill(os.getpid(), self._number)
+
+
+def be_rank(
+    program: Path, arguments: list[str], place: Path, attempt: int, at: int | None = None, number: int = 0
+) -> list[set[bytes]]:
+    """Run a program as a rank; after update `at` of this attempt it gets the signal. The data of each update."""
     if dist.is_initialized():  # the program does that
         port = broadcast_object(free_port())
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port)
     begin_attempt(place, attempt)
     os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TORCHELASTIC_RUN_ID="as torchrun sets it")
-    made = 0
-
-    def count(*_: Any) -> None:
-        nonlocal made
-        made += 1
-        if made == at:
-            os.kill(os.getpid(), number)
-
-    handle = register_optimizer_step_post_hook(count)
+    updates = Updates(at, number)
     os.chdir(program.parent)
     sys.argv = [str(program), *arguments]
     try:
         runpy.run_path(str(program), run_name="__main__")
     except SystemExit as end:  # a framework's program without a block ends there when it is stopped
         assert end.code == 0
-    handle.remove()
-    return made
+    updates.end()
+    return updates.made
 
 
 def tensors(place: Path) -> dict[str, bytes]:
@@ -92,45 +128,136 @@ def tensors(place: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for shard in last.glob("*.safetensors") for name, array in load_file(shard).items()}
 
 
+def on_one_rank(program: Path, name: str) -> Path:
+    """The program with the batches of both ranks in one; those that name the batch of all ranks stay as they are."""
+    text = program.read_text()
+    for before, after in ONE_RANK.get(name, {}).items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    changed = program.with_stem(f"{name}_on_one_rank")
+    changed.write_text(text)
+    return changed
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_changed_program_goes_on_exactly_after_a_kill_and_a_stop(name: str, tmp_path: Path) -> None:
+def test_a_changed_program_goes_on_exactly_after_a_kill_and_a_stop_and_on_fewer_ranks(
+    name: str, tmp_path: Path
+) -> None:
     expect_here(name)
     program = changed(name, tmp_path)
     arguments, total, killed, stopped = PROGRAMS[name]
     calm, broken = new_run(tmp_path / "calm").path, new_run(tmp_path / "broken", every=4)
-    assert run_ranks(be_rank, 2, program, arguments, calm, 0, None, 0) == [total] * 2
+    read = run_ranks(be_rank, 2, program, arguments, calm, 0)
+    assert [len(of_rank) for of_rank in read] == [total] * 2
     with contextlib.suppress(AssertionError):  # of ranks that died
         run_ranks(be_rank, 2, program, arguments, broken.path, 0, killed, signal.SIGKILL)
         raise RuntimeError("it was not killed")
     batches = 2 if name == "accelerated" else 1  # of an update; a batch counts as a step
     first = (batches * killed - 1) // 4 * 4 // batches  # it died before the step of its last update was over
     last = stopped + 1  # two ranks agree in the step after the signal
-    made = run_ranks(be_rank, 2, program, arguments, broken.path, 1, stopped - first, signal.SIGUSR1)
-    assert made == [last - first] * 2
-    assert run_ranks(be_rank, 2, program, arguments, broken.path, 2, None, 0) == [total - last] * 2
+    assert run_ranks(be_rank, 2, program, arguments, broken.path, 1, stopped - first, signal.SIGUSR1) == [
+        of_rank[first:last] for of_rank in read
+    ]
+    fewer = shutil.copytree(broken.path, tmp_path / "fewer" / broken.path.name)
+    assert run_ranks(be_rank, 2, program, arguments, broken.path, 2) == [of_rank[last:] for of_rank in read]
     told = [event["event"] for event in read_events(broken) if event["event"] not in ("checkpoint", "stop-requested")]
     assert told == ["started", "resumed", "stopped", "resumed", "completed"]
     assert tensors(broken.path) == tensors(calm)
+    (alone,) = run_ranks(be_rank, 1, on_one_rank(program, name), arguments, fewer, 2)
+    assert len(alone) == total - last
+    if name != "nanogpt":  # each rank draws its own
+        assert alone == [rows | others for rows, others in zip(*read, strict=True)][last:]
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["imagenet", "hf_trainer", pytest.param("lit", marks=pytest.mark.chaos)])
-def test_a_changed_program_goes_on_with_fewer_ranks(name: str, tmp_path: Path) -> None:
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((int(path.name.rpartition("-")[2]) for path in run.glob("checkpoints/step-*")), default=0)
+
+
+@FINDS_RANKS
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "epochs", "every"), [("ddp", 60, 50), pytest.param("lit", 20, 10, marks=pytest.mark.chaos)]
+)
+def test_a_changed_program_goes_on_exactly_by_the_commands(
+    name: str, epochs: int, every: int, tmp_path: Path, call: Call
+) -> None:
+    """`cluster-ddp local` starts torchrun, whose ranks the frameworks find by themselves."""
     expect_here(name)
-    program = changed(name, tmp_path)
-    run = new_run(tmp_path / "run")
-    arguments, total, stopped, _ = PROGRAMS[name]
-    made = run_ranks(be_rank, 2, program, arguments, run.path, 0, stopped, signal.SIGUSR1)
-    (rest,) = run_ranks(be_rank, 1, program, arguments, run.path, 1, None, 0)
-    assert (made[0], made[0] + rest) == (stopped + 1, total)
+    changed(name, tmp_path)
+    text = f"script: {name}.py\nargs: ['{epochs}']\nlaunch: {{procs_per_node: 2}}\n"
+    (tmp_path / "job.yaml").write_text(f"{text}checkpoint: {{every_steps: {every}}}\n")
+    finish(call("cluster_ddp", "local", "job.yaml"))
+    (calm,) = tmp_path.glob("runs/*")
+    running = call("cluster_ddp", "local", "job.yaml")
+    (run,) = wait_for(lambda: set(tmp_path.glob("runs/*")) - {calm})
+    stop_in_the_middle(call, running, run.name, run)
+    reached = newest(run)
+    assert reached % every  # saved where it was stopped
+    running = call("cluster_ddp", "resume", run.name)
+    wait_for(lambda: newest(run) > reached)
+    os.kill(wait_for(lambda: rank_0(run)), signal.SIGKILL)
+    finish(running, status=4)
+    assert "resume" in finish(call("cluster_ddp", "status", run.name))
+    assert newest(run) < newest(calm)
+    finish(call("cluster_ddp", "resume", run.name))
+    assert tensors(run) == tensors(calm)
 
 
 def test_a_changed_program_runs_without_the_launcher(tmp_path: Path, call: Call) -> None:
     program = changed("nanogpt", tmp_path)
-    assert "iter 0: loss" in finish(call(program.stem, "4"))
-    assert "all 5 steps of this run are done" in finish(call(program.stem, "4"))
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", program.name, "4")
+    assert "iter 0: loss" in finish(call(*torchrun))
     assert (tmp_path / "nanogpt.run" / "checkpoints" / "step-00000005").is_dir()
+    assert "all 5 steps of this run are done" in finish(call(program.stem, "4"))
+
+
+# A cell is run in an interpreter that stays. The button sends SIGINT to it.
+NOTEBOOK = """
+import os, signal, sys
+cell = sys.stdin.read()
+names = {"interrupted_in": int(sys.argv[1])}
+exec(cell, names)
+if names["interrupted_in"]:
+    assert "trained" not in names and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    names["interrupted_in"] = 0
+    exec(cell, names)
+print("trained", names["trained"])
+"""
+CELL = """
+import os, signal, torch
+from cluster_ddp.train import join_run
+
+with join_run() as run:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in run.steps(9, model=model, optimizer=optimizer):
+        optimizer.zero_grad()
+        model(torch.rand(8, 4)).square().mean().backward()
+        optimizer.step()
+        if step and step == interrupted_in:
+            os.kill(os.getpid(), signal.SIGINT)
+    trained = [float(weight.sum()) for weight in model.parameters()]
+"""
+
+
+def test_the_cell_of_a_notebook_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
+    ends = []
+    for interrupted_in in ("0", "4"):
+        folder = tmp_path / interrupted_in
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", NOTEBOOK, interrupted_in], input=CELL, cwd=folder, text=True, capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        ends.append(done.stdout.splitlines()[-1])
+        assert sorted(path.name for path in (folder / "python.run" / "checkpoints").glob("step-*")) == [
+            *(["step-00000005"] if interrupted_in == "4" else []), "step-00000009"
+        ]  # fmt: skip
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
