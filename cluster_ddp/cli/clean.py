@@ -13,6 +13,7 @@ import typer
 from cluster_ddp.cli.answer import remark, show, tell
 from cluster_ddp.cli.checkpoints import best_of, size_in_words
 from cluster_ddp.cli.described import describe_runs
+from cluster_ddp.cli.options import Runs
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers
@@ -25,9 +26,7 @@ from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, runs_
 
 
 def command(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs or sweeps. Default: all in the runs folder.")
-    ] = None,
+    runs: Runs = None,
     older: Annotated[str, typer.Option(metavar="AGE", help="Only runs in which nothing changed for so long.")] = "30d",
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="Keep only the best checkpoint, not the last, where there is a best.")

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import ask_slurm, describe_with
+from cluster_ddp.cli.described import ask_slurm, describe_with, tell_sweeps
 from cluster_ddp.cli.options import JsonList
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.remembered import EndedRuns
@@ -32,7 +32,7 @@ def command(as_json: JsonList = False) -> None:
         show(f"{'RUN':<{width}}  {'STATE':<9}  {'CREATED':<16}  {'VIA':<8}  ATTEMPTS  CHECKPOINT")
         for name, status in zip(names, found, strict=True):
             show(f"{name:<{width}}  {_cells(status)}".rstrip())
-        tell(*(f"a sweep, whose elements its status shows: {sweep.id}" for sweep in sweeps))
+        tell_sweeps(sweeps)
 
 
 def _row(status: RunSummary) -> dict[str, Any]:

@@ -37,6 +37,14 @@ RunOrSweep = Annotated[
         metavar="RUN", autocompletion=_runs, help="Run or sweep: its directory, its id, or a unique prefix of one."
     ),
 ]
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        autocompletion=_runs,
+        help="Runs or sweeps: directory, id, or a unique prefix of one. Default: all.",
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting: train.lr=0.1. Repeatable.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -12,13 +13,15 @@ from typing import Annotated, Any
 import typer
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics
-from cluster_ddp.printing import one_line
+from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics, tell_sweeps
+from cluster_ddp.cli.options import Runs
+from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
+from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.remembered import EndedRun, EndedRuns
 from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, know
-from cluster_ddp.run.sweep import find_sweep, read_sweep
+from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, best_of, know_elements
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -34,10 +37,7 @@ _LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
 
 
 def command(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN", help="Run or sweep: its directory, id, or a unique prefix. Default: all runs."),
-    ] = None,
+    runs: Runs = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing is left to happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; of several runs a list.")] = False,
 ) -> None:
@@ -87,6 +87,10 @@ class Look:
         status, metric = best
         return ["", f"best by {one_line(metric)}: {one_line(status.run_id)}  {status.metrics[metric]:.4g}"]
 
+    def other_sweeps(self) -> list[SweepDirectory]:
+        """Where all runs are shown, the sweeps besides them, which have tables of their own."""
+        return [] if self._names else list_sweeps(self.runs_dir)
+
     def _known(self) -> Sequence[KnownRun | EndedRun | NotBegun]:
         if self.sweep is not None:
             return know_elements(self.sweep, read_sweep(self.sweep), self._ended.know)
@@ -96,38 +100,66 @@ class Look:
 
 
 def _print(found: list[RunStatus], look: Look) -> None:
-    if not found:
+    sweeps = look.other_sweeps()
+    if found:
+        show(*_lines(found, look))
+    elif not sweeps:
         tell(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)")
-    elif look.single:
-        show(_detail(found[0]))
-    else:
-        columns = _columns(found)
-        if sys.stdout.isatty():
-            widths = _fitted(columns, shutil.get_terminal_size().columns)
-        else:  # a pipe takes lines of any length, and its reader the columns that it knows
-            widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
-        show(*_table(columns, widths), *look.best(found))
+    tell_sweeps(sweeps)
+
+
+def _lines(found: list[RunStatus], look: Look) -> list[str]:
+    """The details of a run, or the table of several."""
+    if not found:
+        return []
+    if look.single:
+        return _detail(found[0]).split("\n")
+    columns = _columns(found)
+    if sys.stdout.isatty():
+        widths = _fitted(columns, shutil.get_terminal_size().columns)
+    else:  # a pipe takes lines of any length, and its reader the columns that it knows
+        widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
+    return [*_table(columns, widths), *look.best(found)]
 
 
 def _watch(look: Look, *, as_json: bool) -> None:
     """Show the states until no run will change by itself any more, or the person has seen enough (Ctrl-C)."""
-    live = sys.stdout.isatty() and not as_json
-    shown = ""
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json or not is_screen():
+            _watch_changes(look, as_json=as_json)
+        else:
+            _watch_in_place(look)
+
+
+def _watch_in_place(look: Look) -> None:
+    found = None
     try:
-        while True:
-            found = look.take()
-            if live:
-                sys.stdout.write("\x1b[H\x1b[2J")
-                _print(found, look)
-            elif (text := json.dumps(look.json(found)) if as_json else "\n".join(map(_line, found))) != shown:
-                show(text)
-                sys.stdout.flush()
-                shown = text
-            if not any(status.state.open for status in found):
-                return
-            time.sleep(_REFRESH_SECONDS)
-    except KeyboardInterrupt:
-        return
+        with alternate_screen():
+            for found in _looks(look):
+                draw([printable(line) for line in _lines(found, look)])
+    finally:
+        if found is not None:
+            _print(found, look)  # what was seen last stays in view
+
+
+def _watch_changes(look: Look, *, as_json: bool) -> None:
+    shown = ""
+    for found in _looks(look):
+        text = json.dumps(look.json(found)) if as_json else "\n".join(map(_line, found))
+        if text != shown:
+            show(text)
+            sys.stdout.flush()
+            shown = text
+
+
+def _looks(look: Look) -> Iterator[list[RunStatus]]:
+    """The states, every so often as long as they may change by themselves."""
+    while True:
+        found = look.take()
+        yield found
+        if not any(status.state.open for status in found):
+            return
+        time.sleep(_REFRESH_SECONDS)
 
 
 def _detail(status: RunStatus) -> str:

@@ -251,7 +251,7 @@ def test_wrong_calls_of_templates(call: Call, arguments: tuple[str, ...]) -> Non
         ("su", ["submit"]),
         ("submit multi", ["multi-node"]),
         ("submit --dr", ["--dry-run"]),
-        ("stop dig", ["digits-1"]),
+        ("status dig", ["digits-1"]),
         ("export dig", ["digits-1"]),
     ],
 )

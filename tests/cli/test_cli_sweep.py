@@ -182,7 +182,8 @@ def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call)
 def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
-    assert sweep.id in call("list").err
+    for command in ("list", "status"):
+        assert call(command).err == f"a sweep, whose elements its status shows: {sweep.id}\n"
     for words in (("logs", sweep.id), ("checkpoints", str(sweep.path)), ("export", sweep.id[:-2], "-o", "weights")):
         said = call(*words)
         assert said.status == 2 and "is a sweep" in said.err and "none of them has begun" in said.err

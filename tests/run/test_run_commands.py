@@ -91,7 +91,7 @@ def test_status_for_people(ddp: Ddp, run: RunDirectory, runs_dir: Path, say: Say
 
 
 def on_terminal(columns: int, runs_dir: Path, *arguments: str) -> list[str]:
-    """The lines that a command shows on a terminal of that width, without colours."""
+    """The lines that a command leaves on a terminal of that width, without colours."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 12, columns, 0, 0))
     environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "TERM": "xterm", "PATH": ""}
@@ -109,7 +109,8 @@ def on_terminal(columns: int, runs_dir: Path, *arguments: str) -> list[str]:
         finally:
             os.close(ours)
     assert called.returncode == 0
-    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown.decode()).splitlines()
+    stays = re.sub(r"\x1b\[\?1049h.*\x1b\[\?1049l", "", shown.decode(), flags=re.DOTALL)  # the alternate screen
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", stays).splitlines()
 
 
 @pytest.fixture
