@@ -20,6 +20,9 @@ from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
 """What squeue is asked for each job: id, plain id, state, nodes, reason, comment."""
 
+ENDED_FIELDS = "--format=JobID,JobIDRaw,State,NodeList,Reason,Comment"
+"""What sacct is asked, in the order of `QUEUE_FORMAT`."""
+
 _KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
 """How to reach Slurm: the variables that a child job needs, too (without SLURM_CONF nothing works on some clusters)."""
 
@@ -170,8 +173,7 @@ def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, Slu
     Empty where there is no accounting. A job that is not over to it is left out: squeue knows better what is alive.
     """
     wanted = sorted(filter(is_job_id, set(job_ids)))
-    fields = "--format=JobID,JobIDRaw,State,NodeList,Reason,Comment"  # in the order of QUEUE_FORMAT
-    command = ["sacct", "--noheader", "--allocations", "--parsable2", fields, f"--jobs={','.join(wanted)}"]
+    command = ["sacct", "--noheader", "--allocations", "--parsable2", ENDED_FIELDS, f"--jobs={','.join(wanted)}"]
     try:
         jobs = parse_queue(call_once(command, seconds=seconds)) if wanted else {}
     except SlurmError:

@@ -9,6 +9,10 @@ from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import call_once
 
 
+NODES_FORMAT = "%D|%c|%m|%G"
+"""What sinfo is asked of nodes that are alike: how many, CPUs, MiB, gres."""
+
+
 @dataclass(frozen=True)
 class NodeKind:
     """Nodes of a partition that are alike."""
@@ -45,7 +49,7 @@ def ask_partitions(*, seconds: float) -> list[Partition]:
 
 def ask_nodes(partition: str, *, seconds: float) -> list[NodeKind]:
     """The nodes of a partition, in whatever state; `SlurmError` without an answer in so many seconds."""
-    command = ["sinfo", "--noheader", "--exact", f"--partition={partition}", "--format=%D|%c|%m|%G"]
+    command = ["sinfo", "--noheader", "--exact", f"--partition={partition}", f"--format={NODES_FORMAT}"]
     return parse_nodes(call_once(command, seconds=seconds))
 
 

@@ -8,8 +8,11 @@ from typing import NamedTuple
 HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 """To be started (again), but not before a person releases it. A job that is PENDING may be held, too."""
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED"}) | HELD
-"""To be started (again). In CONFIGURING the nodes are given, but nothing of the job runs on them yet."""
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}) | HELD
+"""To be started (again). In CONFIGURING the nodes are given, but nothing of the job runs on them yet.
+
+EXPEDITING (since 25.11) is a requeue on the job's own nodes, ahead of all others.
+"""
 
 ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
 """The job's processes may still be there."""

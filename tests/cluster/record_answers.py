@@ -1,4 +1,4 @@
-"""Record what a Slurm answers about jobs in each situation: what the tests of the parsers read (tests/slurm/answers).
+"""Record what a Slurm answers in each situation of a job: what the tests of the parsers read (tests/slurm/answers).
 
     TEST_SLURM=/opt/slurm-26.05 python tests/cluster/record_answers.py
 
@@ -15,7 +15,9 @@ from pathlib import Path
 
 from slurm_cluster import CHECKOUT, SlurmCluster
 
-from cluster_ddp.slurm.commands import QUEUE_FORMAT
+from cluster_ddp.slurm.commands import ENDED_FIELDS, QUEUE_FORMAT
+from cluster_ddp.slurm.partitions import NODES_FORMAT
+from cluster_ddp.slurm.states import ACTIVE, WAITING
 
 FOLDER = CHECKOUT / "tests" / "slurm" / "answers"
 STUBBORN = ("trap '' TERM", "sleep 100 &", "wait", "sleep 100")
@@ -50,7 +52,7 @@ class Recorder:
 
 
 def record(cluster: SlurmCluster) -> dict[str, dict[str, str]]:
-    """All situations; the last are the nodes' and the configuration."""
+    """All situations; the last are those of the nodes, the partitions and the configuration."""
     recorder = Recorder(cluster)
     run, job, when = cluster.run, recorder.job, recorder.when
 
@@ -91,6 +93,15 @@ def record(cluster: SlurmCluster) -> dict[str, dict[str, str]]:
         cluster.wait_for_state(held, "RUNNING")
         run("scontrol", "requeuehold", *options, str(held))
         when(held, situation, lambda info: info["JobState"] not in ("RUNNING", "COMPLETING"))
+    with cluster.configured("Prolog=/bin/false"):
+        failed = job()
+        when(
+            failed,
+            "prolog failed",
+            lambda info: info["Priority"] == "0" and info["JobState"] != "COMPLETING",
+            end=False,
+        )
+    cluster.reset()
     failed = job()
     node = cluster.wait_for_state(failed, "RUNNING")["BatchHost"]
     cluster.crash_node(node)
@@ -119,20 +130,69 @@ def record(cluster: SlurmCluster) -> dict[str, dict[str, str]]:
     cluster.wait_for_state(array, "RUNNING")
     recorder.note("array", f"{array}_3")
     cluster.reset()
+    if cluster.version >= (25, 11):
+        record_expedited(recorder)
+    recorder.answers["partitions"] = {
+        "scontrol": run("scontrol", "show", "partition", "-o"),
+        "sinfo": run("sinfo", "--noheader", "--exact", "--partition=debug", f"--format={NODES_FORMAT}"),
+    }
     recorder.answers["configuration"] = {"scontrol": run("scontrol", "show", "config")}
     kept = re.findall(r"^(?:KillWait|SLURM_VERSION) .*\n", recorder.answers["configuration"]["scontrol"], re.MULTILINE)
     recorder.answers["configuration"] = {"scontrol": "".join(kept)}
     return recorder.answers
 
 
+def record_expedited(recorder: Recorder) -> None:
+    """A job that is queued again ahead of all others: after a node failure at once, after an exit status but 0 held."""
+    cluster = recorder.cluster
+    failed = recorder.job("--requeue=expedite")
+    node = cluster.wait_for_state(failed, "RUNNING")["BatchHost"]
+    recorder.note("expedited, running", failed)
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    recorder.when(failed, "expedited, node failed", lambda info: info["Restarts"] == "1")
+    failed = recorder.job("--requeue=expedite", lines=("exit 3",))
+    recorder.when(failed, "expedited, exit status 3", lambda info: info["Restarts"] == "1")
+
+
+def record_accounting(cluster: SlurmCluster) -> dict[str, str]:
+    """What sacct says of jobs that are over, by how they ended."""
+    recorder = Recorder(cluster)
+    run, answers = cluster.run, {}
+
+    def when_over(job: int, how: str) -> None:
+        def over() -> str | None:
+            command = ("sacct", "--noheader", "--allocations", "--parsable2", ENDED_FIELDS, f"--jobs={job}")
+            said = run(*command)
+            state = said.split("|")[2].split(" ")[0] if said else ""
+            return said if state and state not in ACTIVE | WAITING else None
+
+        answers[how] = cluster.wait_for(over, 120, f"the accounting knows how a job ended: {how}", every=0.5)
+        cluster.reset()
+
+    when_over(recorder.job(lines=("true",)), "completed")
+    when_over(recorder.job(lines=("exit 3",)), "failed")
+    when_over(recorder.job("--time=1"), "time limit")
+    for how, harm in {
+        "cancelled": lambda job, node: cluster.cancel(job),
+        "preempted": lambda job, node: cluster.preempt(job),
+        "node failed": lambda job, node: run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test"),
+    }.items():
+        job = recorder.job("--no-requeue")
+        harm(job, cluster.wait_for_state(job, "RUNNING")["BatchHost"])
+        when_over(job, how)
+    return answers
+
+
 def main() -> None:
     """Record the Slurm that TEST_SLURM names."""
     with SlurmCluster() as cluster:
         answers = record(cluster)
-        FOLDER.mkdir(exist_ok=True)
-        path: Path = FOLDER / "{}.{:02}.json".format(*cluster.version)
-        path.write_text(json.dumps(answers, indent=1) + "\n")
-        print(path)
+    with SlurmCluster(accounting=True) as cluster:
+        answers["accounting"] = record_accounting(cluster)
+    FOLDER.mkdir(exist_ok=True)
+    path: Path = FOLDER / "{}.{:02}.json".format(*cluster.version)
+    path.write_text(json.dumps(answers, indent=1) + "\n")
+    print(path)
 
 
 if __name__ == "__main__":

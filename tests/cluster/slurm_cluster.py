@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -179,6 +180,18 @@ class SlurmCluster(LoginNode):
             if text:
                 parts.append(f"--- {log.name}\n" + "\n".join(text))
         return "\n".join(parts)
+
+    @contextlib.contextmanager
+    def configured(self, *lines: str) -> Iterator[None]:
+        """More lines of slurm.conf, for a while."""
+        before = self.conf.read_text()
+        self.conf.write_text(before + "".join(f"{line}\n" for line in lines))
+        self.run("scontrol", "reconfigure")
+        try:
+            yield
+        finally:
+            self.conf.write_text(before)
+            self.run("scontrol", "reconfigure")
 
     # -- the nodes -----------------------------------------------------------------------------------------------
 

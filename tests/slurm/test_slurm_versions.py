@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from slurm_stand_ins import stand_in
 
-from cluster_ddp.slurm.commands import parse_queue
+from cluster_ddp.slurm.commands import parse_queue, query_ended_jobs
 from cluster_ddp.slurm.control import down_nodes, kill_wait, usable_nodes
+from cluster_ddp.slurm.partitions import NodeKind, parse_nodes, parse_partitions
 from cluster_ddp.slurm.shown import is_ending, parse_job, why_it_ends
 from cluster_ddp.slurm.states import ACTIVE, WAITING
 
@@ -34,21 +35,33 @@ JOBS = {
     "held by its user": ("cancel", False, "held"),
     "requeued and held": ("requeued", False, "held"),
     "special exit": ("requeued", False, "held"),
+    "prolog failed": ("requeued", False, "held"),
     "node failed, requeued": ("requeued", True, "active"),
     "node failed, not requeued": ("cancel", False, "over"),
     "cancelled, ending": ("cancel", True, "active"),
     "cancelled": ("cancel", False, "over"),
     "array": ("terminated", False, "active"),
+    "expedited, running": ("terminated", False, "active"),
+    "expedited, node failed": ("requeued", False, "waiting"),
+    "expedited, exit status 3": ("requeued", False, "held"),
 }
+# How jobs ended, as the accounting says it.
+ENDED = {
+    "completed": "COMPLETED", "failed": "FAILED", "time limit": "TIMEOUT", "cancelled": "CANCELLED",
+    "preempted": "PREEMPTED", "node failed": "NODE_FAIL",
+}  # fmt: skip
 
 
 def test_the_releases_that_sites_run_are_there() -> None:
-    assert {"22.05", "24.05", "26.05"} <= set(ANSWERS)
-    assert all(set(JOBS) <= set(answers) for answers in ANSWERS.values())
+    everywhere = {situation for situation in JOBS if not situation.startswith("expedited")}
+    assert {"22.05": everywhere, "24.05": everywhere, "26.05": set(JOBS)} == {
+        release: set(JOBS) & set(answers) for release, answers in ANSWERS.items()
+    }
 
 
-@every_release
-@pytest.mark.parametrize("situation", JOBS)
+@pytest.mark.parametrize(
+    ("release", "situation"), [(release, s) for release, answers in ANSWERS.items() for s in JOBS if s in answers]
+)
 def test_a_job_in_each_situation(release: str, situation: str) -> None:
     why, ending, place = JOBS[situation]
     answer = ANSWERS[release][situation]
@@ -70,6 +83,29 @@ def test_a_task_of_an_array_is_found_by_both_ids(release: str) -> None:
     assert shown.endswith("_3") and plain.isdigit()
     jobs = parse_queue(answer)
     assert jobs[shown] is jobs[plain]
+
+
+@every_release
+def test_partitions_and_their_nodes(release: str) -> None:
+    answers = ANSWERS[release]["partitions"]
+    partitions = {partition.name: partition for partition in parse_partitions(answers["scontrol"])}
+    assert set(partitions) == {"debug", "cancel", "urgent"}
+    debug, cancel, urgent = (partitions[name] for name in ("debug", "cancel", "urgent"))
+    assert all(partition.up and partition.max_time is None and partition.qos == () for partition in partitions.values())
+    assert (debug.default, cancel.default, urgent.default) == (True, False, False)
+    assert (debug.grace, cancel.grace) == (10, 0)
+    assert (debug.preempted, cancel.preempted, urgent.preempted) == (True, True, False)
+    assert parse_nodes(answers["sinfo"]) == [NodeKind(3, 8, 64000, {"a100": 4})]
+
+
+@every_release
+@pytest.mark.parametrize("how", ENDED)
+def test_how_the_accounting_says_that_a_job_ended(release: str, how: str, slurm: Path) -> None:
+    said = ANSWERS[release]["accounting"][how]
+    (slurm / "said").write_text(said)
+    stand_in(slurm, "sacct", 'cat "$(dirname "$0")/said"')
+    (job,) = query_ended_jobs([said.split("|")[0]], seconds=5).values()
+    assert (job.state, job.comment) == (ENDED[how], "cluster_ddp a-run")
 
 
 @every_release
