@@ -187,7 +187,11 @@ def _fill_disk(scene: Scene, strike: Strike) -> None:
 
 
 def _damage(scene: Scene, strike: Strike) -> None:
-    """Kill a rank, and flip some bytes of the newest checkpoint before the next attempt reads it."""
+    """Kill a rank, and flip some bytes of the newest checkpoint before the next attempt reads it.
+
+    There is one before it: without any intact one the run would end.
+    """
+    scene.cluster.wait_for(lambda: len(checkpoints(scene.training.run)) > 1, 90, "two checkpoints")
     _kill_rank(scene, strike)
     scene.cluster.wait_for(lambda: scene.cluster.state(scene.training.job) == "PENDING", 90, "between two attempts")
     chance = random.Random(strike.seed)
