@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import call_once
 
-
 NODES_FORMAT = "%D|%c|%m|%G"
 """What sinfo is asked of nodes that are alike: how many, CPUs, MiB, gres."""
 

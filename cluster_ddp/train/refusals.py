@@ -55,18 +55,21 @@ class SingleSamples:
         if order is None or order.drop_last:
             return
         last = order.steps_per_epoch - 1
-        if order.size(last) == order.global_batch:
+        if order.size(last) == order.global_batch or _fewest_samples(order, plan, last) > 1:
             return
-        of_ranks = [list(rank_micro_batches(order, plan, rank, last, last + 1)) for rank in range(plan.world_size)]
-        if not any(len(micro.indices) == 1 for rank in of_ranks for micro in rank):
-            return
+        self._order, self._plan = order, plan
         self._left = order.size(last)
-        self._samples = len(of_ranks[0][0].indices) if last == 0 else plan.micro_batch
+        self._samples = _fewest_samples(order, plan, step=0)
         self._handles = [
             module.register_forward_pre_hook(self._judge)
             for module in model.modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm)
         ]
+
+    def begin(self, step: int) -> None:
+        """Call when the first step is known: a run may be resumed just before the last batch of an epoch."""
+        if self._handles:
+            self._samples = _fewest_samples(self._order, self._plan, step)
 
     def end(self) -> None:
         """Call when the first step is done."""
@@ -81,6 +84,12 @@ class SingleSamples:
                 "epoch, so that a rank gets one of them, and BatchNorm needs two: set train.drop_last: true, or "
                 "another train.global_batch"
             )
+
+
+def _fewest_samples(order: SampleStream, plan: BatchPlan, step: int) -> int:
+    """Samples in the smallest forward pass of a step, over all ranks."""
+    of_ranks = (rank_micro_batches(order, plan, rank, step, step + 1) for rank in range(plan.world_size))
+    return min(len(micro.indices) for rank in of_ranks for micro in rank)
 
 
 class FrozenLayers:

@@ -214,6 +214,7 @@ class Trainer:
         self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
+        self.single_samples.begin(self.step)
         self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
         self.log.open(self.step)
         setup = describe_training(self.job.train, self.plan)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 from train_ranks import run_ranks
-from train_tasks import CLASSES, FEATURES, Plain, job, samples, train
+from train_tasks import CLASSES, FEATURES, SAMPLES, Plain, job, samples, train
 
 from cluster_ddp.checkpoint.errors import RanksDiverged
 from cluster_ddp.job import ClusterDDPError, JobSpec
@@ -247,6 +247,15 @@ def test_what_cannot_be_trained_is_refused_before_the_first_update(
 def test_a_batchnorm_that_has_enough_values_of_one_sample_is_trained() -> None:
     _, outcome = train(Normed(images=True), job(train={"steps": 6, "global_batch": 49, "drop_last": False}))
     assert outcome.completed
+
+
+def test_a_run_that_is_resumed_before_that_last_batch_goes_on(tmp_path: Path) -> None:
+    """The first forward pass of its attempt is the one of a single sample."""
+    spec = job(train={"steps": 6, "global_batch": 49, "drop_last": False})
+    run = create_run(spec, runs_dir=tmp_path, via="local", script=None)
+    train(Normed(images=True), spec, run, stop_at=SAMPLES // 49)
+    resumed, outcome = train(Normed(images=True), spec, run, attempt=1)
+    assert outcome.completed and resumed.step == 6
 
 
 def left_with_one() -> str:
