@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
@@ -63,14 +62,8 @@ def test_limit_is_told_and_a_forgotten_job_is_looked_up(accounting_cluster: Slur
     assert status["reason"].startswith("the QOS limits the nodes of one user"), status
     cluster.cancel(training.job)
     assert training.status()["state"] == "CANCELLED"
-    before = cluster.conf.read_text()
-    cluster.conf.write_text(re.sub(r"MinJobAge=\d+", "MinJobAge=2", before))
-    cluster.run("scontrol", "reconfigure")
-    try:
+    with cluster.configured("MinJobAge=2"):
         cluster.wait_for(lambda: not cluster.state(training.job), PATIENCE, "slurmctld forgets the job", every=1)
-    finally:
-        cluster.conf.write_text(before)
-        cluster.run("scontrol", "reconfigure")
     status = training.status()
     assert status["state"] == "CANCELLED", status
     assert str(training.job) in status["reason"]

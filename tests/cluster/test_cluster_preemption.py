@@ -19,6 +19,13 @@ from training_job import STEPS, TrainingJob, submit
 pytestmark = pytest.mark.timeout(900)
 
 PATIENCE = 180
+KINDS = {  # the partition, and its grace in seconds
+    "grace": ("debug", 10),
+    "no grace": ("debug", 0),
+    "user signal": ("debug", 10),
+    "cancelled with grace": ("cancel", 10),
+    "cancelled without": ("cancel", 0),
+}
 both_ways = pytest.mark.parametrize("via", ["sbatch", "submitit"])
 sbatch_first = pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", marks=pytest.mark.chaos)])
 
@@ -47,38 +54,25 @@ def stays_ended(training: TrainingJob, state: str, *, restarts: int) -> None:
 
 
 @contextmanager
-def preemption(cluster: SlurmCluster, kind: str) -> Iterator[None]:
-    """Preemption of one kind: how the cluster is to be set, besides the partition that the job is submitted to."""
-    if kind == "no grace":
-        cluster.run("scontrol", "update", "PartitionName=debug", "GraceTime=0")
-    before = cluster.conf.read_text()
-    if kind == "user signal":
-        cluster.conf.write_text(before + "PreemptParameters=send_user_signal\n")
-        cluster.run("scontrol", "reconfigure")
-    try:
-        yield
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=debug", "GraceTime=10")
-        if kind == "user signal":
-            cluster.conf.write_text(before)
-            cluster.run("scontrol", "reconfigure")
+def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
+    """Set the cluster for preemption of one kind; the partition to submit to."""
+    partition, grace = KINDS[kind]
+    with cluster.configured(*(["PreemptParameters=send_user_signal"] if kind == "user signal" else [])):
+        # Until the configuration is read again, at the end.
+        cluster.run("scontrol", "update", f"PartitionName={partition}", f"GraceTime={grace}")
+        yield partition
 
 
 @both_ways
 @pytest.mark.parametrize(
-    ("kind", "times"),
-    [
-        ("grace", 1),
-        *(pytest.param(kind, 1, marks=pytest.mark.chaos) for kind in ("cancel", "no grace", "user signal")),
-        *(pytest.param(kind, 10, marks=pytest.mark.chaos) for kind in ("grace", "cancel", "no grace", "user signal")),
-    ],
+    ("kind", "times"), [("grace", 1), *(pytest.param(kind, 10, marks=pytest.mark.chaos) for kind in KINDS)]
 )
 def test_completed_once_however_often_it_was_preempted(
     cluster: SlurmCluster, tmp_path: Path, via: str, kind: str, times: int
 ) -> None:
-    with preemption(cluster, kind):
-        partition = "cancel" if kind == "cancel" else "debug"
-        small = {"slurm": {"partition": partition}, "launch": {"procs_per_node": 1}}
+    with preemption(cluster, kind) as partition:
+        nodes = 2 if times == 1 else 1
+        small = {"slurm": {"partition": partition, "nodes": nodes}, "launch": {"procs_per_node": 1}}
         training = submit(cluster, tmp_path, "--via", via, **small)
         for number in range(1, times + 1):
             preempt(training, number)
@@ -86,7 +80,7 @@ def test_completed_once_however_often_it_was_preempted(
         stays_ended(training, "COMPLETED", restarts=times)
     status = training.status()
     assert (status["state"], status["attempts"], status["step"]) == ("COMPLETED", times + 1, STEPS)
-    if kind in ("grace", "user signal"):
+    if KINDS[kind][1]:
         assert repeated_steps(training.run) == [], "work was lost although there was time to save"
 
 
