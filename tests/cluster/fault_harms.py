@@ -178,6 +178,22 @@ def without_controller(scene: Scene) -> None:
     scene.cluster.start_slurmctld()
 
 
+def forbid_requeue(scene: Scene) -> None:
+    """Slurm is told to queue the job no more, and then the end of its time is near."""
+    scene.cluster.run("scontrol", "update", f"JobId={scene.run.job}", "Requeue=0")
+    warn(scene)
+
+
+def cut_from_controller(scene: Scene) -> None:
+    """Slurm gives the node up and starts the job elsewhere, while the old attempt trains on."""
+    scene.cluster.cut_from_controller(scene.host(0))
+
+    def trains_elsewhere() -> bool:
+        return any(event["event"] == "resumed" and event["attempt"] == 1 for event in scene.run.events())
+
+    scene.wait(trains_elsewhere, "it trains elsewhere", 240)
+
+
 def stand_still(pattern: str, seconds: float | None) -> Harm:
     """Stop a process of the bad node as soon as it is there, and let it go on after a while, or never."""
 

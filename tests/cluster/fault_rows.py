@@ -16,7 +16,9 @@ from fault_harms import (
     Harm,
     as_in_chaos,
     crash,
+    cut_from_controller,
     damage_between,
+    forbid_requeue,
     full,
     in_bad_node,
     in_small_cgroup,
@@ -258,6 +260,22 @@ ROWS: dict[str, Row] = {
         without_controller,
         lost=2 * EVERY_STEPS,
         words=("waiting to be queued again, which is tried until the allocation is nearly over",),
+    ),
+    "requeue refused by Slurm": Row(
+        "saved; FAILED with Slurm's words and the command that goes on",
+        forbid_requeue,
+        state="FAILED",
+        attempts=1,
+        words=("requeue failed: Slurm has not queued the job again", "cluster-ddp resume"),
+    ),
+    "node cut from Slurm's controller, but not from the storage": Row(
+        "the job is started elsewhere while the old attempt trains on; it ends within seconds of the newer one's start "
+        "and saves nothing more (below); the node is named in `status` and excluded",
+        cut_from_controller,
+        lost=30,  # what the old attempt trains beyond the newer one's beginning does not count
+        words=("cut from the controller",),
+        job={"slurm": {"nodes": 1}, "launch": {"procs_per_node": 2}},
+        task=_paced(seconds=1.5),  # it has not come to its end before it is started elsewhere
     ),
     # -- a node that cannot take part
     "runs folder missing on a node": bad(
