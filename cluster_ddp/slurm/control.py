@@ -77,14 +77,16 @@ def forbid_requeue(task: str) -> None:
 
 def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
     """Keep a job from some hosts, besides those that it is kept from already; only a queued job takes this."""
-    excluded = ",".join(filter(None, [_excluded(task), *hosts]))
-    call(["scontrol", "update", f"JobId={task}", f"ExcNodeList={excluded}"], seconds=_SECONDS)
+    excluded = _excluded(task)
+    known = _hosts(excluded)
+    if new := [host for host in hosts if host not in known]:
+        names = ",".join(filter(None, [excluded, *new]))
+        call(["scontrol", "update", f"JobId={task}", f"ExcNodeList={names}"], seconds=_SECONDS)
 
 
 def excluded_hosts(task: str) -> list[str]:
     """The hosts that a job is kept from."""
-    known = _excluded(task)
-    return call(["scontrol", "show", "hostnames", known], seconds=_SECONDS).split() if known else []
+    return _hosts(_excluded(task))
 
 
 def usable_nodes(partition: str) -> set[str]:
@@ -108,3 +110,8 @@ def _excluded(task: str) -> str:
     """The node list that a job is kept from, as Slurm writes it."""
     job = parse_job(call(["scontrol", "show", "job", "-o", task], seconds=_SECONDS))
     return job.excluded if job else ""
+
+
+def _hosts(node_list: str) -> list[str]:
+    """The hosts of a node list as Slurm writes it."""
+    return call(["scontrol", "show", "hostnames", node_list], seconds=_SECONDS).split() if node_list else []

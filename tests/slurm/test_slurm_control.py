@@ -33,12 +33,16 @@ def test_a_job_of_which_slurm_says_nothing(slurm: Path) -> None:
     assert show_job("7", seconds=5) is None
 
 
-@pytest.mark.parametrize(("known", "excluded"), [("(null)", "b,d"), ("old[1-2]", "old[1-2],b,d")])
-def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, excluded: str) -> None:
+@pytest.mark.parametrize(
+    ("known", "hosts", "excluded"),
+    [("(null)", "", "b,d"), ("old[1-2]", "old1\nold2", "old[1-2],b,d"), ("[a-b]", "a\nb", "[a-b],d")],
+)
+def test_hosts_are_excluded_besides_those_that_were(slurm: Path, known: str, hosts: str, excluded: str) -> None:
     stand_in(
         slurm,
         "scontrol",
-        f"[[ $1 == show ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} NodeList=a'; true",
+        f"[[ $2 == job ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} NodeList=a'\n"
+        f"[[ $2-$3 == hostnames-'{known}' ]] && echo '{hosts}'\ntrue",
     )
     exclude_hosts("7", ["b", "d"])
     assert calls(slurm)[-1] == f"scontrol update JobId=7 ExcNodeList={excluded}"
