@@ -188,6 +188,10 @@ class Manifest:
         """Each name that can be loaded, aliases too, with the name under which it is stored."""
         return {**{name: name for name in self.tensors}, **self.aliases}
 
+    def stored(self) -> dict[str, StoredTensor]:
+        """What is stored under each of these names."""
+        return {name: self.tensors[stored] for name, stored in self.names().items()}
+
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``, with the digest of itself."""
         body = self._body()

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
 from cluster_ddp.checkpoint.format import Manifest, StoredTensor, shard_name
 from cluster_ddp.checkpoint.plan import SavePlan
-from cluster_ddp.checkpoint.restore import Restored, match
+from cluster_ddp.checkpoint.restore import Check, Restored, match
 
 _PLACE = "in memory"
 
@@ -38,8 +38,9 @@ class MemoryCheckpoint:
             metrics={},
         )  # fmt: skip
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> Restored:
+    def restore(self, tensors: Mapping[str, Tensor], check: Check) -> Restored:
         """Fill live tensors as `Checkpointer.restore` does, with its errors; only once: the others are given away."""
+        check(self._manifest.scalars, self._manifest.stored())
         source_of, differences = match(self._manifest, tensors)
         if differences:
             raise CheckpointMismatch(_PLACE, differences)

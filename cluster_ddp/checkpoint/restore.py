@@ -77,7 +77,7 @@ def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor], check: Check)
     """
     manifest = open_checkpoint(folder, run_id)
     try:
-        check(manifest.scalars, manifest.tensors)
+        check(manifest.scalars, manifest.stored())
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(folder.name, [f"{MANIFEST}: {error}"]) from error
     source_of, differences = match(manifest, tensors)

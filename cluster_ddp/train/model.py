@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,11 @@ from cluster_ddp.train.state import Stateful
 _NOTHING = contextlib.nullcontext()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _SETTLING_PASSES = 2
-_UNSENT = {torch.int16, torch.uint16, torch.uint32, torch.uint64}  # neither Gloo nor NCCL has them
+# What cannot be sent, by Gloo and NCCL or by Gloo alone, and what can take its place.
+_UNSENT = dict.fromkeys((torch.int16, torch.uint16, torch.uint32, torch.uint64), "torch.int32 or torch.int64")
+_UNSENT_ON_CPU = dict.fromkeys(
+    (dtype for name, dtype in vars(torch).items() if name.startswith("float8_")), "torch.bfloat16 or torch.float32"
+)
 
 
 def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> nn.Module:
@@ -71,7 +75,7 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
     """
     if world.world_size == 1:
         return model
-    _refuse_unsent(model)
+    _refuse_unsent(model, _UNSENT if device.type == "cuda" else _UNSENT | _UNSENT_ON_CPU)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -87,14 +91,14 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
     return wrapped
 
 
-def _refuse_unsent(model: nn.Module) -> None:
+def _refuse_unsent(model: nn.Module, unsent: Mapping[torch.dtype, str]) -> None:
     """Raise a `TaskError` for parameters and buffers of a dtype that ranks cannot send to each other."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if tensor.dtype in _UNSENT:
+            if tensor.dtype in unsent:
                 raise TaskError(
                     f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, as "
-                    "several of them do with all that the model registers: keep it as torch.int32 or torch.int64"
+                    f"several of them do with all that the model registers: keep it as {unsent[tensor.dtype]}"
                 )
 
 

@@ -20,6 +20,7 @@ from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state import Collected, State
+from cluster_ddp.train.stored import check_scalars
 
 _SHOWN = 5  # differences that are named
 _MAX_TEXT = 120  # characters of each
@@ -46,7 +47,7 @@ def check_comes_back(state: State, step: int, collected: Collected, plan: SavePl
     try:
         stored = MemoryCheckpoint(tensors, scalars, plan)
         other = fresh()
-        restored = stored.restore(other.live())
+        restored = stored.restore(other.live(), check_scalars)
         other.load(step, restored.scalars, restored.extra)
         again, scalars_again = other.collect()
     except CheckpointMismatch as error:

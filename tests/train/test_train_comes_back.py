@@ -91,7 +91,7 @@ class WithBuffer(Plain):
             made.register_buffer("noise", None)
             made.register_forward_pre_hook(fill)
         else:
-            made.register_buffer("table", torch.zeros(2, dtype=torch.uint16))
+            made.register_buffer("table", torch.zeros(2, dtype=getattr(torch, self.kind)))
         return made
 
 
@@ -106,6 +106,7 @@ def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     [
         ("filled at random", "each rank has a state of its own: model.noise"),
         ("uint16", "the buffer table has dtype torch.uint16, which ranks cannot send"),
+        ("float8_e4m3fn", "the buffer table has dtype torch.float8_e4m3fn, which ranks cannot send"),
     ],
 )
 def test_a_buffer_that_the_ranks_cannot_share_is_refused(kind: str, words: str, tmp_path: Path) -> None:

@@ -123,6 +123,9 @@ class Keeps(Optimizer):
             history.append(gradient.clone())
             del history[:-2]
             return sum(history, torch.zeros_like(gradient))
+        if self.kept == "one tensor twice":
+            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+            return state.setdefault("both", [momentum, momentum])[1].mul_(0.9).add_(gradient)
         if self.kept == "dict of tensors":
             inner = state.setdefault("inner", {"momentum": torch.zeros_like(parameter)})
             return inner["momentum"].mul_(0.9).add_(gradient)
@@ -188,7 +191,7 @@ class Around(SGD):
 
 
 KEPT = (
-    "fp32 master", "uint8", "list of tensors", "dict of tensors", "key with a dot", "global state",
+    "fp32 master", "uint8", "list of tensors", "one tensor twice", "dict of tensors", "key with a dot", "global state",
     "tensor in the group", "own extras",
 )  # fmt: skip
 
