@@ -43,6 +43,7 @@ class RankExits:
         self._tail = Tail(log_dir / _FILE_NAME)
         self.failed: dict[int, RankExit] = {}  # ranks that ended with another status than 0, by process id
         self.folders: dict[Path, int] = {}  # where torchrun keeps what a rank prints, and which rank it is
+        self.left: set[int] = set()  # process ids of ranks that ended with status 0, as far as the agent has looked
         self.ended_by_agent: set[int] = set()  # process ids; because others had failed, or nodes had come or gone
 
     def read(self) -> None:
@@ -51,6 +52,7 @@ class RankExits:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # of a disk that was full
                 record = json.loads(line)
                 self.ended_by_agent.update(record["ended_by_agent"])
+                self.left.update(record["left"])
                 self.failed |= {entry["pid"]: RankExit(**entry) for entry in record["failed"]}
                 self.folders |= {Path(folder): int(rank) for folder, rank in record["folders"].items()}
 
@@ -67,8 +69,9 @@ def record_exits(log_dir: Path) -> None:
             named.add(context)
             _write(log_dir, folders=_folders(context))
         result = wait(context, timeout, period)
-        if result is not None and result.is_failed():
-            _write(log_dir, failed=[_rank_exit(context, failure) for failure in result.failures.values()])
+        if result is not None:
+            failed = [_rank_exit(context, failure) for failure in result.failures.values()]
+            _write(log_dir, failed=failed, left=_left(context))
         return result
 
     def recording_close(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
@@ -91,16 +94,23 @@ def _rank_exit(context: PContext, failure: ProcessFailure) -> RankExit:
     return RankExit(failure.pid, rank, failure.local_rank, failure.exitcode)
 
 
+def _left(context: PContext) -> list[int]:
+    handlers = getattr(context, "subprocess_handlers", {}).values()
+    return [handler.proc.pid for handler in handlers if handler.proc.returncode == 0]
+
+
 def _write(
     log_dir: Path,
     *,
     folders: dict[str, int] | None = None,
     failed: list[RankExit] | None = None,
+    left: list[int] | None = None,
     ended_by_agent: list[int] | None = None,
 ) -> None:
     record = {
         "folders": folders or {},
         "failed": [asdict(entry) for entry in failed or []],
+        "left": left or [],
         "ended_by_agent": ended_by_agent or [],
     }
     with contextlib.suppress(OSError), (log_dir / _FILE_NAME).open("a") as file:

@@ -87,11 +87,13 @@ class Failures:
         return death.rank.pid in self._exits.ended_by_agent if error is None else error.follows
 
     def _code(self, death: _Death) -> int | None:
+        if death.rank.pid in self._exits.left:
+            return 0
         known = self._exits.failed.get(death.rank.pid)
         return known.exit_code if known is not None else None
 
     def _order(self, death: _Death) -> tuple[int, float]:
-        """The cause first: who was killed, then who left no message, then the errors, the earliest first.
+        """The cause first: who was killed, then who left or left no message, then the errors, the earliest first.
 
         A rank that is killed leaves no message, and torchrun may not have noticed yet; its peers complain about the
         lost connection.
@@ -101,6 +103,8 @@ class Failures:
             kind = 4
         elif _is_kill(code):
             kind = 0
+        elif code == 0:
+            kind = 1
         elif read_error(death.rank) is not None:
             kind = 2
         else:
@@ -144,6 +148,8 @@ def _without_message(code: int | None) -> str:
         name = signal.Signals(-code).name
         hint = ", perhaps because the node ran out of memory" if -code == signal.SIGKILL else ""
         return f"ended by {name}{hint}; it left no message"
+    if code == 0:
+        return "ended with exit status 0 before its training was over, as by os._exit(0); it left no message"
     if code:
         return f"ended with exit status {code}; it left no message"
     return "ended without a message; killed from outside, perhaps because the node ran out of memory"

@@ -15,7 +15,7 @@ from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
 
-# Rank 2 is killed in its first life, rank 1 fails in its second; the others would go on.
+# Rank 2 is killed in its first life, rank 0 leaves and rank 1 fails in its second; the others would go on.
 RANKS = """
 import os, signal, sys, time
 rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -24,7 +24,13 @@ while len([name for name in os.listdir() if name.startswith("pid-") and f"-{life
     time.sleep(0.02)
 if life == "0" and rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
+if life == "1" and rank == 0:
+    open("left", "w").close()
+    sys.exit(0)
 if life == "1" and rank == 1:
+    while not os.path.exists("left"):
+        time.sleep(0.02)
+    time.sleep(1)
     sys.exit(7)
 time.sleep(600)
 """
@@ -67,11 +73,12 @@ def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path)
     cause = {pid: known for pid, known in exits.failed.items() if pid not in exits.ended_by_agent}
     first, second = pids["2-0"], pids["1-1"]
     assert cause == {first: RankExit(first, 2, 2, -9), second: RankExit(second, 1, 1, 7)}, f"{CHANGED}\n{done.stderr}"
-    assert exits.ended_by_agent == set(pids.values()) - {first, second}, CHANGED
+    assert exits.left == {pids["0-1"]}, CHANGED
+    assert exits.ended_by_agent == set(pids.values()) - {first, second, pids["0-1"]}, CHANGED
 
 
 def test_what_a_full_disk_left_of_a_record_is_passed_over(tmp_path: Path) -> None:
     exits = RankExits(tmp_path)
-    (tmp_path / "exits.jsonl").write_text('{"failed": [{"pid": 1}], "ended_by_agent": []}\n{"failed"\n[]\n')
+    (tmp_path / "exits.jsonl").write_text('{"failed": [{"pid": 1}], "left": [], "ended_by_agent": []}\n{"failed"\n[]\n')
     exits.read()
     assert (exits.failed, exits.ended_by_agent) == ({}, set())

@@ -77,6 +77,18 @@ def test_who_was_killed_is_named_before_who_complains(scene: Scene) -> None:
     assert "SIGKILL" in event["error"]
 
 
+def test_who_left_with_status_0_is_named_before_who_complains(scene: Scene) -> None:
+    left, complains = scene.rank(5), scene.rank(4, PEER_LOST)
+    scene.exits.left.add(left.pid)
+    scene.exit_code(complains, 1)
+    scene.failures.note([left], agent_ended=False)
+    scene.now += 2.1  # Slurm ends this node 5 s after the other
+    scene.failures.note([complains], agent_ended=False)
+    event = scene.event()
+    assert (event["rank"], event["signal"], event["exit_code"], event["others"]) == (5, None, 0, [4])
+    assert "ended with exit status 0 before its training was over" in event["error"]
+
+
 def test_a_silent_death_is_not_recorded_before_torchrun_has_told_of_it(scene: Scene) -> None:
     killed = scene.rank(5)
     scene.failures.note([killed], agent_ended=False)
