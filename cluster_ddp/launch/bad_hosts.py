@@ -106,6 +106,8 @@ def record_failed_nodes(attempt: AttemptDirectory, writer: EventWriter, start: S
     if step.lost or len(spoke) >= start.nodes:
         return
     failed = {_short(task.host): task.describe() for task in reversed(step.output.failures())}  # the first words count
+    if step.unstarted:
+        failed = dict.fromkeys(hosts, "none has within an hour (see the Slurm output)")
     if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
         failed = dict.fromkeys(hosts, "it never said that it had started")
     for host in sorted(failed.keys() - spoke):

@@ -6,13 +6,17 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from cluster_ddp.launch.processes import die_with_parent
-from cluster_ddp.launch.sign_of_life import SilentNodes
+from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes
 from cluster_ddp.launch.step_output import LABEL, StepOutput
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.stopfile import read_stop
 
+START_SECONDS = 3600.0
+"""For the first node program to come up: a container's image may have to be fetched before."""
 _TERM_SECONDS = 5.0
 
 
@@ -34,6 +38,8 @@ class RunningStep:
         What it printed.
     lost
         The ranks of the nodes that it was ended for, since they gave no sign of life any more.
+    unstarted
+        Whether it was ended because no node program came up in all that time.
 
     Raises
     ------
@@ -61,22 +67,37 @@ class RunningStep:
         for pipe, stream in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             assert pipe is not None
             self.output.follow(pipe, stream)
+        self._attempt = attempt
         self._silent = SilentNodes(attempt, nodes)
+        self._began = time.monotonic()
+        self._stopped: float | None = None
         self.lost: list[int] = []
+        self.unstarted = False
 
     def has_ended(self) -> bool:
         """Whether it is over. One that waits for a node that has died without a word is ended here.
 
-        So is one whose node programs have all signed off: srun then waits for nothing but Slurm's controller.
+        So is one whose node programs have all signed off: srun then waits for nothing but Slurm's controller. And so is
+        one in which none has come up: Slurm may wait with the step for another one to end, and Python for its disk.
         """
         if self._process.poll() is None and not self.lost:
             self.lost = self._silent.look()
-            if self.lost or self._silent.all_signed_off:
+            if self.lost or self._silent.all_signed_off or self._never_begins():
                 self._end()
         if self._process.poll() is None:
             return False
         self.output.finish()
         return True
+
+    def _never_begins(self) -> bool:
+        """Whether no node program has come up for too long, or could hear that the run was asked to stop."""
+        if self._silent.any_began:
+            return False
+        now = time.monotonic()
+        self.unstarted = now - self._began > START_SECONDS
+        if self._stopped is None and read_stop(self._attempt) is not None:
+            self._stopped = now
+        return self.unstarted or (self._stopped is not None and now - self._stopped > SILENT_SECONDS)
 
     def _end(self) -> None:
         self._process.terminate()  # srun cancels what is left of the step

@@ -80,6 +80,11 @@ class SilentNodes:
         """Whether all nodes have signed off, as of the last look, and a while ago."""
         return self._last_end is not None and self._clock() - self._last_end > SIGNED_OFF_SECONDS
 
+    @property
+    def any_began(self) -> bool:
+        """Whether any node has given a sign of life so far, as of the last look."""
+        return bool(self._began)
+
     def look(self) -> list[int]:
         """The ranks of the nodes that are to be given up; none as long as nobody has signed off."""
         now = self._clock()

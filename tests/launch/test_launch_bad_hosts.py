@@ -230,9 +230,10 @@ def test_what_cannot_be_recorded_is_not_asked(run: RunDirectory) -> None:
 class Ended:
     """A step that is over, as its keeper saw it."""
 
-    def __init__(self, *lines: str, lost: tuple[int, ...] = ()) -> None:
+    def __init__(self, *lines: str, lost: tuple[int, ...] = (), unstarted: bool = False) -> None:
         self.output = StepOutput(labelled=True)
         self.lost = list(lost)
+        self.unstarted = unstarted
         for line in lines:
             self.output.note(line)
 
@@ -256,6 +257,13 @@ def test_a_node_that_never_started_is_named_with_its_last_words(fresh: RunDirect
     assert error.endswith("Exited with exit code 127: bash: no python here")
     happened(fresh, "node-failed", 1, host="n2", error="the same again", suspect=True)
     assert found(fresh, 1) == ["n2"]
+
+
+def test_a_step_in_which_no_node_came_up_is_told(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    found = recorded(fresh, Ended(unstarted=True))
+    assert [host for host, _ in found] == ["n1", "n2", "n3"]
+    assert all("none has within an hour" in error for _, error in found)
 
 
 def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:

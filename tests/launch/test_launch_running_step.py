@@ -1,0 +1,65 @@
+"""A step in which no node program comes up: the process of the step is real, and does nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster_ddp.launch import running_step
+from cluster_ddp.launch.running_step import RunningStep
+from cluster_ddp.launch.sign_of_life import SignOfLife
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.stopfile import request_stop
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDirectory:
+    attempt = RunDirectory(tmp_path).attempt(0)
+    attempt.path.mkdir(parents=True)
+    return attempt
+
+
+def start(attempt: AttemptDirectory) -> RunningStep:
+    return RunningStep(["sleep", "600"], os.environ, attempt, 2, os.getpid())
+
+
+def ends(step: RunningStep) -> bool:
+    deadline = time.monotonic() + 0.5
+    while not step.has_ended():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_step_that_waits_before_its_first_node_ends_when_the_run_is_stopped(
+    attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_step, "SILENT_SECONDS", 0.0)
+    step = start(attempt)
+    assert not ends(step)
+    request_stop(attempt, reason="person", by="me")
+    assert ends(step) and not step.unstarted
+
+
+def test_a_step_in_which_no_node_comes_up_ends_some_time(
+    attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_step, "START_SECONDS", 0.2)
+    step = start(attempt)
+    assert ends(step) and step.unstarted
+
+
+def test_a_step_of_which_a_node_lives_goes_on(attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_step, "START_SECONDS", 0.0)
+    monkeypatch.setattr(running_step, "SILENT_SECONDS", 0.0)
+    SignOfLife(attempt.alive_file(1)).give()
+    request_stop(attempt, reason="person", by="me")
+    step = start(attempt)
+    try:
+        assert not ends(step)
+    finally:
+        step._end()
