@@ -14,10 +14,10 @@ from pathlib import Path
 
 from cluster_ddp.job.document import Node, Place, fault, parse, plain, read_text
 from cluster_ddp.job.errors import JobFileError
+from cluster_ddp.job.limits import MAX_ELEMENTS
 
 Settings = tuple[str, ...]
 
-MAX_ELEMENTS = 10_000  # Slurm's own limit of jobs, where a site sets no other
 _MAY_DIFFER = ("params", "args", "train", "checkpoint", "log")
 _MAX_VALUE = 40  # characters of a value in a name
 _ESCAPED = re.compile(r"[\x7f-\x9f\ufeff\ufffe\uffff]")  # what JSON allows between quotes, and YAML does not

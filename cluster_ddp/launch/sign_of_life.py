@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.reading import open_regular
+from cluster_ddp.run.storage import open_append
 
 TOUCH_SECONDS = 5.0
 SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a file half a minute late
@@ -34,7 +36,11 @@ class SignOfLife:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + TOUCH_SECONDS
             with contextlib.suppress(OSError):  # a full disk must not end the training
-                self._file.touch()
+                fd = open_append(self._file)
+                try:
+                    os.utime(fd)
+                finally:
+                    os.close(fd)
 
     def end(self) -> None:
         """Sign off."""
@@ -57,10 +63,17 @@ def gives_sign_of_life(attempt: AttemptDirectory, nodes: int) -> bool:
 def touched_at(file: Path) -> int | None:
     """When a file was last touched, in ns by the server's clock; None when it cannot be opened."""
     try:
-        with file.open("rb") as opened:  # a client of network storage asks the server at each opening
-            return os.fstat(opened.fileno()).st_mtime_ns
+        return _touched_at(file)
     except OSError:
         return None
+
+
+def _touched_at(file: Path) -> int:
+    fd, _ = open_regular(file)  # a client of network storage asks the server at each opening
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
 
 
 class SilentNodes:
@@ -101,8 +114,7 @@ class SilentNodes:
 
     def _there(self, node: int, file: Path, now: float) -> bool:
         try:
-            with file.open("rb") as opened:  # a client of network storage asks the server at each opening
-                moment = os.fstat(opened.fileno()).st_mtime_ns
+            moment = _touched_at(file)
         except FileNotFoundError:
             return False
         except OSError:

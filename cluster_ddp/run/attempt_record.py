@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.liveness import ProcessIdentity, read_identity
-from cluster_ddp.run.reading import as_time, as_whole, read_json_object
+from cluster_ddp.run.reading import as_size, as_time, as_whole, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.slurm.states import is_job_id
 
@@ -53,8 +53,8 @@ def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
         process=read_identity(value),
         slurm_job_id=str(job_id) if is_job_id(str(job_id)) else None,
         restart_count=as_whole(value.get("restart_count")) or 0,
-        nodes=as_whole(value.get("nodes")),
-        procs=as_whole(value.get("procs")),
+        nodes=as_size(value.get("nodes")),
+        procs=as_size(value.get("procs")),
         ended=as_time(value.get("ended")),
     )
 

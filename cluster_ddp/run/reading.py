@@ -140,3 +140,8 @@ def as_time(value: Any) -> float | None:
 def as_whole(value: Any) -> int | None:
     """A step, a count, a number of something: an integer from 0 to 2**63 - 1; None for anything else."""
     return value if type(value) is int and 0 <= value < 1 << 63 else None
+
+
+def as_size(value: Any) -> int | None:
+    """A number of nodes, or of ranks on a node: an integer from 1 to 2**16; None for anything else."""
+    return value if type(value) is int and 0 < value <= 1 << 16 else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.lock import change_file
-from cluster_ddp.run.reading import MAX_RECORD, as_time, as_whole, read_file
+from cluster_ddp.run.reading import MAX_RECORD, as_size, as_time, as_whole, read_file
 from cluster_ddp.run.storage import Storage, json_bytes, write_json
 from cluster_ddp.slurm.states import is_job_id
 
@@ -104,9 +104,10 @@ def _check_kinds(record: RunRecord) -> None:
         "versions": isinstance(record.versions, dict)
         and all(isinstance(version, str) for version in record.versions.values()),
         **{
-            name: optional(lambda value: (as_whole(value) or 0) > 0, getattr(record, name))
-            for name in ("nodes", "procs", "global_batch")
+            name: optional(lambda value: as_size(value) is not None, getattr(record, name))
+            for name in ("nodes", "procs")
         },
+        "global_batch": optional(lambda value: (as_whole(value) or 0) > 0, record.global_batch),
         "slurm_job_ids": isinstance(record.slurm_job_ids, (list, tuple))
         and all(is_job_id(str(job_id)) for job_id in record.slurm_job_ids),
     }

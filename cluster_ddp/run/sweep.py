@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster_ddp.job.limits import MAX_ELEMENTS
 from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.liveness import identify, is_alive, read_identity
@@ -32,6 +33,7 @@ from cluster_ddp.slurm.states import is_job_id
 Settings = tuple[str, ...]  # of the form KEY=VALUE
 _MAX_LABEL = 120  # characters of what differs, in a name
 _MAX_BYTES = 32 << 20  # of sweep.json
+_MAX_TASKS = 100 * MAX_ELEMENTS  # of all arrays: each may be to start every element
 _NAME = re.compile(r"[0-9]{4,}-[A-Za-z0-9._+=-]{1,200}")
 _SUBMITTING_SECONDS = 300.0  # after which a submission from a host that cannot be seen is taken for dead
 
@@ -148,7 +150,7 @@ def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], S
 
 def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Sequence[Settings]) -> SweepRecord:
     """The record with these elements besides those that it has; what is there keeps its number."""
-    from cluster_ddp.job.grid import MAX_ELEMENTS, identity, labels  # loads YAML, which showing a sweep does without
+    from cluster_ddp.job.grid import identity, labels  # loads YAML, which showing a sweep does without
 
     record = record or SweepRecord(sweep.id, time.time(), ())
     known = {identity(element.settings) for element in record.elements}
@@ -209,6 +211,8 @@ def runs_in(sweep: SweepDirectory) -> list[RunDirectory]:
 def _checked(value: dict[str, Any]) -> SweepRecord:
     elements = tuple(Element(entry["name"], tuple(entry["settings"])) for entry in value["elements"])
     arrays = tuple(SlurmArray(entry["job_id"], entry["offset"]) for entry in value["arrays"])
+    if len(elements) > MAX_ELEMENTS or len(elements) * len(arrays) > _MAX_TASKS:
+        raise ValueError(f"{len(elements):,} elements and {len(arrays):,} arrays are too many")
     for number, element in enumerate(elements):
         if not _NAME.fullmatch(element.name) or element.number != number:
             raise ValueError(f"{element.name!r} is no name of element {number}")

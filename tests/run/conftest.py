@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_runs import Commands, make_bad_run, make_neighbour
 from run_builders import job
 
 from cluster_ddp.run.directory import RunDirectory
@@ -39,3 +41,19 @@ def say(run: RunDirectory) -> Say:
             file.write(line + "\n")
 
     return write
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    called = Commands(tmp_path_factory.mktemp("hostile"))
+    yield called
+    called.end()
+
+
+@pytest.fixture
+def folder(commands: Commands) -> Iterator[Path]:
+    """The folder in which `commands` are called, with a run that has done something, and a healthy neighbour."""
+    make_neighbour(commands.runs)
+    make_bad_run(commands.runs)
+    yield commands.runs
+    shutil.rmtree(commands.runs)
