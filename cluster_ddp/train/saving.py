@@ -113,7 +113,7 @@ class Saving:
         """Say, at the end, that a script has not logged what ``checkpoint.keep_best`` goes by."""
         best = self._settings.keep_best
         if self._rank == 0 and best is not None and self._logged and best.metric not in self._logged:
-            self._tell(
+            self.tell(
                 f"checkpoint.keep_best.metric: {best.metric} was not logged in this attempt, and no checkpoint of it "
                 f"was kept for being the best; run.log() was given {', '.join(sorted(self._logged))}"
             )
@@ -179,15 +179,17 @@ class Saving:
         if names := [name for name in names if name not in self._told]:
             self._told.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            self._tell(
+            self.tell(
                 f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
                 "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
                 "state_dict() and load_state_dict() of the task"
             )
 
-    def _tell(self, message: str) -> None:
-        say(f"cluster_ddp: {message}")
-        self._report(WARNING, {"rank": self._rank, "message": message})
+    def tell(self, message: str) -> None:
+        """Say on rank 0 what is to be known, and record it for `status`."""
+        if self._rank == 0:
+            say(f"cluster_ddp: {message}")
+            self._report(WARNING, {"rank": self._rank, "message": message})
 
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
         return self._events is None or self._events.write(event, attempt=self._attempt, **fields)

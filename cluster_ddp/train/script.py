@@ -46,6 +46,7 @@ from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
+from cluster_ddp.train.own.mode import TrainingMode
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
@@ -353,10 +354,12 @@ class ScriptRun:
         self._order, self._total_steps = order, total_steps
         self._check_weights = FiniteWeights(bare).check
         self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
+        mode = TrainingMode(bare, self._session.saving.tell)
         if self.world.is_main:
             self._report = self._open_report()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
+            optimizer.register_step_pre_hook(lambda *_: mode.check())
         self._session.tell_start()
 
     def _close_loader(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import begin_attempt, digest, interrupt, new_run
+from own_loops import begin_attempt, digest, interrupt, model_of, new_run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
@@ -99,6 +99,39 @@ def trained(settle: bool, resumed_after: int | None, **ddp: Any) -> bytes:
 def compare(**ddp: Any) -> tuple[bool, bool]:
     """Whether a resume ends with the same bits: with the layout settled, and without."""
     return tuple(trained(settle, None, **ddp) == trained(settle, 2, **ddp) for settle in (True, False))  # type: ignore[return-value]
+
+
+def left_in_evaluation_mode(place: Path, attempt: int, at: int | None = None) -> dict[str, Any]:
+    """A loop that forgets model.train() after an evaluation."""
+    begin_attempt(place, attempt)
+    done: dict[str, Any] = {"status": None}
+    try:
+        with join_run() as run:
+            torch.manual_seed(1)
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in run.steps(STEPS, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                if step == 2:
+                    model.eval()
+                if step == at:
+                    interrupt("crash")
+        done["digest"] = digest(model)
+    except SystemExit as end:
+        done["status"] = end.code
+    return done
+
+
+def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
+    calm, run = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    (whole,) = run_ranks(left_in_evaluation_mode, 1, calm.path, 0)
+    told = [event["message"] for event in read_events(calm) if event["event"] == "warning"]
+    assert len(told) == 1 and "Sequential is in evaluation mode at an update" in told[0]
+    (crashed,) = run_ranks(left_in_evaluation_mode, 1, run.path, 0, 6)
+    (resumed,) = run_ranks(left_in_evaluation_mode, 1, run.path, 1)
+    assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])

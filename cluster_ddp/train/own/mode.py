@@ -1,0 +1,42 @@
+"""Sees that a loop of one's own does not go on in evaluation mode after an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+
+class TrainingMode:
+    """Tells, once, when a model is in evaluation mode at an update, and was in training mode at one before.
+
+    Mostly that is an oversight; and where the program calls ``train()`` once, behind what puts the state back, it
+    trains in another mode after a resume than without one.
+
+    Parameters
+    ----------
+    model
+        What is trained, or several in a ModuleDict.
+    tell
+        Takes the message.
+    """
+
+    def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
+        self._models = list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
+        self._tell: Callable[[str], None] | None = tell
+        self._trained: list[nn.Module] = []
+
+    def check(self) -> None:
+        """Call before each update."""
+        if self._tell is None:
+            return
+        self._trained += [model for model in self._models if model.training and model not in self._trained]
+        for model in self._trained:
+            if not model.training:
+                self._tell(
+                    f"{type(model).__name__} is in evaluation mode at an update, and was in training mode at those "
+                    "before: dropout and BatchNorm work otherwise, and a resume may begin in the other mode. Call "
+                    "model.train() after each evaluation"
+                )
+                self._tell = None
+                return
