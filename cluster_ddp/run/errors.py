@@ -19,6 +19,12 @@ class RunAlive(RunError):
     """Another attempt of the run is alive, so no second one may write to it."""
 
 
+class RunGone(RunError):
+    """The directory of a run has vanished under its training."""
+
+    exit_status = 4
+
+
 class RunEnded(RunError):
     """The run is completed, cancelled, stalled or failed; only a person's `resume` starts it again."""
 

@@ -25,6 +25,7 @@ from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunGone
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.runs import create_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe
@@ -155,10 +156,23 @@ def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunSt
 
 
 def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunStatus:
-    """Run one attempt to its end and judge it; `RunAlive` and `RunEnded` as from `begin_attempt`."""
+    """Run one attempt to its end and judge it.
+
+    Raises
+    ------
+    RunAlive, RunEnded
+        As from `begin_attempt`.
+    RunGone
+        Its directory has vanished meanwhile.
+    """
     attempt = begin_attempt(run, host=os.uname().nodename, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
     supervisor = Supervisor(attempt, start, show=show)
     supervisor.run()
+    if not run.exists():
+        raise RunGone(
+            f"{run.path} is gone: it was removed or renamed, or its storage is away. The training has ended.\n"
+            "What was saved before goes on from where the directory is now: cluster-ddp resume DIRECTORY"
+        )
     speak_for_script(attempt, EventWriter(run, login_writer()))
     try:
         end_attempt(attempt)

@@ -340,6 +340,17 @@ def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, 
     assert status == 5 and "STOPPED" in err
 
 
+def test_a_run_whose_directory_vanishes_ends_at_ctrl_c_and_goes_on_where_it_is_then(call: Call, tmp_path: Path) -> None:
+    process = call("local", "job.yaml", "--set", "args=['100000']")
+    run = wait_for_steps(tmp_path)
+    moved = run.path.rename(tmp_path / "moved")
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert "the nodes are signalled instead" in err and f"{run.path} is gone" in err and "Traceback" not in err
+    assert status == 4
+    assert finish(call("resume", str(moved), "--set", "args=['3']"))[0] == 0
+
+
 def test_modules_in_the_current_folder_do_not_replace_pythons_own(call: Call, tmp_path: Path) -> None:
     for name in ("json", "select", "selectors", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
