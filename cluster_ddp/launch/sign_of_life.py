@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster_ddp.run.directory import AttemptDirectory
@@ -77,10 +77,24 @@ def _touched_at(file: Path) -> int:
 
 
 class SilentNodes:
-    """Finds the nodes that give no sign of life any more though others have signed off."""
+    """Finds the nodes that give no sign of life any more though others have signed off.
 
-    def __init__(self, attempt: AttemptDirectory, nodes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    Parameters
+    ----------
+    ended
+        The nodes that are known to have ended, whether they have signed off or not.
+    """
+
+    def __init__(
+        self,
+        attempt: AttemptDirectory,
+        nodes: int,
+        *,
+        ended: Iterable[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._files = {node: attempt.alive_file(node) for node in range(nodes)}
+        self._known_ended = set(ended)
         self._clock = clock
         self._next = 0.0
         self._began: set[int] = set()
@@ -104,7 +118,8 @@ class SilentNodes:
         if now < self._next:
             return []
         self._next = now + _LOOK_SECONDS
-        ended = {node for node, file in self._files.items() if not self._there(node, file, now)} & self._began
+        gone = {node for node, file in self._files.items() if not self._there(node, file, now)}
+        ended = (gone & self._began) | self._known_ended
         if not ended:
             return []
         self._first_end = now if self._first_end is None else self._first_end

@@ -33,7 +33,15 @@ from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_so_far
 from cluster_ddp.run.errors import RunAlive, RunEnded
-from cluster_ddp.run.events import NODE_FAILED, NODE_FINISHED, NODE_LOST, EventWriter, caller, login_writer
+from cluster_ddp.run.events import (
+    NODE_FAILED,
+    NODE_FINISHED,
+    NODE_LOST,
+    NODE_STARTED,
+    EventWriter,
+    caller,
+    login_writer,
+)
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.runs import make_or_join, runs_dir_of
@@ -212,12 +220,16 @@ def _meet(start: ManualStart, seen: History) -> tuple[AttemptDirectory, ManualSt
 
 def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
     """Run node 0 to its end, wait for the others, and conclude the attempt."""
-    others = _Others(attempt, start.nodes)
+    others = _Others(attempt, start)
     Supervisor(attempt, start, show=show, others_have_ended=others.have_ended).run()
     writer = EventWriter(attempt.run, login_writer())
+    started = read_history(attempt.run).of_attempt(attempt.number, NODE_STARTED) if others.lost else []
+    hosts = {event.get("node"): event.get("host") for event in started}
     for node in others.lost:
-        reason = f"node {node} was lost: no sign of life, while others had signed off"
-        writer.write(NODE_LOST, attempt=attempt.number, node=node, reason=reason)
+        host = hosts.get(node)
+        who = f"node {node} ({host})" if host else f"node {node}"
+        reason = f"{who} was lost: no sign of life, while others had signed off"
+        writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=reason)
     speak_for_script(attempt, writer)
     try:
         end_attempt(attempt)
@@ -229,17 +241,18 @@ def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
 
 def _take_part(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
     """Run another node to its end, and wait until node 0 has concluded the attempt, if it still can."""
-    others = _Others(attempt, start.nodes)
+    others = _Others(attempt, start)
     Supervisor(attempt, start, show=show, others_have_ended=others.have_concluded).run()
 
 
 class _Others:
-    """Whether the nodes on other machines have ended, as shared storage tells."""
+    """Whether the nodes on other machines have ended, as shared storage tells; asked when this node has ended."""
 
-    def __init__(self, attempt: AttemptDirectory, nodes: int) -> None:
+    def __init__(self, attempt: AttemptDirectory, start: ManualStart) -> None:
         self._attempt = attempt
-        self._nodes = nodes
-        self._silent = SilentNodes(attempt, nodes)
+        self._nodes = start.nodes
+        self._this_node = start.node
+        self._silent = SilentNodes(attempt, start.nodes, ended=[start.node])
         self._next_look = 0.0
         self._all_ended_since: float | None = None
         self.lost: set[int] = set()
@@ -271,7 +284,7 @@ class _Others:
 
     def _over(self) -> set[Any]:
         events = read_history(self._attempt.run).of_attempt(self._attempt.number, NODE_FINISHED, NODE_FAILED)
-        return {event.get("node") for event in events}
+        return {event.get("node") for event in events} | {self._this_node}
 
 
 # -- what speaks against a start ---------------------------------------------------------------------------------------

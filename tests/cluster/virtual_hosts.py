@@ -141,6 +141,13 @@ class Host:
     def processes(self) -> list[Process]:
         return list(processes_in(self.pid_namespace)) if self.pid_namespace else []
 
+    def kill_all(self) -> None:
+        """End every process but the first, without a word: whoever held the host has lost it."""
+        for process in self.processes():
+            if process.pid != self._first:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
     def link(self, state: str) -> None:
         """Plug ("up") or pull ("down") the network cable."""
         sh("ip", "link", "set", self.cable, state)

@@ -91,6 +91,20 @@ def test_a_node_that_never_came_is_given_up_too(tmp_path: Path) -> None:
     assert found == [1]
 
 
+def test_a_node_is_given_up_by_one_that_looks_only_when_it_has_ended_itself(tmp_path: Path) -> None:
+    attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()
+    attempt.path.mkdir(parents=True)
+    SignOfLife(attempt.alive_file(1)).give()
+    silent = SilentNodes(attempt, 2, ended=[0], clock=clock)
+    found = silent.look()
+    for _ in range(3):
+        assert found == []
+        clock.now += SILENT_SECONDS / 3
+        found = silent.look()
+    clock.now += SILENT_SECONDS / 3
+    assert silent.look() == [1]
+
+
 def test_a_step_whose_nodes_have_all_signed_off_is_over(tmp_path: Path) -> None:
     """srun may wait on for Slurm's controller, which is away."""
     attempt, clock = RunDirectory(tmp_path).attempt(0), Clock()

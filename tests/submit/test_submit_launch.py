@@ -103,7 +103,10 @@ def arrivals(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-def test_two_machines_train_stop_and_go_on_by_the_same_commands(tmp_path: Path, call: Call, hosts: Network) -> None:
+@pytest.mark.parametrize("losses", [0, pytest.param(1, marks=pytest.mark.chaos)])
+def test_two_machines_train_stop_and_go_on_by_the_same_commands(
+    tmp_path: Path, call: Call, hosts: Network, losses: int
+) -> None:
     job = str(write_job(tmp_path, braked=True, train={"epochs": 2}, launch={"procs_per_node": 1}))
     master = ("--master-addr", hosts.hosts["first"].address)
 
@@ -111,15 +114,29 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(tmp_path: Path, 
         machines = list(hosts.hosts.values())
         return [call(*launch(node, *master, job=job), within=tuple(machines[node].enter())) for node in (1, 0)]
 
+    def look() -> dict[str, Any]:
+        status, out, err = finish(call("status", str(run.path), "--json"))
+        assert status == 0, err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
     run = RunDirectory(tmp_path / "runs/pair")
     nodes = start()
-    wait_for(lambda: trained(run) > 3 or nodes[1].poll() is not None, "it trains")
-    status, out, err = finish(call("status", str(run.path), "--json"))
-    assert status == 0 and json.loads(out)["state"] == "RUNNING", out + err
+    if losses:
+        wait_for(lambda: trained(run) > 12 or nodes[1].poll() is not None, "it trains beyond a checkpoint")
+        hosts.hosts["second"].kill_all()
+        status, _, err = finish(nodes[1])
+        assert status == 4 and "FAILED" in err and "second" in err and "start the same commands again" in err, err
+        found = look()
+        assert found["state"] == "FAILED" and "node 1 (second) was lost" in found["reason"], found
+        nodes = start()
+    before = trained(run)
+    wait_for(lambda: trained(run) > before + 3 or nodes[1].poll() is not None, "it trains")
+    assert look()["state"] == "RUNNING"
     status, _, err = finish(
         call(*launch(1, *master, job=job))
     )  # from a third machine, while the run lives on those two
-    assert status == 2 and "is alive: attempt 0, begun on first" in err
+    assert status == 2 and f"is alive: attempt {losses}, begun on first" in err
     assert finish(call("stop", str(run.path)))[0] == 0
     assert [finish(node)[0] for node in nodes] == [5, 5]
     status, _, err = finish(call("resume", str(run.path)))
@@ -137,7 +154,7 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(tmp_path: Path, 
     here, there = newest_tensors(run.path), newest_tensors(other)
     assert here.keys() == there.keys() and all(here[name].equal(there[name]) for name in here)
     assert training_values(run.path) == training_values(other)
-    assert len(list_attempts(run)) == 2
+    assert len(list_attempts(run)) == 2 + losses
     assert arrivals(tmp_path) == []
 
 
