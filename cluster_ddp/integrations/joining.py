@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.batches import Batches, MapBatches, batches_of
+from cluster_ddp.train.own.batches import MapBatches, batches_of
 from cluster_ddp.train.own.geometry import Geometry
 from cluster_ddp.train.script import ScriptRun, join_run, joined_run
 
@@ -77,10 +79,11 @@ def map_batches(loader: Any, world_size: int, length: int | None = None) -> MapB
     TrainError
         Its order cannot be made a function of the epoch.
     """
-    batches: Batches = batches_of(loader, world_size, length)
-    if not isinstance(batches, MapBatches):
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
         raise TrainError(
             "ResumeExactly takes data sets with __len__ and __getitem__, and this one is an IterableDataset, whose "
             "place the framework does not keep: make it map-style, or write the loop with run.resumable()"
         )
+    batches = batches_of(loader, world_size, length)
+    assert isinstance(batches, MapBatches)
     return batches

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -304,7 +305,9 @@ def _trainer_above(frame: FrameType | None, callback: ResumeExactly) -> Any:
 
 
 def _refuse_unsupported(trainer: Any) -> None:
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
     for what, there, remedy in (
+        ("an IterableDataset", is_stream, "make it map-style, or write the loop with run.resumable()"),
         ("DeepSpeed", trainer.is_deepspeed_enabled, "use DDP"),
         ("FSDP", trainer.is_fsdp_enabled, "use DDP"),
         ("DataParallel", trainer.args.n_gpu > 1, "start one process for each GPU, as cluster-ddp and torchrun do"),

@@ -197,7 +197,7 @@ class ScriptRun:
         found = batches_of(loader, world, batches)
         geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
         loop = self.take_over(things, geometry)
-        found.arrange(loop.seed)
+        loop.expect_data(found.arrange(loop.seed))
         self._loader = ResumableLoader(loader, found, loop, geometry, self.step)
         return self._loader
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,34 @@ def test_workers_survive_the_signals_of_a_stop() -> None:
     loader.close()
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
+
+
+WITH_A_FORK_SERVER = """
+import multiprocessing, os, signal, torch
+from cluster_ddp.train.data.loader import from_workers
+
+class Numbers(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # as a rank has a handler
+    batches = from_workers(Numbers(), range(60), workers=1, device=torch.device("cpu"))
+    first = next(batches)
+    os.killpg(0, signal.SIGUSR1)
+    print([first, *batches] == list(range(60)))
+"""
+
+
+def test_a_signal_to_the_process_group_leaves_the_server_that_forks_workers(tmp_path: Path) -> None:
+    """So workers start from Python 3.14 on; without the server all of them would seem to be dead."""
+    program = tmp_path / "program.py"
+    program.write_text(WITH_A_FORK_SERVER)
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=200, start_new_session=True
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 class Stream(IterableDataset[Any]):

@@ -124,6 +124,7 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
 
     An element that is a DataError is raised here: raised in a worker it would come with the worker's traceback.
     """
+    protect_fork_server()
     before = set(multiprocessing.active_children())
     batches = iter(
         DataLoader(
@@ -145,6 +146,22 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
     finally:
         del batches  # asks them to end
         see_off(processes)
+
+
+def protect_fork_server() -> None:
+    """Start the server that forks workers, if that is how they start, where signals to the process group do not end it.
+
+    It would take all workers along. From Python 3.14 on they start so by default.
+    """
+    if multiprocessing.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # a new process inherits what is blocked
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def see_off(workers: list[BaseProcess]) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-import multiprocessing
-from collections.abc import Callable, Generator, Iterable, Iterator
-from multiprocessing.process import BaseProcess
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +13,9 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.data.loader import ignore_signals, see_off
 from cluster_ddp.train.errors import DataError, TrainError
+from cluster_ddp.train.own.loader_copy import LoaderCopy
+from cluster_ddp.train.own.stream_batches import StreamBatches
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
 
 Key = tuple[int, Any]  # the epoch, and the indices of a batch
@@ -31,7 +29,6 @@ _KNOWN = (
     torch_data.WeightedRandomSampler,
 )
 _TRIED = 8
-_END = object()
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 
 
@@ -42,8 +39,13 @@ class Batches(Protocol):
     samples: int | None
     batch: int | None
 
-    def arrange(self, seed: int) -> None:
-        """Make the order a function of this seed; once, before `begin`."""
+    def arrange(self, seed: int) -> int | None:
+        """Make the order a function of this seed; all ranks call it, once, before `begin`.
+
+        Returns
+        -------
+        A fingerprint of what is read first, where a length does not tell whether the data are as they were.
+        """
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
         """Give the batches of an epoch from number `first` on."""
@@ -67,17 +69,19 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
     """
     inner = getattr(loader, "base_dataloader", loader)  # in Accelerate's
     if not isinstance(inner, DataLoader):
-        raise TrainError(f"resumable() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}")
+        raise TrainError(
+            f"resumable() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}: make one of the data set"
+        )
     length = length or _length(loader)
     if isinstance(inner.dataset, IterableDataset):
-        return StreamBatches(_Copy(loader), length)
-    return MapBatches(_Copy(loader), length, world_size)
+        return StreamBatches(LoaderCopy(loader), length)
+    return MapBatches(LoaderCopy(loader), length, world_size)
 
 
 class MapBatches:
     """Batches of a map-style set, in the order of whatever sampler the loader has."""
 
-    def __init__(self, of: _Copy, length: int, world_size: int) -> None:
+    def __init__(self, of: LoaderCopy, length: int, world_size: int) -> None:
         self._copy, self.length = of, length
         self._by_batch = of.inner.batch_sampler is not None
         self._order = _Order(of.inner.batch_sampler if self._by_batch else of.inner.sampler, length, world_size)
@@ -120,98 +124,6 @@ class MapBatches:
     def close(self) -> None:
         """End the workers."""
         self._copy.close()
-
-
-class StreamBatches:
-    """Batches of an iterable set: a resume reads the batches before its place and drops them."""
-
-    def __init__(self, of: _Copy, length: int) -> None:
-        self._copy, self.length = of, length
-        self.samples: int | None = None
-        self.batch: int | None = None
-        self._data = of.inner.dataset
-        self._own = OwnGenerators(self._data)
-        self._seed = 0
-
-    def arrange(self, seed: int) -> None:
-        """Make the random numbers a function of this seed."""
-        self._seed = seed
-        # Workers that stay would go on with the generators of the epoch before.
-        self._copy.put(generator=torch.Generator(), persistent_workers=False)
-
-    def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
-        """Give the batches of an epoch from number `first` on."""
-        if callable(set_epoch := getattr(self._data, "set_epoch", None)):
-            set_epoch(epoch)
-        self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch))  # seeds the workers
-        base = derive(Use.SAMPLE, self._seed, epoch)
-        self._put_generators(base, 0)
-        with contextlib.closing(iter(self._copy)) as batches:
-            for number in itertools.count():
-                self._put_generators(base, number)
-                batch = next(batches, _END)
-                if batch is _END:
-                    return
-                if number >= first:
-                    yield batch
-
-    def close(self) -> None:
-        """End the workers."""
-        self._copy.close()
-
-    def _put_generators(self, base: int, number: int) -> None:
-        if self._copy.inner.num_workers == 0:
-            seed_host(mix(base ^ number))
-            self._own.seed(mix(base ^ number))
-
-
-class _Copy:
-    """A loader like the user's, whose parts can be exchanged.
-
-    Attributes
-    ----------
-    loader
-        The copy.
-    inner
-        The DataLoader itself; inside `loader` where a library wraps it.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = copy.copy(loader)
-        self.inner = self.loader
-        if isinstance(getattr(loader, "base_dataloader", None), DataLoader):
-            self.inner = copy.copy(loader.base_dataloader)
-            object.__setattr__(self.loader, "base_dataloader", self.inner)
-        self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn))
-        self._workers: list[BaseProcess] = []
-
-    def put(self, **parts: Any) -> None:
-        """Exchange parts, which DataLoader itself allows for no loader that has been made."""
-        for name, part in parts.items():
-            object.__setattr__(self.inner, name, part)
-
-    def __iter__(self) -> Generator[Any, None, None]:
-        before = set(multiprocessing.active_children())
-        batches = iter(self.loader)
-        try:
-            for batch in batches:
-                self._note_workers(before)
-                yield batch
-        finally:
-            self._note_workers(before)
-            del batches
-            if not self.inner.persistent_workers:
-                self.close()
-
-    def close(self) -> None:
-        """End the workers: they ignore the signal by which torch would, and a process waits for its children."""
-        object.__setattr__(self.inner, "_iterator", None)
-        see_off(self._workers)
-        self._workers = []
-
-    def _note_workers(self, before: set[Any]) -> None:
-        if self.inner.num_workers and not self._workers:
-            self._workers = [child for child in multiprocessing.active_children() if child not in before]
 
 
 class _Order:
@@ -313,16 +225,6 @@ class _OneByOne(_Seen):
         seed_host(seed)
         self._own.seed(seed)
         return self._data[chosen]
-
-
-class _WorkerInit:
-    def __init__(self, own: Callable[[int], None] | None) -> None:
-        self._own = own
-
-    def __call__(self, worker: int) -> None:
-        ignore_signals(worker)
-        if self._own is not None:
-            self._own(worker)
 
 
 def _indices(chosen: Any) -> list[int]:

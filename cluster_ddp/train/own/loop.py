@@ -64,6 +64,8 @@ class Loop:
         Whether the checkpoint that was restored is of such an end, and there is no more to do.
     is_dirty
         Whether anything may have changed since the state was saved or restored.
+    data
+        A fingerprint of what is read first; None: its length says whether it has changed.
     generators
         Those that the models hold themselves, seeded with the others.
     has_stopped
@@ -83,6 +85,7 @@ class Loop:
         self._is_updated = self._save_is_due = False
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
+        self.data: int | None = None
         self.generators = OwnGenerators()
 
     @property
@@ -96,6 +99,7 @@ class Loop:
             "seed": self.seed,
             "geometry": asdict(self._geometry),
             "total": self._geometry.total,
+            "data": self.data,
             "closed": self.is_closed,
             "finished": self.is_finished,
             "kept": self._kept.by_rank,
@@ -113,8 +117,25 @@ class Loop:
             raise TrainError(OTHER_LOOP)
         self._geometry.expect_same_batches(state["geometry"])
         self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
+        self.data = state.get("data")
         self.is_over = self.is_finished and self._geometry.total <= state["total"]
         self._kept.restore(state["kept"])
+
+    def expect_data(self, first: int | None) -> None:
+        """See that what is read first is what it was when the checkpoint was saved.
+
+        Raises
+        ------
+        TrainError
+            It is not.
+        """
+        if self.data not in (None, first):
+            raise TrainError(
+                "the data do not begin with the items that they began with when the checkpoint was saved, so that this "
+                "resume could not be exact: bring back the files, their order, the augmentation and the seed of their "
+                "shuffle (shuffle(seed=...) of datasets), or begin a new run"
+            )
+        self.data = first
 
     def note_update(self, *_: Any) -> None:
         """Call after each step of an optimizer."""

@@ -1,0 +1,129 @@
+"""The batches of an iterable set, tried before the first step and read up to their place at a resume."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from cluster_ddp.printing import say
+from cluster_ddp.train.data.fetch import Collate
+from cluster_ddp.train.data.fingerprint import fingerprint, settled
+from cluster_ddp.train.distributed import all_gather_object, find_world
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.loader_copy import LoaderCopy
+from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
+
+_END = object()
+_TRIED = 3
+
+
+class StreamBatches:
+    """Batches of an iterable set, as its workers give them: a resume reads those before its place and drops them."""
+
+    def __init__(self, of: LoaderCopy, length: int) -> None:
+        self._copy, self.length = of, length
+        self.samples: int | None = None
+        self.batch: int | None = None
+        self._data = of.inner.dataset
+        self._own = OwnGenerators(self._data)
+        self._name = type(self._data).__name__
+        self._reads_in_threads = False
+        self._seed = 0
+
+    def arrange(self, seed: int) -> int:
+        """Make the random numbers a function of this seed, and see that reading again gives the same.
+
+        Raises
+        ------
+        TrainError
+            It does not.
+        """
+        self._seed = seed
+        # Workers that stay would go on with the generators of the epoch before.
+        self._copy.put(generator=torch.Generator(), persistent_workers=False)
+        seen = all_gather_object(self._try())
+        if len(seen) > 1 and len(set(seen)) == 1 and find_world().is_main:
+            say(
+                f"cluster_ddp: all ranks read the same items from the {self._name}, so that each trains on all of them "
+                "where each should have its part: divide the stream by rank, as split_dataset_by_node of datasets does"
+            )
+        return fingerprint(seen)
+
+    def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
+        """Give the batches of an epoch from number `first` on."""
+        if callable(set_epoch := getattr(self._data, "set_epoch", None)):
+            set_epoch(epoch)
+        self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch))  # seeds the workers
+        base = derive(Use.SAMPLE, self._seed, epoch)
+        self._put_generators(base, 0)
+        with contextlib.closing(iter(self._copy)) as batches:
+            for number in itertools.count():
+                self._put_generators(base, number)
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                if number >= first:
+                    yield batch
+
+    def _try(self) -> int:
+        """Read the first batches until they come back the same, by the workers if there are any; their fingerprint."""
+        collate = self._copy.inner.collate_fn
+        self._copy.put(collate_fn=_Watched(collate))
+        first = settled(lambda: fingerprint(self._first()))
+        if self._reads_in_threads and (first is None or self._draws(first)):
+            raise TrainError(
+                f"the {self._name} reads in threads of its own, and draws random numbers there, which nobody can seed: "
+                "no resume could be exact. Move what is random into the DataLoader's collate_fn, or into the loop"
+            )
+        if first is None:
+            raise TrainError(
+                f"the {self._name} gives other items when the same epoch is read again, so that no resume could be "
+                "exact: let its order follow from set_epoch(epoch), or from the global generators, which are seeded "
+                "before each pass, not from the time or a count of its passes. docs/own-code.md says how for datasets, "
+                "WebDataset, MosaicML Streaming and litData"
+            )
+        self._copy.put(collate_fn=collate)
+        return first
+
+    def _draws(self, seen: int) -> bool:
+        """Whether the first batches, whose fingerprint is known, are others with another seed."""
+        seed, self._seed = self._seed, mix(self._seed)
+        other = fingerprint(self._first())
+        self._seed = seed
+        return other != seen
+
+    def _first(self) -> list[Any]:
+        with contextlib.closing(self.begin(0, 0)) as batches:
+            found = list(itertools.islice(batches, _TRIED))
+        self._reads_in_threads |= any(has_threads for has_threads, _ in found)
+        return [batch for _, batch in found]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._copy.close()
+
+    def _put_generators(self, base: int, number: int) -> None:
+        if self._copy.inner.num_workers == 0:
+            seed_host(mix(base ^ number))
+            self._own.seed(mix(base ^ number))
+
+
+class _Watched:
+    """A collate function that also tells, where it is called first, whether the set has started threads there."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._process, self._threads = os.getpid(), threading.active_count()
+        self._is_first = True
+
+    def __call__(self, items: Any) -> tuple[bool, Any]:
+        usual = self._threads if os.getpid() == self._process else 1
+        has_more = self._is_first and threading.active_count() > usual
+        self._is_first = False  # later a worker has a thread that hands on its batches
+        return has_more, self._collate(items)

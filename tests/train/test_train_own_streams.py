@@ -1,0 +1,192 @@
+"""run.resumable over streams: those of libraries as their documentation writes them, and those that cannot be exact."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from own_loops import SAMPLES, Rows, failure, loop, new_run
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from train_ranks import run_ranks
+
+Row = tuple[Tensor, int]
+BATCHES = 4  # of an epoch, however the shards are divided among ranks and workers
+
+
+class CountsPasses(Rows):
+    """Its order is another in each pass."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        self.passes += 1
+        rows = list(super().__iter__())
+        random.Random(self.passes).shuffle(rows)
+        yield from rows
+
+
+class TimeShuffled(Rows):
+    """Shuffles by a generator that the system seeds, as WebDataset's shuffle does."""
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = list(super().__iter__())
+        random.Random().shuffle(rows)
+        yield from rows
+
+
+class InThreads(Rows):
+    """Draws its random numbers in a thread."""
+
+    def __iter__(self) -> Iterator[Row]:
+        rows: list[Row] = []
+        done = threading.Event()
+
+        def read() -> None:
+            rows.extend(super(InThreads, self).__iter__())
+            done.wait()
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        while len(rows) < SAMPLES // 2:
+            pass
+        yield from list(rows)
+        done.set()
+
+
+class Slanted(Rows):
+    """Is made with another seed in each attempt."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Row]:
+        for inputs, label in super().__iter__():
+            yield inputs + self.seed, label
+
+
+def refused(place: Path, kind: type[Rows], workers: int) -> dict[str, Any]:
+    return loop(place, 0, make=lambda: DataLoader(kind(), batch_size=6, num_workers=workers), batches=BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "words"),
+    [
+        (CountsPasses, 0, "the CountsPasses gives other items when the same epoch is read again"),
+        (TimeShuffled, 2, "the TimeShuffled gives other items when the same epoch is read again"),
+        (InThreads, 0, "the InThreads reads in threads of its own, and draws random numbers there"),
+        (InThreads, 1, "the InThreads reads in threads of its own, and draws random numbers there"),
+    ],
+)
+def test_a_stream_that_cannot_be_exact_is_refused_at_once(
+    kind: type[Rows], workers: int, words: str, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path)
+    (told,) = run_ranks(refused, 1, run.path, kind, workers)
+    assert (told["status"], told["losses"]) == (1, [])
+    assert words in failure(run)
+
+
+def changed(place: Path) -> list[dict[str, Any]]:
+    """A resume with other items."""
+    makes = [lambda seed=seed: DataLoader(Slanted(seed), batch_size=6) for seed in (1, 2)]
+    first = loop(place, 0, at=(1, 1), make=makes[0], batches=BATCHES)
+    return [first, loop(place, 1, make=makes[1], batches=BATCHES)]
+
+
+def test_a_stream_that_begins_otherwise_than_before_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    ((first, second),) = run_ranks(changed, 1, run.path)
+    assert first["losses"] and not second["losses"]
+    assert "the data do not begin with the items that they began with when the checkpoint was saved" in failure(run)
+
+
+def write_shards(folder: Path) -> str:
+    """Eight tar files for WebDataset."""
+    import webdataset
+
+    for shard in range(8):
+        with webdataset.TarWriter(str(folder / f"rows-{shard:03}.tar")) as tar:
+            for index in range(shard * 12, shard * 12 + 12):
+                row = np.full(6, index / 96, np.float32)
+                tar.write({"__key__": f"{index:04}", "x.npy": row, "y.cls": index % 3})
+    return str(folder / "rows-{000..007}.tar")
+
+
+def noisy(row: Any) -> Any:
+    return row + np.float32(random.random())
+
+
+def as_it_is(label: int) -> int:
+    return label
+
+
+class Shuffled(IterableDataset[Any]):
+    """What docs/own-code.md gives for WebDataset with a shuffle."""
+
+    epoch = 0
+
+    def __init__(self, urls: str) -> None:
+        self.urls = urls
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        import webdataset as wds
+
+        return iter(
+            wds.DataPipeline(
+                wds.SimpleShardList(self.urls),
+                wds.detshuffle(100, epoch=self.epoch),
+                wds.split_by_node,
+                wds.split_by_worker,
+                wds.tarfile_to_samples(),
+                wds.detshuffle(20, epoch=self.epoch),
+                wds.decode(),
+                wds.to_tuple("x.npy", "y.cls"),
+                wds.map_tuple(noisy, as_it_is),
+            )
+        )
+
+
+def web_in_order(urls: str) -> Any:
+    """The shards of each rank and worker in their order."""
+    import webdataset as wds
+
+    data = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node)
+    return data.decode().to_tuple("x.npy", "y.cls").map_tuple(noisy, as_it_is)
+
+
+def story(calm: Path, broken: Path, urls: str, make_data: Callable[[str], Any], workers: int) -> list[dict[str, Any]]:
+    """A run that is left alone, and one that crashes in the second epoch and is stopped in the third."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(make_data(urls), batch_size=6, num_workers=workers)
+
+    more: dict[str, Any] = {"make": make, "batches": BATCHES}
+    return [
+        loop(calm, 0, **more),
+        loop(broken, 0, at=(1, 1), how="crash", **more),
+        loop(broken, 1, at=(2, 2), how="stop", **more),
+        loop(broken, 2, **more),
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize("make_data", [web_in_order, Shuffled])
+def test_webdataset_goes_on_exactly(make_data: Callable[[str], Any], ranks: int, workers: int, tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    urls = write_shards(tmp_path)
+    places = [new_run(tmp_path / name).path for name in ("calm", "broken")]
+    for calm, *parts in run_ranks(story, ranks, *places, urls, make_data, workers):
+        assert [part["status"] for part in (calm, *parts)] == [None, 1, None, None]
+        assert len(parts[-1]["losses"]) < len(calm["losses"]) / 2
+        losses = sorted({row for part in parts for row in part["losses"]})
+        assert losses == sorted(calm["losses"])
+        assert parts[-1]["digest"] == calm["digest"]
