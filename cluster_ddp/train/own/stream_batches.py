@@ -85,8 +85,7 @@ class StreamBatches:
             raise TrainError(
                 f"the {self._name} gives other items when the same epoch is read again, so that no resume could be "
                 "exact: let its order follow from set_epoch(epoch), or from the global generators, which are seeded "
-                "before each pass, not from the time or a count of its passes. docs/own-code.md says how for datasets, "
-                "WebDataset, MosaicML Streaming and litData"
+                "before each pass, not from the time or a count of its passes; for WebDataset see docs/own-code.md"
             )
         self._copy.put(collate_fn=collate)
         return first
