@@ -83,6 +83,32 @@ def test_small_batches_fetched_together_begin_where_one_alone_would(shape: tuple
         assert found.data_ptr() % 64 == numbers.data_ptr() % 64 == 0
 
 
+class CachesAtTheEnd(Noisy):
+    """Keeps its samples, augmented, when all have been read once."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.keeps and len(self.kept) == len(self):
+            return self.kept[index]
+        self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+@pytest.mark.parametrize(("keeps", "workers"), [(True, 0), (True, 1), (False, 0)])
+def test_a_set_that_is_another_after_a_pass_is_told(
+    keeps: bool, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fetcher = Fetcher(CachesAtTheEnd(keeps), default_collate, 1, exact=True)
+    plans = [(epoch, np.arange(first, first + 10)) for epoch in range(3) for first in range(0, 50, 10)]
+    loader = Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU)
+    assert len(list(loader)) == 15
+    assert capfd.readouterr().err.count("(CachesAtTheEnd) gives other samples after a pass") == keeps
+
+
 class Shifted(TensorDataset):
     """Rows of tensors that are changed on their way."""
 

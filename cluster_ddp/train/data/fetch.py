@@ -9,8 +9,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from cluster_ddp.printing import say
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.errors import DataError
@@ -50,6 +51,8 @@ class Fetcher:
         self._base = derive(*seed_words)
         self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
         self.is_tried = not exact
+        # A batch as it was before training, its epoch and its places, to see whether a pass over the set changes it.
+        self._at_first: tuple[int, int, Indices] | None = None
         self._untouched: Any = None  # a copy of the set before it is read; kept, for some close files when they go
         # Which of `HOST_GENERATORS` samples draw from: only they are seeded for each.
         self._used = _ALL
@@ -74,6 +77,8 @@ class Fetcher:
         if not self.is_tried:
             self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
+        elif self._at_first is not None and epoch >= self._at_first[1]:
+            self._try_after_a_pass()
         return self._read(epoch, places)
 
     def how_many_together(self, samples: int) -> int:
@@ -171,6 +176,7 @@ class Fetcher:
         if found is not None:
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other)
+            self._at_first = other, epoch + 1, indices
             self._used = ()
             # A set may take its seed from a generator without drawing from it.
             if fingerprint(self._read(epoch + 1, indices)) != other:
@@ -184,6 +190,19 @@ class Fetcher:
             "seeds, or counts its calls. Use the global generators of torch, random or numpy, which are seeded for "
             "each sample, or keep the generator as an attribute of the data set: it is seeded too"
         )
+
+    def _try_after_a_pass(self) -> None:
+        """Tell if a batch is another than before the first pass; whoever changed it may put it back at a resume."""
+        assert self._at_first is not None
+        was, epoch, indices = self._at_first
+        self._at_first = None
+        worker = get_worker_info()
+        if fingerprint(self._read(epoch, indices)) != was and (worker is None or worker.id == 0):
+            say(
+                f"cluster_ddp: the training set ({type(self._data).__name__}) gives other samples after a pass than "
+                "before, with the same seed: a resume is exact only where what has changed in it is put back. A cache "
+                "has to hold samples as they are before their augmentation"
+            )
 
     def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:
         """Raise a `DataError` if the samples depend on what was read before, which a resume does not read again.
