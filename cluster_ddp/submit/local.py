@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,11 +20,11 @@ from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
-from cluster_ddp.printing import say
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunGone
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.runs import create_run, runs_dir_of
@@ -174,10 +174,13 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
             "What was saved before goes on from where the directory is now: cluster-ddp resume DIRECTORY"
         )
     speak_for_script(attempt, EventWriter(run, login_writer()))
+    not_noted = None
     try:
         end_attempt(attempt)
         write_digest(run)
     except OSError as error:
-        say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
+        not_noted = f"it has ended, which could not be noted in {attempt.record_file}: {error.strerror}"
     give_notice(run, writer=login_writer())
-    return describe(run, None)
+    status = describe(run, None)
+    # As long as this process lives, an attempt whose end is not noted looks alive.
+    return replace(status, state=RunState.LOST, reason=not_noted) if not_noted and status.state.alive else status
