@@ -120,7 +120,7 @@ def write_result(result: Result, folder: Path) -> None:
     """Leave what was measured for whoever makes the page."""
     folder.mkdir(parents=True, exist_ok=True)
     number = list(ROWS).index(result.fault)
-    (folder / f"{number:02}-{result.via}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
+    (folder / f"{result.slurm}-{number:02}-{result.via}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
 
 
 def _in_folder(value: Any, folder: Path) -> Any:
