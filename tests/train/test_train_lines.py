@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from cluster_ddp.run.lineage import Lineage, Origin
+from cluster_ddp.run.metrics import read_latest
+from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.train.metrics.file import LineFile
 from cluster_ddp.train.metrics.progress import Bar, Lines
 
@@ -61,6 +67,48 @@ def test_a_torn_line_does_not_spoil_the_next(tmp_path: Path) -> None:
         file.write(line)
         file.close()
     assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n'
+
+
+LOGS = """
+import sys
+from pathlib import Path
+from cluster_ddp.train.metrics.file import MetricsFile
+path, attempt = Path(sys.argv[1]), int(sys.argv[2])
+file = MetricsFile(path, attempt)
+path.with_name(f"there-{attempt}").touch()
+while not path.with_name(f"there-{1 - attempt}").exists():
+    pass
+for step in range(1, 2001):
+    file.write(step=step, samples=step, epoch=0, values={"x" * (step % 300): float(attempt)})
+"""
+
+
+def test_two_attempts_that_log_at_once_tear_no_line_and_the_newer_one_counts(tmp_path: Path) -> None:
+    """One of them is cut from Slurm's controller, and has not noticed yet that it is."""
+    path = tmp_path / "metrics.jsonl"
+    loggers = [subprocess.Popen([sys.executable, "-c", LOGS, str(path), str(attempt)]) for attempt in (0, 1)]
+    assert [logger.wait(60) for logger in loggers] == [0, 0]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for attempt in (0, 1):
+        assert [row["step"] for row in rows if row["attempt"] == attempt] == list(range(1, 2001))
+    latest = read_latest(path, Lineage({1: Origin(1500)}))
+    assert (latest.attempt, latest.step) == (1, 2000)
+
+
+def test_lines_that_two_hosts_have_written_over_each_other_cost_only_themselves(tmp_path: Path) -> None:
+    """Network storage has no common end of a file: each host appends where it believes it to be."""
+    path, lines = tmp_path / "metrics.jsonl", [LineFile(tmp_path / name) for name in ("old", "new")]
+    for step in range(1, 40):
+        for attempt, file in enumerate(lines):
+            file.write(json.dumps({"step": step, "attempt": attempt, "time": 1.0, "x" * (7 * attempt + 1): 0.5}))
+    old, new = (bytearray((tmp_path / name).read_bytes()) for name in ("old", "new"))
+    mixed = new[:]
+    for start in range(0, len(old) - 100, 400):
+        mixed[start : start + 100] = old[start : start + 100]
+    path.write_bytes(mixed)
+    assert len(read_json_lines(path)) < mixed.count(b"\n")
+    latest = read_latest(path, Lineage({1: Origin(3)}))
+    assert (latest.attempt, latest.step) == (1, 39)
 
 
 def test_no_escape_sequence_in_the_name_of_a_metric_reaches_the_terminal(
