@@ -98,6 +98,11 @@ class Ema:
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
+    except TypeError as error:  # such as for a lock
+        raise TaskError(
+            f"train.ema_decay: the model cannot be copied, because copy.deepcopy gives: {error}\n"
+            "    Keep what it cannot copy out of the model, or leave ema_decay out"
+        ) from error
     except RuntimeError as error:
         raise TaskError(
             "train.ema_decay: the model cannot be copied, because it keeps a tensor that was computed from its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -127,6 +128,12 @@ def _old_weight_norm() -> nn.Module:
     return nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(FEATURES, 16)), nn.Linear(16, CLASSES))
 
 
+def _with_lock() -> nn.Module:
+    model = mlp()
+    model.lock = threading.Lock()
+    return model
+
+
 class Lazy(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(CLASSES))
@@ -149,6 +156,7 @@ REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
     },
     "pruned": _pruned,
     "old weight norm": _old_weight_norm,
+    "lock": _with_lock,
     "lazy": Lazy,
     "parameter replaced": partial(Changes, "parameter replaced"),
 }  # fmt: skip

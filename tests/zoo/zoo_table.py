@@ -85,6 +85,7 @@ REFUSED = [
     (Case(model="lambda in state_dict"), "the model's state 'function' is a function"),
     (Case(model="pruned"), "call prune.remove"),
     (Case(model="old weight norm"), "use torch.nn.utils.parametrizations"),
+    (Case(model="lock"), "Keep what it cannot copy out of the model"),
     (Case(model="lazy"), "run a batch through the model in model()"),
 ]
 
