@@ -74,7 +74,7 @@ def show_metrics(metrics: Mapping[str, float], most: int = METRICS_SHOWN) -> str
 
 def tell_sweeps(sweeps: Sequence[SweepDirectory]) -> None:
     """Say which sweeps there are besides the runs that are shown."""
-    tell(*(f"a sweep, whose elements its status shows: {sweep.id}" for sweep in sweeps))
+    tell(*(f"a sweep, whose elements its status shows: {one_line(sweep.id)}" for sweep in sweeps))
 
 
 def report_ended(run: RunDirectory, status: RunStatus) -> int:

@@ -15,9 +15,11 @@ _SECRET_WORDS = {
 }  # fmt: skip
 # Words that are written together with the one before: PGPASSWORD, DBPASS, AUTHTOKEN; and PWD only behind another word.
 _SECRET_ENDS = re.compile(
-    r"(PASSWORD|PASSWD|PASSPHRASE|APIKEY|SECRET|(AUTH|ACCESS|API|HF|REFRESH|SESSION)TOKEN|(DB|PG|SQL|USER|ROOT|MY)PASS"
+    r"(PASSWORD|PASSWD|PASSPHRASE|APIKEY|SECRET|(AUTH|ACCESS|API|HF|REFRESH|SESSION)TOKEN|(DB|PG|SQL|SSH|USER|ROOT|MY)PASS"
     r"|[A-Z]_PWD|(DB|SQL|PG)PWD)$"
 )
+# What such a name says about one without holding it: KEY_SIZE, TOKEN_DIM, API_KEY_FILE. An id may be one half of it.
+_ABOUT_ONE = re.compile(r"_(SIZE|DIM|LEN|LENGTH|RATE|COUNT|TYPE|FILE|PATH|DIR)$")
 # The name of a parameter or an option ends so. Most that end in key or token are none: sort_key, pad_token.
 _SECRET_SETTING = re.compile(
     r"(password|passwd|passphrase|api-?key|access-?key(-?id)?|private-?key|secret-?key|client-?secret|auth-?key"
@@ -37,6 +39,7 @@ _ASSIGNMENT = r"\b([A-Za-z_][A-Za-z0-9_]*)=(?![\"']?\$)[\"']?[^\s\"';]"
 _SETTING = r"(?:^|(?<=[\s;,'\"+]))-{0,2}([A-Za-z_][A-Za-z0-9_.-]*)\s*[=:]\s*([^\s,;]+)"
 _OPTION = r"(?:^|\s)--?([A-Za-z][A-Za-z0-9_-]*)[ =]+(?!-)([^\s;|&]+)"
 _LOGIN = r"\bwandb\s+login\s+(?:--?[\w-]+(?:=\S+)?\s+)*(?![\"']?\$|-|[;|&]|$)\S"
+_HUB_LOGIN = r"\b(?:huggingface-cli|hf)\s+(?:auth\s+)?login\b.*\s--token[ =]+(?![\"']?\$)\S"
 _DOCKER_LOGIN = r"\b(?:docker|podman|apptainer|singularity)\b.*\blogin\b.*\s-p\s*(?![\"']?\$)\S"
 _CURL_USER = r"\bcurl\b.*\s(?:-u|--user)[ =]*[\"']?[^\s:$\"']+:[^\s$\"']"
 
@@ -44,6 +47,8 @@ _CURL_USER = r"\bcurl\b.*\s(?:-u|--user)[ =]*[\"']?[^\s:$\"']+:[^\s$\"']"
 def is_secret_name(name: str) -> bool:
     """Say whether a variable of this name holds a key, token or password: ``WANDB_API_KEY``, ``DBPASS``."""
     upper = name.upper()
+    if _ABOUT_ONE.search(upper):
+        return False
     return not _SECRET_WORDS.isdisjoint(upper.split("_")) or _SECRET_ENDS.search(upper) is not None
 
 
@@ -94,7 +99,7 @@ def _wrong_with_line(line: str) -> str:
     options = [name for name, value in re.findall(_OPTION, line) if _is_secret_setting(name, value)]
     if options:
         return f"gives --{options[0]} a value"
-    forms = (_SECRET_TEXT, _LOGIN, _DOCKER_LOGIN, _CURL_USER)
+    forms = (_SECRET_TEXT, _LOGIN, _HUB_LOGIN, _DOCKER_LOGIN, _CURL_USER)
     return "looks like it holds a secret" if any(re.search(form, line) for form in forms) else ""
 
 
@@ -112,7 +117,8 @@ def _wrong_below(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[s
             yield from _wrong_below(below, (*path, str(number)))
             before = below if isinstance(below, str) else ""
     elif isinstance(value, str):
-        set_here = [name for name, given in re.findall(_SETTING, value) if _is_secret_setting(name, given)]
+        found = (pair for form in (_SETTING, _OPTION) for pair in re.findall(form, value))
+        set_here = [name for name, given in found if _is_secret_setting(name, given)]
         if set_here:
             yield path, f"gives {set_here[0]} a value"
         elif re.search(_SECRET_TEXT, value):

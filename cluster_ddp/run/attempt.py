@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from cluster_ddp.run import events
-from cluster_ddp.run.attempt_record import AttemptRecord, read_attempt
+from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, read_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
@@ -70,6 +70,11 @@ def begin_attempt(
                 _refuse_alive(run, history, last, job_alive)
             decision = _judge_late(history, last)
         number = last.number + 1 if last is not None else 0
+        if number > LAST_NUMBER:
+            raise RunError(
+                f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
+                "If it is no attempt, remove it"
+            )
         record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
         try:
             published = _publish(run, record)

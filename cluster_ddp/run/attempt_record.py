@@ -14,6 +14,7 @@ from cluster_ddp.run.reading import as_size, as_time, as_whole, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.slurm.states import is_job_id
 
+LAST_NUMBER = 999_999  # that an attempt can have
 _NUMBER = re.compile(r"[0-9]{3,6}")
 
 

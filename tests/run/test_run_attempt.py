@@ -18,7 +18,7 @@ from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
-from cluster_ddp.run.errors import RunAlive, RunEnded
+from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import read_record
@@ -302,3 +302,10 @@ def test_times_in_an_attempts_record_that_are_no_times_count_as_unknown(run: Run
     found = read_attempt(attempt)
     assert found.ended is None
     assert abs(found.begun - time.time()) < 60  # the folder's
+
+
+def test_a_folder_with_the_last_number_is_named(run: RunDirectory) -> None:
+    run.attempt(999_999).path.mkdir()
+    with pytest.raises(RunError, match="999999 has the last number that an attempt can have"):
+        begin_dead(run)
+    assert [folder.name for folder in run.attempts.iterdir()] == ["999999"]

@@ -165,11 +165,12 @@ def test_no_escape_sequence_of_a_run_reaches_the_terminal(folder: Path, commands
     (bad.checkpoints / "step-00000001" / f"odd{ESCAPES}").mkdir()
     (bad.checkpoints / f"damaged-{ESCAPES}").mkdir()
     bad.attempt(0).stop_file.unlink()
+    make_bad_sweep(folder).path.parent.rename(folder / f"sweep\nforged{ESCAPES.replace('/', '')}")
     name = bad.id
     calls = (("list",), ("status",), ("status", name), ("checkpoints", name), ("stop", name), ("status", f"x{ESCAPES}"))
     calls += ("cancel", name), ("submit", f"no{ESCAPES}.yaml")
     said = "".join(commands.call(*words) for words in calls)
-    assert "oops" in said and "val/" in said and "neighbour" in said
+    assert "oops" in said and "val/" in said and "neighbour" in said and "\nforged" not in said
     assert [character for character in said if not character.isprintable() and character != "\n"] == []
 
 

@@ -351,6 +351,25 @@ def test_a_run_whose_directory_vanishes_ends_at_ctrl_c_and_goes_on_where_it_is_t
     assert finish(call("resume", str(moved), "--set", "args=['3']"))[0] == 0
 
 
+FILLS_ITS_DISK = """
+import os, pathlib
+with open(pathlib.Path(os.environ["CLUSTER_DDP_RUN"]) / "filler", "wb", buffering=0) as file:
+    while True:
+        file.write(bytes(4096))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small disk")
+def test_a_run_that_ends_on_a_full_disk_is_lost_and_says_why(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "fill.py").write_text(FILLS_ITS_DISK)
+    small = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=400k tmpfs runs && exec "$@"', "sh")
+    words = ("local", "job.yaml", "--procs", "1", "--set", "script=fill.py", "--set", "args=[]")
+    status, _, err = finish(call(*words, within=small))
+    assert status == 4 and "LOST" in err and "Traceback" not in err.partition("LOST")[2]
+    assert "it has ended, which could not be noted in " in err and "No space left on device" in err
+
+
 def test_modules_in_the_current_folder_do_not_replace_pythons_own(call: Call, tmp_path: Path) -> None:
     for name in ("json", "select", "selectors", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
