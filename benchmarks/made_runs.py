@@ -2,7 +2,8 @@
 
 The runs of a folder have attempts that were preempted and queued again, events of several writers, 300 lines of
 metrics, checkpoints; three in five are complete, the others in every other state. A large run has 8 ranks on each node,
-and its last attempt is alive. squeue, sacct and sbatch answer at once and count their calls.
+and its last attempt is alive. squeue, sacct and sbatch answer at once and count their calls; ``sbatch
+--test-only``, which submits nothing, has a name of its own there.
 """
 
 from __future__ import annotations
@@ -229,7 +230,8 @@ def make_stand_ins(folder: Path, queue: list[str]) -> None:
     answers = {"squeue": f"cat {folder}/queue", "sacct": "", "sbatch": "echo 7", "scontrol": "echo MaxArraySize=100000"}
     for name, answer in answers.items():
         program = folder / name
-        program.write_text(f"#!/bin/sh\necho {name} >>{folder}/calls\n{answer}\n")
+        trial = f'[ "$1" = --test-only ] && {{ echo {name}--test-only >>{folder}/calls; exit; }}\n'
+        program.write_text(f"#!/bin/sh\n{trial}echo {name} >>{folder}/calls\n{answer}\n")
         program.chmod(0o755)
 
 

@@ -13,7 +13,7 @@ from cluster_ddp.run.shared import why_not_shared
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
 from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
 from cluster_ddp.submit.base import Submission, SubmitError, check_writable
-from cluster_ddp.submit.check_program import check_program
+from cluster_ddp.submit.check_program import ProgramCheck
 from cluster_ddp.submit.fits import Misfit, find_partition, misfits
 from cluster_ddp.submit.save_time import what_does_not_fit
 
@@ -48,8 +48,9 @@ def check_before_queue(loaded: LoadedJob, sending: Submission, remark: Callable[
     if reason is not None and spec.slurm.nodes > 1:
         remark([f"runs_dir: {runs_dir} may not be seen by the nodes: {reason}. It has to lie on shared storage"])
     sending.check()
-    partition = _check_partition(loaded, remark) if sending.to_slurm else None
-    saved = check_program(loaded, remark)
+    with ProgramCheck(loaded) as program:  # which takes the longest, and goes on meanwhile
+        partition = _check_partition(loaded, remark) if sending.to_slurm else None
+        saved = program.verdict(remark)
     if saved is not None:
         remark(what_does_not_fit(spec, runs_dir, saved, partition, seconds=_SECONDS))
     if sending.to_slurm:

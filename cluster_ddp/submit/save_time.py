@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
     from cluster_ddp.slurm.partitions import Partition
 
-_SMALL = 256 << 20  # bytes that any storage takes in time
+SMALL = 256 << 20  # bytes that any storage takes in time
 _SAMPLE = 32 << 20  # bytes written to learn the rate
 _GIB = float(1 << 30)
 
@@ -25,7 +25,7 @@ def what_does_not_fit(
     spec: JobSpec, runs_dir: Path, size: int, partition: Partition | None, *, seconds: float
 ) -> Iterator[str]:
     """Say which warnings are too short to save `size` bytes in; Slurm is asked for at most so many seconds."""
-    rate = _write_rate(runs_dir) if size > _SMALL else None
+    rate = _write_rate(runs_dir) if size > SMALL else None
     if rate is None:
         return
     needed = size / rate

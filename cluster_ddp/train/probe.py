@@ -1,8 +1,10 @@
 """``python -m cluster_ddp.train.probe``: whether the ranks' interpreter can begin, asked on the login node.
 
-It reads a JSON object from standard input: ``task`` and ``params``, with ``lr`` and ``weight_decay``, or ``script``.
+It reads a JSON object from standard input: ``script``, or ``task`` and ``params`` with ``lr``, ``weight_decay`` and
+``small``.
 Its answer is a JSON object on standard output: ``error``, or ``bytes`` of the model and the optimizer's state where
-they can be told without memory for them. A script is read, not run; of a task no data is made.
+they can be told without memory for them, and the model has more than ``small`` of them. A script is read, not run; of a
+task no data is made.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +39,28 @@ def _task(asked: dict[str, Any]) -> dict[str, Any]:
 
     kind = find_task(asked["task"], asked["params"])
     with contextlib.suppress(Exception):  # a model that needs a GPU or its data: nothing is known of its size then
-        return {"bytes": _state_bytes(kind, asked)}
+        return _state_bytes(kind, asked)
     return {}
 
 
-def _state_bytes(kind: type[Any], asked: dict[str, Any]) -> int:
+def _state_bytes(kind: type[Any], asked: dict[str, Any]) -> dict[str, int]:
     import torch
+
+    def size(tensors: Iterable[Any]) -> int:
+        return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
 
     with torch.device("meta"):
         task = kind(**asked["params"])
         model = task.model()
+        kept = size(model.state_dict().values())
+        if kept <= asked["small"]:  # an optimizer imports torch's compiler, a second that tells nothing here
+            return {}
         task.weight_decay = asked["weight_decay"]
         optimizer = task.optimizer(model, asked["lr"])
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
-    kept = [*model.state_dict().values()]
-    kept += [value for state in optimizer.state.values() for value in state.values()]
-    return sum(value.numel() * value.element_size() for value in kept if isinstance(value, torch.Tensor))
+    return {"bytes": kept + sum(size(state.values()) for state in optimizer.state.values())}
 
 
 def _script(script: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_stage import Call, Slurm
+from cli_stage import PARTITION, Call, Slurm
 
 ASKED = ("submit", "job.yaml", "--set")
 
@@ -79,6 +79,17 @@ def test_a_task_that_cannot_be_imported_is_refused(call: Call, here: Path, slurm
     assert slurm.submissions() == []
     setup = call(*job, "--set", 'launch.setup=["module() { :; }"]')
     assert setup.status == 0 and "only a note" in setup.err
+
+
+def test_the_task_is_imported_while_slurm_is_asked(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
+    python, begun = here / "python", here / "begun"
+    python.write_text(f"#!/bin/bash\necho $$ >{begun}.new; mv {begun}.new {begun}; exec sleep 60\n")
+    python.chmod(0o755)
+    slurm.program("scontrol", f"until [[ -e {begun} ]]; do sleep 0.02; done; echo '{PARTITION}'")
+    answer = call(*ASKED, "slurm.nodes=6", "--set", f"launch.python={python}")
+    assert answer.status == 2
+    assert "slurm.nodes: 6 is more than partition gpu allows: 5" in answer.err
+    assert not Path("/proc", begun.read_text().strip()).exists()  # nothing goes on after the command
 
 
 def test_a_script_is_not_run_to_see_what_it_imports(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
