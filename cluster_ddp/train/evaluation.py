@@ -19,7 +19,7 @@ from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
-from cluster_ddp.train.randomness import Use, derive, seed_host
+from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
 from cluster_ddp.train.task import Task
 
 
@@ -53,7 +53,7 @@ class Evaluation:
             raise DataError("eval_data() is empty: give at least one sample, or return None for no evaluation")
         self._task = task
         self._fetcher = Fetcher(data, task.collate, Use.EVALUATION, train.seed)
-        self._seed = derive(Use.EVALUATION, train.seed, world.rank)
+        self._seed = train.seed
         self._batch_size, self._workers = plan.micro_batch, train.workers
         self._world, self._precision, self._device = world, precision, device
 
@@ -92,9 +92,11 @@ class Evaluation:
 
     def _average(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         sums: dict[str, Tensor] = {}
+        own = OwnGenerators(self._task, model)
+        seeds = StepSeeds(self._seed, self._world.rank, self._device, own, Use.EVALUATION)
         for part, batch in self._batches():
             if len(part.indices):
-                seed_host(derive(self._seed, part.number))
+                seeds.apply(0, part.number)
                 with self._precision.autocast():
                     values = self._task.evaluate(model, batch)
                 _add(sums, values, len(part.indices))

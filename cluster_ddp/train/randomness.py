@@ -153,7 +153,7 @@ class OwnGenerators:
 
 
 class StepSeeds:
-    """Seeds the generators before each forward pass.
+    """Seeds the generators before each forward pass, of a step or of an evaluation.
 
     Parameters
     ----------
@@ -165,10 +165,19 @@ class StepSeeds:
         Where the model is; its own generator is seeded too.
     own
         Other generators that the forward pass draws from.
+    use
+        What the forward passes are for.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device, own: OwnGenerators | None = None) -> None:
-        self._base = derive(Use.STEP, seed, rank)
+    def __init__(
+        self,
+        seed: int,
+        rank: int,
+        device: torch.device,
+        own: OwnGenerators | None = None,
+        use: Use = Use.STEP,
+    ) -> None:
+        self._base = derive(use, seed, rank)
         self._generator = _device_generator(device)
         self._own = OwnGenerators() if own is None else own
 

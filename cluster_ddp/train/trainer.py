@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
 
 from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved, scaled_lr
 from cluster_ddp.launch.heartbeat import Phase
@@ -23,6 +22,7 @@ from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, 
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
+from cluster_ddp.train.evaluating import BeforeEvaluation, make_optimizer, switches, weights_to_evaluate
 from cluster_ddp.train.evaluation import Evaluation
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
@@ -171,7 +171,7 @@ class Trainer:
 
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
-        self.optimizer = expect_type(self.task.optimizer(self.model, lr), Optimizer, "optimizer()")
+        self.optimizer = make_optimizer(self.task, self.model, lr)
         refuse_closures(self.optimizer)
         self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.stream.total_steps)
         scaler = make_scaler(train, self.precision)
@@ -200,7 +200,7 @@ class Trainer:
             seed_everything(derive(Use.BUILD, train.seed))
             model = expect_type(task.model(), nn.Module, "model()")
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
-            optimizer = task.optimizer(model, scaled_lr(train, self.plan.global_batch))
+            optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=ema, also=task)
 
@@ -220,6 +220,11 @@ class Trainer:
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))
         self.session.tell_start(training=setup)
+        if switches(self.optimizer):
+            self.session.saving.tell(
+                f"{type(self.optimizer).__name__} has weights of its own to evaluate with (its eval()): checkpoints, "
+                "and export, hold those that it trains with; for an average to export set train.ema_decay"
+            )
 
     def _first_loss(self) -> Any:
         micro, batch = self.stream.first()
@@ -253,9 +258,15 @@ class Trainer:
         self.log.flush()
         self.session.beat.enter(Phase.EVALUATING)
         synchronise_buffers(self.model)
-        model = self.ema.model() if self.ema is not None else self.model
-        values = self.evaluation.run(model, self.session.goes_on())
-        if values is not None:
+        before = BeforeEvaluation(self.model, self.buffers, self.task)
+        if self.ema is not None:
+            values = self.evaluation.run(self.ema.model(), self.session.goes_on())
+        else:
+            with weights_to_evaluate(self.optimizer):
+                values = self.evaluation.run(self.model, self.session.goes_on())
+        if values is None:
+            before.put_back()
+        else:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)

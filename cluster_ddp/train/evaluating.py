@@ -1,0 +1,81 @@
+"""What an evaluation finds and leaves behind: the weights to evaluate, and the state as if it had not begun."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cluster_ddp.train.buffers import Buffers
+from cluster_ddp.train.task import Task, expect_type
+
+
+class Switching(Protocol):
+    """An optimizer that trains with other weights than it evaluates with, as those of the package schedulefree do."""
+
+    param_groups: list[dict[str, Any]]
+
+    def train(self) -> Any:
+        """Put the weights to train with into the parameters."""
+
+    def eval(self) -> Any:
+        """Put the weights to evaluate with into the parameters."""
+
+
+def switches(optimizer: object) -> TypeGuard[Switching]:
+    """Whether an optimizer has weights of its own to evaluate with."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
+    """What ``optimizer()`` of the task gives, ready to train."""
+    optimizer = expect_type(task.optimizer(model, lr), Optimizer, "optimizer()")
+    if switches(optimizer):
+        optimizer.train()
+    return optimizer
+
+
+@contextlib.contextmanager
+def weights_to_evaluate(optimizer: Optimizer) -> Iterator[None]:
+    """Let the parameters hold what the optimizer evaluates with, and afterwards the same bits as before.
+
+    Switching back is arithmetic that rounds: an evaluation that is done again after a stop must leave no trace.
+    """
+    if not switches(optimizer):
+        yield
+        return
+    weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
+    kept = [weight.clone() for weight in weights]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        torch._foreach_copy_(weights, kept)
+
+
+class BeforeEvaluation:
+    """The state that an evaluation may change, to be put back when it is abandoned: it will be done again."""
+
+    def __init__(self, model: nn.Module, buffers: Buffers, task: Task) -> None:
+        self._buffers, self._task = buffers, task
+        buffers.keep()
+        self._extra_state = [
+            (module, copy.deepcopy(module.get_extra_state()))
+            for module in model.modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        self._task_state = copy.deepcopy(dict(task.state_dict()))
+
+    def put_back(self) -> None:
+        """Make buffers, modules and task what they were."""
+        self._buffers.put_back(True)
+        for module, state in self._extra_state:
+            module.set_extra_state(state)
+        if self._task_state:
+            self._task.load_state_dict(self._task_state)

@@ -1,0 +1,194 @@
+"""An evaluation leaves no trace in the training, not even one that a stop cuts short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from train_tasks import (
+    CLASSES,
+    FEATURES,
+    Plain,
+    StopAt,
+    attentive,
+    differences,
+    final_state,
+    job,
+    losses,
+    new_run,
+    train,
+)
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.train import Task, Trainer
+
+SETTINGS: dict[str, Any] = {
+    "train": {"steps": 9, "global_batch": 8, "lr": 0.01, "evaluate_every": "3 steps"},
+    "log": {"every_steps": 1},
+}
+
+
+class Stopping(Plain):
+    """Its second evaluation asks to stop, in the second batch."""
+
+    def __init__(self, stop: StopAt | None = None) -> None:
+        self.stop = stop
+        self.batches = 0
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        self.batches += 1
+        if self.stop is not None and self.batches == 5:  # of 3 for an evaluation
+            self.stop.step = 0
+        return super().evaluate(model, batch)
+
+
+class CountsCalls(nn.Module):
+    """Depends on how often it was called: by a buffer, and by a number of which modules keep track themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.own = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.own += 1
+        scores: Tensor = self.net(inputs)
+        return scores * (1 + 0.01 * self.calls + 0.02 * self.own)
+
+    def get_extra_state(self) -> int:
+        return self.own
+
+    def set_extra_state(self, state: int) -> None:
+        self.own = state
+
+
+class OfCalls(Stopping):
+    def model(self) -> nn.Module:
+        return CountsCalls()
+
+
+class OfItsMetric(Stopping):
+    """Its loss depends on what its evaluations gave, as with a schedule that goes by a plateau."""
+
+    def __init__(self, stop: StopAt | None = None) -> None:
+        super().__init__(stop)
+        self.seen = torch.zeros(())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        values = super().evaluate(model, batch)
+        self.seen = self.seen + values["loss"].mean()
+        return values
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * (1 + 0.1 * self.seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Draws(nn.Module):
+    """Draws from a generator of its own, in evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+        self.generator = torch.Generator()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.net(inputs + 0.3 * torch.randn(inputs.shape, generator=self.generator))
+        return scores
+
+
+class OfDraws(Stopping):
+    def model(self) -> nn.Module:
+        return Draws()
+
+
+class ScheduleFree(SGD):
+    """Trains where it interpolates to a fast sequence, and evaluates elsewhere (Defazio 2024, arXiv:2405.15682)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        for group in self.param_groups:
+            group["training"] = False  # as schedulefree has it: a loop that does not call train() is refused
+
+    def eval(self) -> None:
+        self._move(to_training=False, share=1 - 1 / 0.9)
+
+    def train(self) -> None:
+        self._move(to_training=True, share=1 - 0.9)
+
+    @torch.no_grad()
+    def _move(self, *, to_training: bool, share: float) -> None:
+        for group in self.param_groups:
+            if group["training"] != to_training:
+                group["training"] = to_training
+                for weight in group["params"]:
+                    if weight in self.state:
+                        weight.lerp_(self.state[weight]["momentum_buffer"], share)
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(group["training"] for group in self.param_groups)
+        return super().step(closure)
+
+
+class OfModes(Stopping):
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        return ScheduleFree(model.parameters(), lr)
+
+
+def stopped_in_an_evaluation(make: Callable[[StopAt], Task], folder: Path) -> RunDirectory:
+    run = new_run(folder, **SETTINGS)
+    wish = StopAt()
+    trainer = Trainer(job(**SETTINGS), make(wish), run, process=attentive(wish))
+    wish.trainer, wish.step = trainer, 1000
+    outcome = trainer.run()
+    assert (outcome.completed, outcome.step) == (False, 6)
+    return run
+
+
+def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
+    return sorted((row["step"], row["val/loss"]) for row in read_json_lines(run.metrics_file) if "val/loss" in row)
+
+
+@pytest.mark.parametrize("make", [OfCalls, OfItsMetric, OfDraws, OfModes])
+def test_an_evaluation_that_was_cut_short_leaves_no_trace(make: type[Stopping], tmp_path: Path) -> None:
+    calm = new_run(tmp_path / "calm", **SETTINGS)
+    whole, _ = train(make(), job(**SETTINGS), calm)
+    broken = stopped_in_an_evaluation(make, tmp_path / "broken")
+    resumed, outcome = train(make(), job(**SETTINGS), broken, attempt=1)
+    assert outcome.completed
+    assert differences(final_state(whole), final_state(resumed)) == []
+    assert losses(broken) == losses(calm)
+    assert evaluations(broken) == evaluations(calm)
+
+
+def test_an_optimizer_with_weights_to_evaluate_is_evaluated_with_them(tmp_path: Path) -> None:
+    run = new_run(tmp_path, **SETTINGS)
+    task = OfModes()
+    trainer, outcome = train(task, job(**SETTINGS), run)
+    assert isinstance(trainer.optimizer, ScheduleFree)
+    as_trained = mean_loss(task, trainer.model)
+    trainer.optimizer.eval()
+    assert outcome.metrics["val/loss"] == pytest.approx(mean_loss(task, trainer.model)) != as_trained
+    [warning] = [event for event in read_events(run) if "ScheduleFree" in event.get("message", "")]
+    assert "export, hold those that it trains with" in warning["message"]
+
+
+def mean_loss(task: Task, model: nn.Module) -> float:
+    with torch.no_grad():
+        values = task.evaluate(model, task.eval_data().tensors)  # type: ignore[union-attr]
+    return float(values["loss"].double().mean())
