@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,13 +36,23 @@ def test_another_number_of_ranks_needs_a_data_set_of_whole_steps() -> None:
         steps(4, 1, 96).expect_same_batches(dataclasses.asdict(steps(4, 2, 96)))
 
 
+class Rows(IterableDataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(4)
+
+
 def test_an_iterable_data_set_is_refused() -> None:
-    class Rows(IterableDataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 4
-
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            yield from torch.arange(4)
-
     with pytest.raises(TrainError, match="make it map-style"):
         map_batches(DataLoader(Rows()), 1)
+
+
+def test_a_trainer_over_an_iterable_data_set_is_refused_as_it_is_made(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True)
+    with pytest.raises(TrainError, match="a Trainer with an IterableDataset exactly: make it map-style"):
+        transformers.Trainer(torch.nn.Linear(1, 1), args, train_dataset=Rows(), callbacks=[ResumeExactly()])

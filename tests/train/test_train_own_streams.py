@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +16,9 @@ from own_loops import SAMPLES, Rows, failure, loop, new_run
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from train_ranks import run_ranks
+
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.batches import batches_of
 
 Row = tuple[Tensor, int]
 BATCHES = 4  # of an epoch, however the shards are divided among ranks and workers
@@ -106,6 +111,24 @@ def test_a_stream_that_begins_otherwise_than_before_is_refused(tmp_path: Path) -
     assert "the data do not begin with the items that they began with when the checkpoint was saved" in failure(run)
 
 
+def said(place: Path) -> str:
+    """What an attempt over a set that no rank divides says."""
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        loop(place, 0, make=lambda: DataLoader(Rows(), batch_size=6), batches=BATCHES, epochs=1)
+    return text.getvalue()
+
+
+def test_ranks_that_read_the_same_items_are_told(tmp_path: Path) -> None:
+    warning = "all ranks read the same items from the Rows, so that each trains on all of them"
+    assert [warning in text for text in run_ranks(said, 2, new_run(tmp_path).path)] == [True, False]
+
+
+def test_a_webloader_is_refused_with_what_to_give() -> None:
+    wds = pytest.importorskip("webdataset")
+    with pytest.raises(TrainError, match=r"takes a torch\.utils\.data\.DataLoader, not a WebLoader: make one of the data set"):
+        batches_of(wds.WebLoader(wds.WebDataset("rows.tar", shardshuffle=False)), 1, BATCHES)
+
+
 def write_shards(folder: Path) -> str:
     """Eight tar files for WebDataset."""
     import webdataset
@@ -180,7 +203,7 @@ def test_webdataset_goes_on_exactly(make_data: Callable[[str], Any], ranks: int,
     calm, broken = (new_run(tmp_path / name).path for name in ("calm", "broken"))
     data = (urls, make_data, workers)
     whole = run_ranks(attempt, ranks, calm, 0, *data)
-    interruptions: list[tuple[Any, ...]] = [((1, 1), "crash" if ranks == 1 else "stop"), ((2, 2), "stop"), ()]
+    interruptions: list[tuple[Any, ...]] = [((1, 1), "crash" if ranks == 1 else "stop"), ((2, 1), "stop"), ()]
     attempts = [run_ranks(attempt, ranks, broken, number, *data, *at) for number, at in enumerate(interruptions)]
     for told, *parts in zip(whole, *attempts, strict=True):
         assert len(parts[-1]["losses"]) < len(told["losses"]) / 2

@@ -79,7 +79,8 @@ class StreamBatches:
         if self._reads_in_threads and (first is None or self._draws(first)):
             raise TrainError(
                 f"the {self._name} reads in threads of its own, and draws random numbers there, which nobody can seed: "
-                "no resume could be exact. Move what is random into the DataLoader's collate_fn, or into the loop"
+                "no resume could be exact. Move what is random into the DataLoader's collate_fn, or into the loop; for "
+                "MosaicML Streaming see docs/own-code.md"
             )
         if first is None:
             raise TrainError(
