@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_loops import SAMPLES, Rows, failure, loop, new_run
+import torch
+from own_loops import SAMPLES, Rows, failure, loop, mixed, new_run
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from train_ranks import run_ranks
@@ -64,6 +65,16 @@ class InThreads(Rows):
         done.set()
 
 
+class ReadAhead(IterableDataset[Row]):
+    """Reads in a thread, and draws nothing."""
+
+    def __iter__(self) -> Iterator[Row]:
+        done = threading.Event()
+        threading.Thread(target=done.wait, daemon=True).start()
+        yield from ((torch.full((6,), index / SAMPLES), index % 3) for index in range(SAMPLES))
+        done.set()
+
+
 class Slanted(Rows):
     """Is made with another seed in each attempt."""
 
@@ -97,6 +108,16 @@ def test_a_stream_that_cannot_be_exact_is_refused_at_once(
     assert words in failure(run)
 
 
+def drawing(place: Path) -> dict[str, Any]:
+    make = lambda: DataLoader(ReadAhead(), batch_size=6, collate_fn=mixed)  # noqa: E731
+    return loop(place, 0, make=make, batches=BATCHES, epochs=1)
+
+
+def test_a_stream_read_in_threads_may_draw_in_collate_fn(tmp_path: Path) -> None:
+    (told,) = run_ranks(drawing, 1, new_run(tmp_path).path)
+    assert len(told["losses"]) == BATCHES
+
+
 def changed(place: Path) -> list[dict[str, Any]]:
     """A resume with other items."""
     makes = [lambda seed=seed: DataLoader(Slanted(seed), batch_size=6) for seed in (1, 2)]
@@ -125,7 +146,9 @@ def test_ranks_that_read_the_same_items_are_told(tmp_path: Path) -> None:
 
 def test_a_webloader_is_refused_with_what_to_give() -> None:
     wds = pytest.importorskip("webdataset")
-    with pytest.raises(TrainError, match=r"takes a torch\.utils\.data\.DataLoader, not a WebLoader: make one of the data set"):
+    with pytest.raises(
+        TrainError, match=r"takes a torch\.utils\.data\.DataLoader, not a WebLoader: make one of the data set"
+    ):
         batches_of(wds.WebLoader(wds.WebDataset("rows.tar", shardshuffle=False)), 1, BATCHES)
 
 

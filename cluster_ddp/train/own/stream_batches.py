@@ -34,6 +34,7 @@ class StreamBatches:
         self._own = OwnGenerators(self._data)
         self._name = type(self._data).__name__
         self._reads_in_threads = False
+        self._items: list[int] = []
         self._seed = 0
 
     def arrange(self, seed: int) -> int:
@@ -76,7 +77,7 @@ class StreamBatches:
         collate = self._copy.inner.collate_fn
         self._copy.put(collate_fn=_Watched(collate))
         first = settled(lambda: fingerprint(self._first()))
-        if self._reads_in_threads and (first is None or self._draws(first)):
+        if self._reads_in_threads and (first is None or self._draws()):
             raise TrainError(
                 f"the {self._name} reads in threads of its own, and draws random numbers there, which nobody can seed: "
                 "no resume could be exact. Move what is random into the DataLoader's collate_fn, or into the loop; for "
@@ -91,18 +92,20 @@ class StreamBatches:
         self._copy.put(collate_fn=collate)
         return first
 
-    def _draws(self, seen: int) -> bool:
-        """Whether the first batches, whose fingerprint is known, are others with another seed."""
-        seed, self._seed = self._seed, mix(self._seed)
-        other = fingerprint(self._first())
+    def _draws(self) -> bool:
+        """Whether the items of the first batches, which have been read, are others with another seed."""
+        seen, seed = self._items, self._seed
+        self._seed = mix(seed)
+        self._first()
         self._seed = seed
-        return other != seen
+        return self._items != seen
 
     def _first(self) -> list[Any]:
         with contextlib.closing(self.begin(0, 0)) as batches:
             found = list(itertools.islice(batches, _TRIED))
-        self._reads_in_threads |= any(has_threads for has_threads, _ in found)
-        return [batch for _, batch in found]
+        self._reads_in_threads |= any(has_threads for has_threads, _, _ in found)
+        self._items = [items for _, items, _ in found]  # what collate_fn draws is drawn in no thread
+        return [batch for _, _, batch in found]
 
     def close(self) -> None:
         """End the workers."""
@@ -115,15 +118,15 @@ class StreamBatches:
 
 
 class _Watched:
-    """A collate function that also tells, where it is called first, whether the set has started threads there."""
+    """A collate function that tells the items too, and, where it is called first, whether the set has threads there."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
         self._process, self._threads = os.getpid(), threading.active_count()
         self._is_first = True
 
-    def __call__(self, items: Any) -> tuple[bool, Any]:
+    def __call__(self, items: Any) -> tuple[bool, int, Any]:
         usual = self._threads if os.getpid() == self._process else 1
         has_more = self._is_first and threading.active_count() > usual
         self._is_first = False  # later a worker has a thread that hands on its batches
-        return has_more, self._collate(items)
+        return has_more, fingerprint(items), self._collate(items)
