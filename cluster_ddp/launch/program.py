@@ -26,6 +26,7 @@ from cluster_ddp.launch.report import EnvironmentReport
 from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.launch.torchrun import fill_in, option, trains_a_task
+from cluster_ddp.launch.vanished import RunWatch
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.launch.watchdog import Hang, Watchdog
 from cluster_ddp.printing import say
@@ -109,6 +110,7 @@ class NodeProgram:
         self._ending = Ending(
             self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task, warn=self._warn
         )
+        self._run_watch = RunWatch(run.path)
         self._sign_of_life = SignOfLife(self._attempt.alive_file(node_rank))
         self._next_watch = 0.0
         self._next_look_for_newer = 0.0
@@ -188,6 +190,9 @@ class NodeProgram:
         if self._superseded():
             say("cluster-ddp: a newer attempt has begun: ending without a save")
             self._end(events.SUPERSEDED)
+        elif self._run_watch.has_vanished():
+            say(f"cluster-ddp: {self._attempt.run.path} was removed or renamed: ending, for nothing can be saved there")
+            self._end(FAILED)
         elif self._stopping.reason == HANG:
             self._end_hung()
         elif stop_asked and (outcome := self._ending.after_stop()) is not None:

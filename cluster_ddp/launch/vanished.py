@@ -1,0 +1,51 @@
+"""Whether the run directory was removed or renamed under its training, which then trains for nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_LOOK_SECONDS = 10.0
+_GONE_SECONDS = 60.0  # network storage may deny for a while what is there
+
+
+class RunWatch:
+    """Looks from time to time whether the run directory is there.
+
+    Raises
+    ------
+    OSError
+        It is not there from the beginning.
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._device = folder.stat().st_dev
+        self._clock = clock
+        self._next = 0.0
+        self._gone_since: float | None = None
+
+    def has_vanished(self) -> bool:
+        """Whether it has been away for a minute, while its storage was there."""
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + _LOOK_SECONDS
+            self._gone_since = (self._gone_since or now) if self._is_gone() else None
+        return self._gone_since is not None and now - self._gone_since >= _GONE_SECONDS
+
+    def _is_gone(self) -> bool:
+        """Of storage that is not mounted, or does not answer, nothing can be told."""
+        try:
+            self._folder.lstat()
+        except FileNotFoundError:
+            return self._storage_is_there()
+        except OSError:
+            pass
+        return False
+
+    def _storage_is_there(self) -> bool:
+        try:
+            return next(above for above in self._folder.parents if above.exists()).stat().st_dev == self._device
+        except OSError:
+            return False
