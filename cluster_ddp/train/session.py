@@ -156,13 +156,19 @@ class Session:
 
     # The beginning.
 
-    def resume(self, state: State, order: Order, *, total_steps: int, fresh: Callable[[], State] | None = None) -> None:
+    def resume(
+        self, state: State, order: Order, *, total_steps: int, fresh: Callable[[], State] | None = None
+    ) -> Mapping[str, float]:
         """Fill the state from the newest intact checkpoint, when there is one, and set `step`.
 
         Parameters
         ----------
         fresh
             Makes the state once more, as at the beginning of an attempt; by it is checked that the state comes back.
+
+        Returns
+        -------
+        The metrics that were saved with it.
         """
         self.saving.fresh = fresh
         self._state, self._order, self._total_steps = state, order, total_steps
@@ -173,6 +179,7 @@ class Session:
         if self.world.world_size > 1:
             self._compared_after = self.step + _COMPARED_AFTER
         state.watch()
+        return {} if restored is None else restored.manifest.metrics
 
     def tell_start(self, **fields: Any) -> None:
         """Record that training begins, or goes on."""

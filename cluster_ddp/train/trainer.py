@@ -211,12 +211,12 @@ class Trainer:
         self.wrapped.train()
         if self.world.world_size > 1:
             settle_buckets(self.wrapped, self.task, self._first_loss)
-        self.session.resume(
+        metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
         self.single_samples.begin(self.step)
         self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
-        self.log.open(self.step)
+        self.log.open(self.step, metrics)
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))
         self.session.tell_start(training=setup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,11 @@ class OfModes(Stopping):
         return ScheduleFree(model.parameters(), lr)
 
 
-def stopped_in_an_evaluation(make: Callable[[StopAt], Task], folder: Path) -> RunDirectory:
-    run = new_run(folder, **SETTINGS)
+def stopped_in_an_evaluation(make: Callable[[StopAt], Task], folder: Path, **more: Any) -> RunDirectory:
+    sections = SETTINGS | more
+    run = new_run(folder, **sections)
     wish = StopAt()
-    trainer = Trainer(job(**SETTINGS), make(wish), run, process=attentive(wish))
+    trainer = Trainer(job(**sections), make(wish), run, process=attentive(wish))
     wish.trainer, wish.step = trainer, 1000
     outcome = trainer.run()
     assert (outcome.completed, outcome.step) == (False, 6)
@@ -174,6 +176,14 @@ def test_an_evaluation_that_was_cut_short_leaves_no_trace(make: type[Stopping], 
     assert differences(final_state(whole), final_state(resumed)) == []
     assert losses(broken) == losses(calm)
     assert evaluations(broken) == evaluations(calm)
+
+
+def test_an_evaluation_done_again_keeps_what_the_best_is_chosen_by(tmp_path: Path) -> None:
+    best = {"checkpoint": {"keep_best": {"metric": "train/loss", "mode": "min"}, "keep_last": 9}}
+    run = stopped_in_an_evaluation(Stopping, tmp_path, **best)
+    train(Stopping(), job(**SETTINGS, **best), run, attempt=1)
+    manifest = json.loads((run.checkpoints / "step-00000006" / "manifest.json").read_text())
+    assert {"train/loss", "val/loss"} <= manifest["metrics"].keys()
 
 
 def test_an_optimizer_with_weights_to_evaluate_is_evaluated_with_them(tmp_path: Path) -> None:

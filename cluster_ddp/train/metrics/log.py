@@ -112,8 +112,8 @@ class Log:
         """The last value of each metric."""
         return self._report.latest
 
-    def open(self, step: int) -> None:
-        """Open the files, the display and the loggers, going on from this step."""
+    def open(self, step: int, latest: Mapping[str, float]) -> None:
+        """Open the files, the display and the loggers, going on from this step and its metrics."""
         if self._run is not None and self._job.log.sample_ids:
             path = self._run.attempt(self._attempt).samples_file(self._world.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +124,7 @@ class Log:
                 open_display(self._job.name, self._stream.total_steps, step),
                 open_loggers(self._job, self._run, read_record(self._run).wandb_id, step),
             )
+        self._report.latest.update(latest)
         self._speed.start(step, self._stream.consumed(step), self._stream.waited)
 
     def say(self, *lines: str) -> None:
