@@ -62,5 +62,5 @@ def _refusals(spec: JobSpec) -> Iterator[_Refusal]:
         if meant := meant_by(name):
             yield _Refusal(("slurm", "extra", name), f"is short for {meant} to sbatch", "the whole name of an option")
     for number, line in enumerate(spec.launch.setup):
-        if re.search(r"^\s*#SBATCH", line, re.MULTILINE):
+        if re.search(r"^\s*#(SBATCH|SLURM|PBS|BSUB)", line, re.MULTILINE):
             yield _Refusal(("launch", "setup", str(number)), _DIRECTIVE, _NO_DIRECTIVE)

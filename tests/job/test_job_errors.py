@@ -131,7 +131,17 @@ def test_sbatch_options_with_a_place_of_their_own(errors_of: Errors, text: str, 
     assert says in message
 
 
-@pytest.mark.parametrize("line", ["#SBATCH --nodes=64", "  #SBATCH --partition=big", "true\\n#SBATCH -N 9"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "#SBATCH --nodes=64",
+        "  #SBATCH --partition=big",
+        "#PBS -l nodes=64",
+        "#SLURM -N 9",
+        "#BSUB -n 9",
+        "true\\n#SBATCH -N 9",
+    ],
+)
 def test_a_line_of_setup_is_no_order_to_sbatch(errors_of: Errors, line: str) -> None:
     """submitit writes these lines directly behind its own directives, where sbatch obeys them."""
     message = errors_of(f'launch:\n  setup:\n    - "true"\n    - "{line}"\n')
