@@ -66,7 +66,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
     return found
 
 
-def holdrank_0(run: Path) -> int:
+def hold_rank_0(run: Path) -> int:
     """Halt rank 0 of a run when it has logged or saved, so that what comes next comes in the middle; its process."""
     metrics = run / "metrics.jsonl"
     wait_for(lambda: (metrics.exists() and metrics.stat().st_size) or list(run.glob("checkpoints/step-*")))
@@ -77,7 +77,7 @@ def holdrank_0(run: Path) -> int:
 
 def stop_in_the_middle(call: Call, running: subprocess.Popen[str], name: str, run: Path) -> None:
     """Stop a local run after some of its steps and before the last, by the command."""
-    held = holdrank_0(run)
+    held = hold_rank_0(run)
     finish(call("cluster_ddp", "stop", name))
     wait_for(lambda: any("stop-requested" in file.read_text() for file in run.glob("events/node-*.jsonl")))
     os.kill(held, signal.SIGCONT)
