@@ -124,7 +124,7 @@ def check_setup(spec: JobSpec) -> None:
     import subprocess
 
     lines = "\n".join([*spec.launch.setup, ""])
-    done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, timeout=20, cwd="/")
     if done.returncode != 0 or done.stderr.strip():  # of an open heredoc bash only warns
         raise ScriptError(f"launch.setup is no valid bash: {done.stderr.strip()}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,28 @@ def test_a_job_that_could_never_start_is_refused(
     done = cluster.cli(*asked, check=False, timeout=250)
     assert (done.returncode, said in done.stderr) == (status, True), done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_commands_given_at_once_or_from_a_folder_that_is_gone(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = str(CHECKOUT / "job_templates" / "cpu.yaml")
+    settings = ("--set", "slurm.extra.hold=true", "--set", f"runs_dir={tmp_path / 'runs'}")
+    submit = ("submit", job, "--json", "--no-check", *settings)
+    with ThreadPoolExecutor(4) as pool:
+        submitted = list(pool.map(lambda _: cluster.cli(*submit, timeout=200), range(2)))
+        answers = [json.loads(done.stdout.splitlines()[-1]) for done in submitted]
+        assert len({answer["directory"] for answer in answers}) == len({a["slurm_job_id"] for a in answers}) == 2
+        run = answers[0]["directory"]
+        cluster.cli("cancel", run, timeout=200)
+        cluster.wait_for_state(int(answers[0]["slurm_job_id"]), "CANCELLED")
+        resumed = list(pool.map(lambda _: cluster.cli("resume", run, check=False, timeout=200), range(4)))
+    assert sorted(done.returncode for done in resumed) == [0, 2, 2, 2], resumed
+    assert all("resume" in done.stderr for done in resumed if done.returncode), resumed
+    assert len(cluster.queue()) == 2
+
+    gone = f'mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir ../gone && exec "$@"'
+    done = cluster.call("bash", "-c", gone, "-", sys.executable, "-m", "cluster_ddp", *submit, timeout=200)
+    assert done.returncode == 2 and "folder" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert len(cluster.queue()) == 2
 
 
 def test_the_first_files_run_as_they_are(cluster: SlurmCluster, tmp_path: Path) -> None:
