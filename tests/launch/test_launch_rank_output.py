@@ -21,7 +21,7 @@ class Printing:
         folders = {str(folder / str(local)): local + 4 for local in (0, 1)}
         for place in folders:
             Path(place).mkdir(parents=True)
-        record = {"folders": folders, "failed": [], "ended_by_agent": []}
+        record = {"folders": folders, "failed": [], "left": [], "ended_by_agent": []}
         (folder / "exits.jsonl").write_text(json.dumps(record) + "\n")
 
     def say(self, local: int, text: str, stream: str = "stdout") -> None:
