@@ -39,6 +39,7 @@ class Terminal:
             foreign = ("COLUMNS", "LINES")
             environment = {name: value for name, value in os.environ.items() if name not in foreign}
             os.chdir(here)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
             os.execvpe(program[0], program, environment | {"TERM": "xterm", "PYTHONPATH": str(PROJECT)})
         self.resize(columns, lines)
 

@@ -22,8 +22,10 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from train_ranks import free_port, preload, run_ranks
+from train_ranks import preload, run_ranks
 
+from cluster_ddp.launch.ports import free_port
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train.distributed import broadcast_object
 
@@ -194,7 +196,7 @@ def test_a_changed_program_goes_on_exactly_by_the_commands(
     (run,) = wait_for(lambda: set(tmp_path.glob("runs/*")) - {calm})
     stop_in_the_middle(call, running, run.name, run)
     reached = newest(run)
-    assert reached % every  # saved where it was stopped
+    assert [event["step"] for event in read_events(RunDirectory(run)) if event["event"] == "stopped"] == [reached]
     running = call("cluster_ddp", "resume", run.name)
     wait_for(lambda: newest(run) > reached)
     os.kill(wait_for(lambda: rank_0(run)), signal.SIGKILL)
@@ -215,6 +217,7 @@ def test_a_changed_program_runs_without_the_launcher(tmp_path: Path, call: Call)
 # A cell is run in an interpreter that stays. The button sends SIGINT to it.
 NOTEBOOK = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 cell = sys.stdin.read()
 names = {"interrupted_in": int(sys.argv[1])}
 exec(cell, names)

@@ -294,7 +294,7 @@ def test_several_ranks_on_a_mac_are_warned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _start(program: str, world_size: int, folder: Path | None = None) -> list[subprocess.Popen[str]]:
-    from train_ranks import free_port
+    from cluster_ddp.launch.ports import free_port
 
     port = free_port()
     return [

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_ranks import free_port
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, stacks_beside
+from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run

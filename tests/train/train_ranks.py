@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+from cluster_ddp.launch.ports import free_port
 
 _SECONDS = 600  # only guards against hanging
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
@@ -96,9 +97,3 @@ def _be_rank(
         result = (False, traceback.format_exc())
     (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
     (folder / f"{rank}.part").rename(folder / str(rank))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
