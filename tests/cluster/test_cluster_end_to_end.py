@@ -65,8 +65,9 @@ def test_preempted_run_comes_back_where_it_was(
 
 def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
     # Slurm looks at time limits every 30 s and warns up to 30 s early: here 25 to 55 s after the start of an attempt,
-    # when it trains on a busy machine, too.
-    training = submit(cluster, tmp_path, slurm={"time": "00:01:00"}, requeue={"warning": "5s"})
+    # when it trains on a busy machine, too. Two such attempts on an idle one do not reach the end.
+    slow = {"seconds": 1.0}
+    training = submit(cluster, tmp_path, slurm={"time": "00:01:00"}, requeue={"warning": "5s"}, params=slow)
     training.wait_for_restart(1)
     training.wait_for_restart(2)
     cluster.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=20")
