@@ -96,9 +96,12 @@ class EndedRuns:
 
     def _recall(self, run: RunDirectory) -> EndedRun | None:
         kept = self._kept.get(run.path.name)
-        if kept is None or not _are_as_marked(str(run.path), kept["marks"]):
-            return None
-        return EndedRun(run, kept["slurm_job_ids"], _status_from(kept["status"]))
+        try:
+            if kept is None or not _are_as_marked(str(run.path), kept["marks"]):
+                return None
+            return EndedRun(run, kept["slurm_job_ids"], _status_from(kept["status"]))
+        except (KeyError, TypeError, ValueError):
+            return None  # kept by another revision of this version, whose statuses hold other things
 
     def _keep(self, known: KnownRun, status: RunStatus) -> None:
         marks = _marks_of(known.run)

@@ -140,6 +140,12 @@ def of_another_version(file: Path) -> None:
     file.write_bytes(b"%08x\n" % zlib.crc32(body) + body)
 
 
+def of_another_revision(file: Path) -> None:
+    """As one between two releases leaves it, which calls itself the same and keeps something else."""
+    body = file.read_bytes().partition(b"\n")[2].replace(b'"warnings"', b'"remarks"')
+    file.write_bytes(b"%08x\n" % zlib.crc32(body) + body)
+
+
 def linked(file: Path) -> None:
     file.rename(file.with_name("elsewhere"))
     file.symlink_to(file.with_name("elsewhere"))
@@ -151,7 +157,7 @@ def a_strangers(file: Path) -> None:
     os.chown(file, 12345, 12345)
 
 
-@pytest.mark.parametrize("spoil", [damaged, of_another_version, linked, a_strangers, Path.unlink])
+@pytest.mark.parametrize("spoil", [damaged, of_another_version, of_another_revision, linked, a_strangers, Path.unlink])
 def test_a_cache_that_is_not_ones_own_word_is_passed_over(
     ended: RunDirectory, cache: Path, spoil: Callable[[Path], None]
 ) -> None:
