@@ -33,6 +33,7 @@ from torch.multiprocessing.spawn import spawn
 from cluster_ddp.checkpoint.checkpointer import Checkpointer
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.job import CheckpointSpec
+from cluster_ddp.train.metrics.file import MetricsFile
 
 RANKS = 2
 LIMITS = {"blocked": 1.3, "write": 1.0, "load": 1.0}
@@ -85,6 +86,7 @@ class Contest:
         )
         mine = make_plan(*describe(state), range(RANKS)).layouts[self.rank].entries
         self.share = [(state[entry.item.name], torch.zeros(entry.item.shape)) for entry in mine]
+        self.metrics = MetricsFile(folder / "metrics.jsonl", attempt=0) if self.rank == 0 else None
         self.step = 0
         self.durable_at = 0.0
 

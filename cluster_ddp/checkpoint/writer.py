@@ -84,7 +84,7 @@ class Writer:
         self._refused: set[str] = set()  # names that could not be removed, and were reported
         self._directory, self._storage, self._coordinator, self._report = directory, storage, coordinator, report
         self._run_id, self._job_digest = run_id, job_digest
-        self._attempt = attempt.number
+        self._attempt, self._metrics_file = attempt.number, attempt.run.metrics_file
         self._retention = Retention(
             directory, run_id, attempt, settings=settings, owner=coordinator.owner, storage=storage
         )
@@ -224,6 +224,8 @@ class Writer:
         with created(storage, temporary / MANIFEST) as fd:
             storage.write(fd, manifest.to_bytes())
         storage.fsync_dir(temporary)
+        with contextlib.suppress(OSError):  # there may be none, and no checkpoint fails for want of it
+            storage.flush_lines(self._metrics_file)  # first: who goes on from the checkpoint does not log it again
         self._retention.refuse_superseded()
         try:
             self._retention.make_room(save.step)  # a folder that is not empty cannot be renamed onto

@@ -56,6 +56,15 @@ class Storage:
         """Wait until what was written is durable."""
         os.fsync(fd)
 
+    def flush_lines(self, path: Path) -> None:
+        """Wait until what was appended to a file of lines is durable, its name too."""
+        fd = open_without_links(path, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self.fsync_dir(path.parent)
+
     def close(self, fd: int) -> None:
         """Close the descriptor; on network file systems this can report a failed write."""
         os.close(fd)

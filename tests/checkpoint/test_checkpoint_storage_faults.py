@@ -174,3 +174,24 @@ def test_a_report_that_raises_does_not_stop_saving(tmp_path: Path, capfd: pytest
         save(target, step, state(step))
         assert target.finish() and target.last_saved == step
     assert "cannot report checkpoint" in capfd.readouterr().err
+
+
+def test_what_was_logged_is_durable_before_the_checkpoint_that_it_led_to(tmp_path: Path) -> None:
+    """After a power cut the attempt that goes on from a checkpoint does not log again what came before it."""
+
+    class Watched(Storage):
+        def flush_lines(self, path: Path) -> None:
+            done.append(path.name)
+            super().flush_lines(path)
+
+        def rename(self, source: Path, target: Path) -> None:
+            done.append(target.name)
+            super().rename(source, target)
+
+    done: list[str] = []
+    target = checkpointer(tmp_path / "checkpoints", storage=Watched(), background=False)
+    save(target, 1, state(1))  # with nothing logged
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    save(target, 2, state(2))
+    assert done == ["metrics.jsonl", "step-00000001", "metrics.jsonl", "step-00000002"]
+    assert target.last_saved == 2
