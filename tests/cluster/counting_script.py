@@ -1,6 +1,7 @@
 """A script that knows nothing of cluster-ddp: counting_script.py END [--resume].
 
-It counts until the file END exists, and saves its count when it gets SIGTERM, as frameworks do.
+It counts until the file END exists, and saves its count when it gets SIGTERM, as frameworks do. An END that is not
+empty holds the error that it ends with.
 """
 
 from __future__ import annotations
@@ -21,3 +22,5 @@ while not stopped and not end.exists():
     count += 1
     time.sleep(0.05)
 saved.write_text(str(count))
+if not stopped and (error := end.read_text()):
+    sys.exit(error)

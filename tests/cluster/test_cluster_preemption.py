@@ -7,18 +7,22 @@ the nodes would be given for nothing, and whoever waits for its end would wait. 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from same_training import repeated_steps
 from slurm_cluster import SlurmCluster
-from training_job import STEPS, TrainingJob, submit
+from training_job import HERE, STEPS, TrainingJob, submit, submit_script
+
+from cluster_ddp.run.attempt_record import read_attempt
+from cluster_ddp.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)
 
 PATIENCE = 180
+TIMES = 10
 KINDS = {  # the partition, and its grace in seconds
     "grace": ("debug", 10),
     "no grace": ("debug", 0),
@@ -26,7 +30,9 @@ KINDS = {  # the partition, and its grace in seconds
     "cancelled with grace": ("cancel", 10),
     "cancelled without": ("cancel", 0),
 }
-both_ways = pytest.mark.parametrize("via", ["sbatch", "submitit"])
+ENDS = {"COMPLETED": "COMPLETED", "STOPPED": "COMPLETED", "FAILED": "FAILED"}  # of the run, and of its job
+WAYS = ["sbatch", "submitit"]
+both_ways = pytest.mark.parametrize("via", WAYS)
 sbatch_first = pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", marks=pytest.mark.chaos)])
 
 
@@ -65,7 +71,8 @@ def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
 
 @both_ways
 @pytest.mark.parametrize(
-    ("kind", "times"), [("grace", 1), *(pytest.param(kind, 10, marks=pytest.mark.chaos) for kind in KINDS)]
+    ("kind", "times"),
+    [("grace", 1), *(pytest.param(kind, TIMES if kind == "grace" else 1, marks=pytest.mark.chaos) for kind in KINDS)],
 )
 def test_completed_once_however_often_it_was_preempted(
     cluster: SlurmCluster, tmp_path: Path, via: str, kind: str, times: int
@@ -82,6 +89,64 @@ def test_completed_once_however_often_it_was_preempted(
     assert (status["state"], status["attempts"], status["step"]) == ("COMPLETED", times + 1, STEPS)
     if KINDS[kind][1]:
         assert repeated_steps(training.run) == [], "work was lost although there was time to save"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_preemptions_and_one_end(cluster: SlurmCluster, tmp_path: Path, kind: str) -> None:
+    """Six small scripts at once: submitted both ways, to come to each end."""
+    with preemption(cluster, kind) as partition:
+        jobs = {(via, end): submit_light(cluster, tmp_path, via, end, partition) for via in WAYS for end in ENDS}
+        for number in range(1, TIMES + 1):
+            wait_until_under_way(jobs.values(), number - 1)
+            urgent = cluster.sbatch("true", nodes=len(cluster.nodes), options=("--partition=urgent", "--exclusive"))
+            cluster.wait_for_state(urgent, "COMPLETED", timeout=PATIENCE)
+        wait_until_under_way(jobs.values(), TIMES)
+        restarts = {key: int(cluster.job_info(job.job)["Restarts"]) for key, job in jobs.items()}
+        for (_, end), job in jobs.items():
+            bring_to(job, end)
+        for key, job in jobs.items():
+            stays_ended(job, ENDS[key[1]], restarts=restarts[key])
+        for key, job in jobs.items():
+            status = job.status()
+            # Of two preemptions in a row the second may come before an attempt has begun.
+            assert status["state"] == key[1] and TIMES < status["attempts"] <= restarts[key] + 1, job.story()
+
+
+def submit_light(cluster: SlurmCluster, folder: Path, via: str, end: str, partition: str) -> TrainingJob:
+    """Submit a script that starts without torch, and runs until a file says how it ends."""
+    own = folder / f"{via}-{end}"
+    own.mkdir()
+    setup = [f"export PYTHONPATH={HERE / 'light'}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    sections = {"slurm": {"partition": partition}, "launch": {"setup": setup}}
+    return submit_script(cluster, own, "counting_script.py", own / "end", "--via", via, **sections)
+
+
+def wait_until_under_way(jobs: Iterable[TrainingJob], restarts: int) -> None:
+    """Wait until each of the jobs has been started again so often, and its script counts."""
+
+    def is_under_way(job: TrainingJob) -> bool:
+        info = job.cluster.job_info(job.job)
+        begun = max((int(folder.name) for folder in job.run.glob("attempts/[0-9]*")), default=None)
+        if begun is None or info["JobState"] != "RUNNING" or int(info["Restarts"]) < restarts:
+            return False
+        attempt = RunDirectory(job.run).attempt(begun)
+        said = "".join(log.read_text() for log in attempt.path.glob("node-*.log"))
+        return read_attempt(attempt).restart_count == int(info["Restarts"]) and "goes on from" in said
+
+    for job in jobs:
+        job.cluster.wait_for(lambda job=job: is_under_way(job), PATIENCE, f"restart {restarts}\n{job.story()}", every=1)
+
+
+def bring_to(job: TrainingJob, end: str) -> None:
+    """Let a light job come to its end."""
+    if end == "STOPPED":
+        job.cluster.cli("stop", str(job.run), timeout=PATIENCE)
+        return
+    said = job.brake.with_name("said")
+    said.write_text("" if end == "COMPLETED" else "Error: as the test wants it")
+    said.rename(job.brake)
 
 
 @sbatch_first

@@ -7,27 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from same_training import newest_tensors, repeated_steps
 from slurm_cluster import SlurmCluster
-from training_job import TrainingJob
+from training_job import TrainingJob, submit_script
 
 pytestmark = pytest.mark.timeout(400)
 
-HERE = Path(__file__).parent
 STEPS = 60
-
-
-def submit_script(cluster: SlurmCluster, folder: Path, script: str, argument: Path, **sections: Any) -> TrainingJob:
-    """Submit a script of this folder, which is given the path of a file."""
-    job = {
-        "name": "own", "runs_dir": str(folder / "runs"), "script": str(HERE / script), "args": [str(argument)],
-        "slurm": {"nodes": 1, "time": "00:20:00"}, **sections,
-    }  # fmt: skip
-    (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    done = cluster.cli("submit", "job.yaml", "--json", "--no-check", cwd=folder)
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), argument)
 
 
 def test_a_loop_of_ones_own_is_preempted_stopped_and_resumed_exactly(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from login_node import OVER
 from same_training import lines
 from slurm_cluster import SlurmCluster
 
+HERE = Path(__file__).parent
 SAMPLES = 1442
 GLOBAL_BATCH = 48
 STEPS_PER_EPOCH = 31  # the last one is smaller: drop_last is off
@@ -112,7 +113,7 @@ def write_job(folder: Path, *, braked: bool, **sections: dict[str, Any]) -> Path
     job: dict[str, Any] = {
         "name": "digits",
         "runs_dir": str(folder / "runs"),
-        "task": f"{Path(__file__).with_name('paced_digits.py')}:PacedDigits",
+        "task": f"{HERE / 'paced_digits.py'}:PacedDigits",
         "params": {"brake": str(brake), "width": 8},
         "slurm": {"nodes": 2, "time": "00:20:00"},
         "launch": {"procs_per_node": 2},
@@ -135,6 +136,23 @@ def submit(
 ) -> TrainingJob:
     """Write the job file into `folder` and submit it with ``cluster-ddp submit``."""
     job_file = write_job(folder, braked=braked, **sections)
-    done = cluster.cli("submit", str(job_file), "--json", "--no-check", *options, cwd=folder)
+    return _submitted(cluster, job_file, options, folder / "brake")
+
+
+def submit_script(
+    cluster: SlurmCluster, folder: Path, script: str, argument: Path, *options: str, **sections: Any
+) -> TrainingJob:
+    """Submit a script of this folder, which is given the path of a file, on one node."""
+    job = {
+        "name": "own", "runs_dir": str(folder / "runs"), "script": str(HERE / script), "args": [str(argument)],
+        **sections, "slurm": {"nodes": 1, "time": "00:20:00", **sections.get("slurm", {})},
+    }  # fmt: skip
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return _submitted(cluster, path, options, argument)
+
+
+def _submitted(cluster: SlurmCluster, job_file: Path, options: tuple[str, ...], brake: Path) -> TrainingJob:
+    done = cluster.cli("submit", str(job_file), "--json", "--no-check", *options, cwd=job_file.parent)
     answer = json.loads(done.stdout.splitlines()[-1])
-    return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), folder / "brake")
+    return TrainingJob(cluster, int(answer["slurm_job_id"]), Path(answer["directory"]), brake)
