@@ -2,17 +2,20 @@
 
     TEST_SLURM=/opt/slurm-26.05 python tests/cluster/record_answers.py
 
-writes tests/slurm/answers/26.05.json. TEST_SLURM is as in `slurm_cluster`.
+writes tests/slurm/answers/26.05.json; with ``jobs`` or ``accounting`` behind it, that part anew. TEST_SLURM is as in
+`slurm_cluster`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from login_node import OVER
 from slurm_cluster import CHECKOUT, SlurmCluster
 
 from cluster_ddp.slurm.commands import ENDED_FIELDS, QUEUE_FORMAT
@@ -155,23 +158,29 @@ def record_expedited(recorder: Recorder) -> None:
 
 
 def record_accounting(cluster: SlurmCluster) -> dict[str, str]:
-    """What sacct says of jobs that are over, by how they ended."""
+    """What sacct says of jobs, by how they ended, and of some that are not over."""
     recorder = Recorder(cluster)
     run, answers = cluster.run, {}
 
-    def when_over(job: int, how: str) -> None:
-        def over() -> str | None:
-            command = ("sacct", "--noheader", "--allocations", "--parsable2", ENDED_FIELDS, f"--jobs={job}")
-            said = run(*command)
-            state = said.split("|")[2].split(" ")[0] if said else ""
-            return said if state and state not in ACTIVE | WAITING else None
+    def when(jobs: str, how: str, states: frozenset[str], *, end: bool = True) -> None:
+        def said() -> str | None:
+            answer = run("sacct", "--noheader", "--allocations", "--parsable2", ENDED_FIELDS, f"--jobs={jobs}")
+            found = [line.split("|")[2].split(" ")[0] for line in answer.splitlines()]
+            return answer if len(found) == jobs.count(",") + 1 and states.issuperset(found) else None
 
-        answers[how] = cluster.wait_for(over, 120, f"the accounting knows how a job ended: {how}", every=0.5)
-        cluster.reset()
+        answers[how] = cluster.wait_for(said, 120, f"the accounting knows of a job: {how}", every=0.1)
+        if end:
+            cluster.reset()
 
-    when_over(recorder.job(lines=("true",)), "completed")
-    when_over(recorder.job(lines=("exit 3",)), "failed")
-    when_over(recorder.job("--time=1"), "time limit")
+    def started(*options: str, lines: tuple[str, ...] = ("sleep 100",)) -> int:
+        job = recorder.job(*options, lines=lines)
+        cluster.wait_for_state(job, "RUNNING")
+        time.sleep(1)
+        return job
+
+    when(str(recorder.job(lines=("true",))), "completed", OVER)
+    when(str(recorder.job(lines=("exit 3",))), "failed", OVER)
+    when(str(recorder.job("--time=1")), "time limit", OVER)
     for how, harm in {
         "cancelled": lambda job, node: cluster.cancel(job),
         "preempted": lambda job, node: cluster.preempt(job),
@@ -179,21 +188,45 @@ def record_accounting(cluster: SlurmCluster) -> dict[str, str]:
     }.items():
         job = recorder.job("--no-requeue")
         harm(job, cluster.wait_for_state(job, "RUNNING")["BatchHost"])
-        when_over(job, how)
+        when(str(job), how, OVER)
+    job = started(lines=STUBBORN)
+    run("scontrol", "requeue", str(job))
+    when(str(job), "requeued, ending", frozenset({"REQUEUED"}), end=False)
+    when(str(job), "requeued, waiting", frozenset({"PENDING"}), end=False)
+    cluster.cancel(job)
+    when(str(job), "requeued, then cancelled", OVER)
+    job = started(lines=('[ -n "$SLURM_RESTART_COUNT" ] || sleep 100',))
+    run("scontrol", "requeue", str(job))
+    when(str(job), "requeued, then completed", OVER)
+    job = started()
+    cluster.preempt(job, seconds=30)
+    when(str(job), "preempted, waiting", frozenset({"PENDING"}))
+    array = recorder.job("--array=3-4", lines=("true",))
+    when(f"{array}_3,{array}_4", "array, over", OVER)
+    array = started("--array=3-4")
+    run("scontrol", "requeue", f"{array}_3")
+    when(f"{array}_3,{array}_4", "array, a task waits again", ACTIVE | WAITING, end=False)
+    run("scancel", f"{array}_3")
+    when(f"{array}_3", "array, a task cancelled where it waited", OVER)
     return answers
 
 
-def main() -> None:
-    """Record the Slurm that TEST_SLURM names."""
-    with SlurmCluster() as cluster:
-        answers = record(cluster)
-    with SlurmCluster(accounting=True) as cluster:
-        answers["accounting"] = record_accounting(cluster)
+def main(parts: list[str]) -> None:
+    """Record the Slurm that TEST_SLURM names: all, or some parts anew."""
+    answers: dict[str, object] = {}
+    if "jobs" in parts:
+        with SlurmCluster() as cluster:
+            answers |= record(cluster)
+    if "accounting" in parts:
+        with SlurmCluster(accounting=True) as cluster:
+            answers["accounting"] = record_accounting(cluster)
     FOLDER.mkdir(exist_ok=True)
     path: Path = FOLDER / "{}.{:02}.json".format(*cluster.version)
+    if path.exists():
+        answers = {**json.loads(path.read_text()), **answers}
     path.write_text(json.dumps(answers, indent=1) + "\n")
     print(path)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or ["jobs", "accounting"])

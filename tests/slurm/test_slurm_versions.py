@@ -16,7 +16,7 @@ from cluster_ddp.slurm.commands import parse_queue, query_ended_jobs
 from cluster_ddp.slurm.control import down_nodes, kill_wait, usable_nodes
 from cluster_ddp.slurm.partitions import NodeKind, parse_nodes, parse_partitions
 from cluster_ddp.slurm.shown import is_ending, parse_job, why_it_ends
-from cluster_ddp.slurm.states import ACTIVE, WAITING
+from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 ANSWERS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).with_name("answers").glob("*.json"))
@@ -48,8 +48,11 @@ JOBS = {
 # How jobs ended, as the accounting says it.
 ENDED = {
     "completed": "COMPLETED", "failed": "FAILED", "time limit": "TIMEOUT", "cancelled": "CANCELLED",
-    "preempted": "PREEMPTED", "node failed": "NODE_FAIL",
+    "preempted": "PREEMPTED", "node failed": "NODE_FAIL", "requeued, then completed": "COMPLETED",
+    "requeued, then cancelled": "CANCELLED", "array, over": "COMPLETED",
+    "array, a task cancelled where it waited": "CANCELLED",
 }  # fmt: skip
+NOT_OVER = "requeued, ending", "requeued, waiting", "preempted, waiting", "array, a task waits again"
 
 
 def test_the_releases_that_sites_run_are_there() -> None:
@@ -98,14 +101,35 @@ def test_partitions_and_their_nodes(release: str) -> None:
     assert parse_nodes(answers["sinfo"]) == [NodeKind(3, 8, 64000, {"a100": 4})]
 
 
-@every_release
-@pytest.mark.parametrize("how", ENDED)
-def test_how_the_accounting_says_that_a_job_ended(release: str, how: str, slurm: Path) -> None:
+def what_the_accounting_says(slurm: Path, release: str, how: str) -> tuple[list[str], dict[str, SlurmJob]]:
+    """The ids of the jobs that a recorded answer is about, and what is made of it."""
     said = ANSWERS[release]["accounting"][how]
     (slurm / "said").write_text(said)
     stand_in(slurm, "sacct", 'cat "$(dirname "$0")/said"')
-    (job,) = query_ended_jobs([said.split("|")[0]], seconds=5).values()
-    assert (job.state, job.comment) == (ENDED[how], "cluster_ddp a-run")
+    asked = [line.split("|")[0] for line in said.splitlines()]
+    return asked, query_ended_jobs(asked, seconds=5)
+
+
+@every_release
+@pytest.mark.parametrize("how", ENDED)
+def test_how_the_accounting_says_that_a_job_ended(release: str, how: str, slurm: Path) -> None:
+    asked, jobs = what_the_accounting_says(slurm, release, how)
+    assert set(asked) <= set(jobs)
+    assert {(job.state, job.comment) for job in jobs.values()} == {(ENDED[how], "cluster_ddp a-run")}
+
+
+@every_release
+@pytest.mark.parametrize("how", NOT_OVER)
+def test_what_waits_again_is_not_over_to_the_accounting(release: str, how: str, slurm: Path) -> None:
+    asked, jobs = what_the_accounting_says(slurm, release, how)
+    assert asked and jobs == {}
+
+
+@every_release
+def test_the_accounting_names_tasks_of_an_array_by_both_ids(release: str, slurm: Path) -> None:
+    (third, fourth), jobs = what_the_accounting_says(slurm, release, "array, over")
+    assert third.endswith("_3") and fourth.endswith("_4")
+    assert len(jobs) == 4 and {job.job_id for job in jobs.values()} == {third, fourth}
 
 
 @every_release
