@@ -11,6 +11,10 @@ _ADVICE = {
     "time limit": "slurm.time: sinfo -o '%P %l' lists what each partition allows",
     "Invalid feature": "slurm.constraint: sinfo -o '%P %f' lists what the nodes have",
     "Invalid generic resource": "slurm.gpus_per_node: sinfo -o '%P %G' lists the GPUs and their types",
+    "--gpus-per-node and --gres=gpu": (  # since 26.05; a job file gives one of them
+        "the shell that submits gives the other one: unset SBATCH_GRES SBATCH_GPUS_PER_NODE, or set slurm.gpu_option "
+        "to what your site wants"
+    ),
     "nvalid node name": "slurm.nodelist or slurm.exclude: sinfo -N lists the nodes",
     "node configuration is not available": "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
     "Memory specification": "slurm.mem: sinfo -o '%P %m' lists what the nodes have, in MiB",

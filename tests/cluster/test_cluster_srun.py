@@ -6,8 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from slurm_cluster import SlurmCluster
 from small_job import PATIENCE, submit
+from training_job import write_job
 
 MEET = """
 import torch
@@ -32,11 +34,41 @@ def test_ranks_of_srun_meet_on_the_first_node_wherever_rank_0_is(cluster: SlurmC
     assert {"0 2.0", "1 2.0"} <= set(said.splitlines()), said
 
 
-def test_node_programs_have_the_cpus_that_the_job_asks_for(cluster: SlurmCluster, tmp_path: Path) -> None:
-    training = submit(cluster, tmp_path, slurm={"cpus_per_task": 3, "gpus_per_node": 1, "gpu_option": "gres"})
+@pytest.mark.parametrize(
+    ("via", "gpu_option"),
+    [
+        ("sbatch", "gres"),
+        pytest.param("submitit", "gres", marks=pytest.mark.chaos),
+        pytest.param("sbatch", "gpus-per-node", marks=pytest.mark.chaos),
+        pytest.param("submitit", "gpus-per-node", marks=pytest.mark.chaos),
+    ],
+)
+def test_node_programs_have_the_cpus_that_the_job_asks_for(
+    cluster: SlurmCluster, tmp_path: Path, via: str, gpu_option: str
+) -> None:
+    asked = {"cpus_per_task": 3, "gpus_per_node": 1, "gpu_option": gpu_option}
+    training = submit(cluster, tmp_path, "--via", via, slurm=asked)
     status = training.finish(timeout=PATIENCE)
     assert (status["state"], status["attempts"]) == ("COMPLETED", 1), training.story()
     reports = [json.loads(path.read_text()) for path in sorted(training.run.glob("attempts/000/environment-*.json"))]
     assert len(reports) == 2
     for report in reports:
         assert report["variables"]["SLURM_CPUS_PER_TASK"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("gpu_option", "left_over"), [("gpus-per-node", "SBATCH_GRES"), ("gres", "SBATCH_GPUS_PER_NODE")]
+)
+def test_gpus_that_the_shell_asks_for_in_the_other_way(
+    cluster: SlurmCluster, tmp_path: Path, gpu_option: str, left_over: str
+) -> None:
+    """Slurm 26.05 refuses to be asked in both ways; before, they may say the same."""
+    asked = {"hold": True} if cluster.version < (26, 5) else {}
+    job = write_job(tmp_path, braked=False, slurm={"gpus_per_node": 1, "gpu_option": gpu_option, "extra": asked})
+    env = {left_over: "1" if gpu_option == "gres" else "gpu:1"}
+    done = cluster.cli("submit", str(job), "--no-check", env=env, check=False, timeout=200)
+    if cluster.version < (26, 5):
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 3, done.stderr
+    assert "mutually exclusive" in done.stderr and "unset SBATCH_GRES" in done.stderr, done.stderr
