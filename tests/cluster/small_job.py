@@ -10,10 +10,9 @@ import pytest
 import yaml
 from same_training import assert_same_training
 from slurm_cluster import SlurmCluster
-from training_job import STEPS_PER_EPOCH, TrainingJob, write_job
+from training_job import PATIENCE, STEPS_PER_EPOCH, TrainingJob, write_job
 
 STEPS = 2 * STEPS_PER_EPOCH
-PATIENCE = 180
 SMALL: dict[str, dict[str, Any]] = {
     "train": {"epochs": 2}, "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1},
 }  # fmt: skip

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from training_job import submit, write_job
+from training_job import PATIENCE, submit, write_job
 
 pytestmark = pytest.mark.timeout(400)
 
-PATIENCE = 180
 EXPEDITED = {"nodes": 2, "time": "00:20:00", "extra": {"requeue": "expedite"}}
 
 

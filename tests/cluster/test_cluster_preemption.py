@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 from same_training import repeated_steps
 from slurm_cluster import SlurmCluster
-from training_job import HERE, STEPS, TrainingJob, submit, submit_script
+from training_job import HERE, PATIENCE, STEPS, TrainingJob, submit, submit_script
 
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)
 
-PATIENCE = 180
 TIMES = 10
 KINDS = {  # the partition, and its grace in seconds
     "grace": ("debug", 10),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from same_training import newest_tensors, repeated_steps
 from slurm_cluster import SlurmCluster
-from training_job import TrainingJob, submit_script
+from training_job import PATIENCE, TrainingJob, submit_script
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 60
 
@@ -56,11 +56,11 @@ def test_a_script_as_it_is_is_told_requeued_and_given_other_arguments(cluster: S
     def said(attempt: int) -> str:
         return "".join(log.read_text() for log in training.run.glob(f"attempts/{attempt:03d}/node-*.log"))
 
-    cluster.wait_for(lambda: "goes on from 0" in said(0), 90, f"it counts\n{training.story()}")
+    cluster.wait_for(lambda: "goes on from 0" in said(0), PATIENCE, f"it counts\n{training.story()}")
     assert "unknown (the script reports none)" in cluster.cli("status", str(training.run)).stdout
     cluster.preempt(training.job)
     training.wait_for_restart(1)
-    cluster.wait_for(lambda: "attempt 1 goes on" in said(1), 90, f"it goes on\n{training.story()}")
+    cluster.wait_for(lambda: "attempt 1 goes on" in said(1), PATIENCE, f"it goes on\n{training.story()}")
     count = int((tmp_path / "saved").read_text())
     assert count > 0 and f"attempt 1 goes on from {count}\n" in said(1)
     end.touch()

@@ -12,7 +12,7 @@ from slurm_cluster import SlurmCluster
 from small_job import PATIENCE, SMALL
 from training_job import TrainingJob, write_job
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 LEFT_OVER = {
     "RANK": "0", "LOCAL_RANK": "3", "WORLD_SIZE": "7", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1",

@@ -18,6 +18,7 @@ GLOBAL_BATCH = 48
 STEPS_PER_EPOCH = 31  # the last one is smaller: drop_last is off
 EPOCHS = 4
 STEPS = EPOCHS * STEPS_PER_EPOCH
+PATIENCE = 180  # a start has taken 150 s on two cores with a load of 50; where all is well, nothing waits so long
 
 
 @dataclass
@@ -43,7 +44,7 @@ class TrainingJob:
         metrics = self.run / "metrics.jsonl"
         return lines(metrics) if metrics.exists() else []
 
-    def wait_for_step(self, step: int, *, attempt: int = 0, timeout: float = 90) -> None:
+    def wait_for_step(self, step: int, *, attempt: int = 0, timeout: float = PATIENCE) -> None:
         """Wait until an attempt has trained and logged this step."""
         self.cluster.wait_for(
             lambda: any(row["step"] >= step and row["attempt"] >= attempt for row in self.rows()) or self._over(),
@@ -55,7 +56,7 @@ class TrainingJob:
     def _over(self) -> bool:
         return self.cluster.state(self.job) in OVER
 
-    def wait_for_restart(self, number: int, *, timeout: float = 90) -> None:
+    def wait_for_restart(self, number: int, *, timeout: float = PATIENCE) -> None:
         """Wait until Slurm has requeued the job so many times."""
         self.cluster.wait_for(
             lambda: int(self.cluster.job_info(self.job).get("Restarts", -1)) >= number or self._over(),
@@ -69,7 +70,7 @@ class TrainingJob:
         """Release the brake."""
         self.brake.unlink()
 
-    def finish(self, *, timeout: float = 120) -> dict[str, Any]:
+    def finish(self, *, timeout: float = PATIENCE) -> dict[str, Any]:
         """Wait for the job to complete; returns what ``status --json`` says then."""
         self.cluster.wait_for(self._over, timeout, f"job {self.job} is over\n{self.story()}")
         state = self.cluster.state(self.job)
