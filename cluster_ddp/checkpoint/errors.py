@@ -37,6 +37,12 @@ class CheckpointOfAnotherRun(CheckpointError):
         super().__init__(f"checkpoint {folder} is {self.problem}")
 
 
+class NoIntactCheckpoint(CheckpointError):
+    """All checkpoints of a run are damaged, and were set aside: there is nothing to go on from."""
+
+    comes_back = True
+
+
 class AttemptSuperseded(CheckpointError):
     """A newer attempt of the run has begun: this one saves and removes nothing any more."""
 
@@ -82,6 +88,8 @@ class Differences:
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint is intact but belongs to another model or optimizer; `differences` says how."""
+
+    comes_back = True
 
     def __init__(self, folder: str, differences: Differences) -> None:
         self.differences = differences

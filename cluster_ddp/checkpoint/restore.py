@@ -19,6 +19,7 @@ from cluster_ddp.checkpoint.errors import (
     CheckpointOfAnotherRun,
     CheckpointUnreadable,
     Differences,
+    NoIntactCheckpoint,
 )
 from cluster_ddp.checkpoint.folders import (
     abandoned_in,
@@ -171,6 +172,7 @@ class Restore:
         self._directory, self._run_id = directory, run_id
         self._coordinator, self._storage, self._report = coordinator, storage, report
         self._refused: dict[int, str] = {}
+        self._some_unreadable = False
 
     def into(self, tensors: Mapping[str, Tensor], check: Check) -> Restored | None:
         """Fill the tensors; see `Checkpointer.restore`."""
@@ -179,9 +181,9 @@ class Restore:
             with contextlib.suppress(OSError):  # storage that cannot be written can still be read
                 put_back_interrupted(storage, directory, own=self._coordinator.owner)
         while True:
-            step, failure = self._coordinator.from_rank_0(self._choose() if main else None)
+            step, failure, for_good = self._coordinator.from_rank_0(self._choose() if main else None)
             if failure:
-                raise CheckpointError(failure)
+                raise (NoIntactCheckpoint if for_good else CheckpointError)(failure)
             if step is None:
                 break
             finding = self._read(step, tensors, check)
@@ -192,24 +194,24 @@ class Restore:
                 remove_leftovers(storage, directory, own=self._coordinator.owner)
         return None if step is None else finding.restored
 
-    def _choose(self) -> tuple[int | None, str]:
-        """The next checkpoint to try, or why there is none; neither when there never was one."""
+    def _choose(self) -> tuple[int | None, str, bool]:
+        """The next checkpoint to try, or why there is none, and whether for good; neither when there never was one."""
         try:
             there, damaged, abandoned = self._steps(), damaged_in(self._directory), list(abandoned_in(self._directory))
         except OSError as error:
-            return None, f"cannot read {self._directory}: {error.strerror}"
+            return None, f"cannot read {self._directory}: {error.strerror}", False
         wanted = [step for step in there if step not in self._refused]
         if wanted:
-            return max(wanted), ""
+            return max(wanted), "", False
         if self._refused or damaged:
             found = [f"{step_name(step)}: {why}" for step, why in self._refused.items()] or damaged
             found += [f"{name}: intact perhaps, but a newer attempt has gone on without it" for name in abandoned]
             return None, (
-                f"no intact checkpoint is left in {self._directory}; nothing was deleted:\n  "
-                + "\n  ".join(found)
-                + "\nPut an intact copy back under its step- name, or move the folder away to start from the beginning."
-            )
-        return None, ""
+                f"no intact checkpoint is left in {self._directory}, and nothing was deleted. Put an intact copy back "
+                "under its step- name, or move that folder away to start from the beginning; then: cluster-ddp resume "
+                f"{self._run_id}\n  " + "\n  ".join(found)
+            ), not self._some_unreadable  # fmt: skip
+        return None, "", False
 
     def _steps(self) -> list[int]:
         """The steps of the checkpoints that count; when none is left to try, also of those that were being removed."""
@@ -260,6 +262,7 @@ class Restore:
             unreadable = "another attempt has replaced it while it was read"
         if not damage and not unreadable:
             return {"refused": "", "mismatch": mismatch}
+        self._some_unreadable |= not damage
         moved = self._set_aside(step) if damage else None
         problems = damage or [unreadable]
         self._report(events.CHECKPOINT_DAMAGED, {"step": step, "problems": problems, "set_aside": moved})

@@ -11,6 +11,7 @@ class ClusterDDPError(Exception):
     """Something the user can put right. ``str()`` of it is the whole message, perhaps of several lines."""
 
     exit_status: int = 2
+    comes_back: bool = False  # in every further attempt, however far earlier ones have come, until a person acts
 
 
 class JobFileError(ClusterDDPError):

@@ -65,7 +65,7 @@ class Allocation(Protocol):
 
     @property
     def ends_at(self) -> float | None:
-        """When the time limit is reached, Unix seconds; None without one, or before `ask_ahead` was answered."""
+        """When the time limit is reached, Unix seconds, as last heard; None without one, or before the first answer."""
 
     @property
     def kill_wait(self) -> float:
@@ -113,7 +113,6 @@ class SlurmAllocation:
         self._learn_kill_wait()
         if job is None:
             return False
-        self._ends_at = self._ends_at or unix_time(job.end_time)
         return is_ending(job)
 
     def why_it_ends(self, seconds: float) -> str | None:
@@ -139,6 +138,8 @@ class SlurmAllocation:
     def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
         job = show_job(self._start.task, seconds=seconds)
         if job is not None:
+            if job.state in LETS_RUN and not is_ending(job):  # of one that ends, it is when that ends
+                self._ends_at = unix_time(job.end_time)
             self._grace_end = grace_end(job) or self._grace_end
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
                 self._grace_end = unseen_grace_end(job, grace_time(self._start.partition, job.qos))

@@ -18,6 +18,7 @@ from cluster_ddp.slurm.shown import CANCEL, PREEMPTION, REQUEUED, TERMINATED, TI
 _MARGIN_SECONDS = 3.0  # before SIGKILL: by then the decision must be made, whether all is saved or not
 _POLL_SECONDS = 5.0  # should a SIGCHLD be lost
 _ASK_PAUSE_SECONDS = 2.0
+_ASK_AHEAD_SECONDS = 300.0  # a time limit may be changed while the job runs
 _SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended by Slurm
 _NEARLY_OVER_SECONDS = 10.0  # before the time limit: time to say that the requeue has failed
 _ENDLESS_SECONDS = 24 * 3600.0  # of trying to be queued again where there is no time limit
@@ -47,6 +48,7 @@ class EndOfJob:
         self._warning = warning
         self._attempt: AttemptDirectory | None = None
         self._unanswered: float | None = None  # since when, on the monotonic clock, a SIGTERM waits for its reason
+        self._ask_ahead_at: float | None = None  # on the monotonic clock, the next time
         self._decide_at: float | None = None  # on the monotonic clock, when SIGKILL is near
         self.reason: str | None = None
         self.lets_it_run = False
@@ -63,10 +65,14 @@ class EndOfJob:
         self.react_to_all()
 
     def ask_ahead(self) -> None:
-        """A signal that came while the setup lines ran, or while Python started, is lost; but Slurm remembers."""
+        """Ask what Slurm knows of the end, now and then: when it is, and whether it has been announced already.
+
+        A signal that came while the setup lines ran, or while Python started, is lost; but Slurm remembers.
+        """
+        self._ask_ahead_at = self._host.now() + _ASK_AHEAD_SECONDS
 
         def ask() -> None:
-            if self._allocation.ask_ahead():
+            if self._allocation.ask_ahead() and self.reason is None:
                 self._host.post(Signal(signal.SIGTERM, self._host.now()))
 
         self._host.beside(ask)
@@ -80,6 +86,8 @@ class EndOfJob:
 
     def react_to_next(self, wait: float = _POLL_SECONDS) -> None:
         """React to the next news, if there is any before something else is due."""
+        if self._ask_ahead_at is not None and self._host.now() >= self._ask_ahead_at:
+            self.ask_ahead()
         if self._decide_at is not None:
             wait = min(wait, self._decide_at - self._host.now())
         news = self._host.next_news(wait)

@@ -155,7 +155,8 @@ def outcome_of(history: History, number: int) -> Outcome:
     if lost and not own_fault:  # what the other nodes' ranks say follows from it
         return Outcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
-        at_start = own_fault and not _has_progressed(history, number)
+        comes_back = any(event.get("comes_back") is True for event in failures)
+        at_start = comes_back or (own_fault and not _has_progressed(history, number))
         ending = Ending.FAILED_AT_START if at_start else Ending.FAILED
         return Outcome(ending, describe_failure(root_failure(failures)))
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
@@ -241,6 +242,8 @@ def _last_words(error: str) -> str:
 
 
 def _is_surroundings(event: Event) -> bool:
+    if event.get("comes_back") is True:
+        return False
     if event["event"] == NODE_FAILED or event.get("signal") is not None or not event.get("error"):
         return True
     error = str(event["error"])

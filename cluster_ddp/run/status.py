@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster_ddp.run import events
@@ -22,6 +22,7 @@ from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
+from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.starting import failed_start, see_output, waits_for
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
 from cluster_ddp.run.storage import is_mine
@@ -130,6 +131,8 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
     total_steps = as_whole(_latest(history, "total_steps"))
     trains = summary.state is RunState.RUNNING
     outlook = outlook_of(history, total_steps) if trains else Outlook(None, None)
+    if trains and summary.reason is None:
+        summary = replace(summary, reason=silent_nodes(history))
     return RunStatus(
         **vars(summary),
         step=step,

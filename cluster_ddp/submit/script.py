@@ -108,6 +108,7 @@ def render_script(
         "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=given, setup=_SETUP_HERE)),
         "python": "\n".join(launcher.definitions()),
         "keeper": launcher.keeper,
+        "exec": hand_over(spec),
         "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.in_container()]),
         "signal": spec.requeue.signal,
         "port": _port(spec),
@@ -200,7 +201,9 @@ _FAIL = r"""# Says why this start has failed. Nobody else can queue this job aga
 # @tries@ times more often than attempts have begun, since another host may do better. That would bring back a job
 # which its owner has cancelled meanwhile.
 cluster_ddp_fail() {
-    trap - ERR EXIT
+    builtin trap - ERR EXIT DEBUG
+    set +eu
+    (eval "${cluster_ddp_at_exit-}")
     echo "job.sbatch: $2" >&2
     local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
@@ -213,23 +216,80 @@ cluster_ddp_fail() {
     local words=${2//\\/\\\\}
     words=${words//\"/\\\"}
     printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-        "$(date +%s)" "$task" "${SLURM_RESTART_COUNT:-0}" \
+        "$(printf '%(%s)T' -1)" "$task" "${SLURM_RESTART_COUNT:-0}" \
         "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
         >>"$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl"
     exit 1
 }"""
 
-_BEFORE_SETUP = """# launch.setup of the job file, as it stands there. A command that fails ends this start.
+_BEFORE_SETUP = r"""# A command of launch.setup that fails ends this start, and so does one that would end this
+# script or take its place. Traps of those lines for ERR and EXIT run beside this script's own.
+cluster_ddp_at_error='' cluster_ddp_at_exit=''
+# shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
     local again=once
     ((${SLURM_RESTART_COUNT:-0} == 0)) || again=again # it has worked once
     cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
 }
-trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR
-trap 'cluster_ddp_setup_failed "$?" "a line that ends the script"' EXIT"""
+# shellcheck disable=SC2317
+cluster_ddp_before_line() {
+    [[ $1 =~ ^exec[[:space:]]+[^[:space:]\<\>\{\&0-9] ]] || return 0 # with redirections alone it goes on
+    cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $1"
+}
+# shellcheck disable=SC2034,SC2064
+trap() {
+    local action=$1 name others=()
+    if ((BASH_SUBSHELL || $# < 2)) || [[ $action == -[lp]* ]]; then
+        builtin trap "$@"
+        return
+    fi
+    [[ $action != -- ]] || { shift && action=$1; }
+    [[ $action != - ]] || action=''
+    for name in "${@:2}"; do
+        case ${name^^} in
+            EXIT | 0) cluster_ddp_at_exit=$action ;;
+            ERR) cluster_ddp_at_error=$action ;;
+            *) others+=("$name") ;;
+        esac
+    done
+    ((${#others[@]} == 0)) || builtin trap -- "$1" "${others[@]}"
+}
+builtin trap 'cluster_ddp_failed=("$?" "$BASH_COMMAND")
+    set +e
+    (exit "${cluster_ddp_failed[0]}")
+    eval "$cluster_ddp_at_error"
+    cluster_ddp_setup_failed "${cluster_ddp_failed[@]}"' ERR
+builtin trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT
+builtin trap 'cluster_ddp_before_line "$BASH_COMMAND"' DEBUG"""
 
-_AFTER_SETUP = """trap - ERR EXIT
-set +eu +o pipefail # whatever those lines have set: this script looks at each status itself"""
+_AFTER_SETUP = """builtin trap - ERR EXIT DEBUG
+unset -f trap
+# shellcheck disable=SC2317
+cluster_ddp_setup_failed() { :; } # a trap of those lines may hold what it found
+set +eu +o pipefail # whatever those lines have set: this script looks at each status itself
+
+# Puts the last program into this script's place, where Slurm's signals find it. Where launch.setup has left an EXIT
+# trap, this script waits for that program and passes the signals on.
+cluster_ddp_hand_over() {
+    [[ -n $cluster_ddp_at_exit ]] || exec "$@"
+    local signals=(@signal@ TERM) last status name
+    trap '' "${signals[@]}"
+    "$@" &
+    last=$!
+    # shellcheck disable=SC2064
+    for name in "${signals[@]}"; do trap "kill -s $name $last 2>/dev/null" "$name"; done
+    while wait "$last"; kill -0 "$last" 2>/dev/null; do :; done
+    wait "$last"
+    status=$?
+    trap '' "${signals[@]}"
+    trap -- "$cluster_ddp_at_exit" EXIT
+    exit "$status"
+}"""
+
+
+def hand_over(spec: JobSpec) -> str:
+    """The word before the last command of a batch script, the keeper's."""
+    return "cluster_ddp_hand_over" if spec.launch.setup else "exec"
 
 
 def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[str]:
@@ -238,11 +298,13 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[st
     yield ""
     yield _FAIL.replace("@tries@", str(_STARTS_WITHOUT_ATTEMPT))
     yield ""
+    if spec.launch.setup:
+        yield from (_BEFORE_SETUP, "")
     yield "# A signal that comes before the keeper runs must not end this script: the keeper asks Slurm what it missed"
     yield f"trap : {signal} TERM"
     yield ""
     if spec.launch.setup:
-        yield from (_BEFORE_SETUP, setup, _AFTER_SETUP, "")
+        yield from ("# The lines of launch.setup", setup, "", _AFTER_SETUP.replace("@signal@", signal), "")
     yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported in place of Python's own"
     yield ""
 

@@ -25,7 +25,7 @@ from cluster_ddp.run.record import add_slurm_job, slurm_comment
 from cluster_ddp.slurm.commands import SlurmError, child_environment
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.quote import quote
-from cluster_ddp.submit.script import check_setup, job_options, own_comment, preamble
+from cluster_ddp.submit.script import check_setup, hand_over, job_options, own_comment, preamble
 from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class SubmititSubmission:
         }
 
     def _batch_python(self) -> str:
-        return f"exec {self._python()}"
+        return f"{hand_over(self._spec)} {self._python()}"
 
     def _python(self) -> str:
         return shlex.quote(self._spec.launch.python or sys.executable)

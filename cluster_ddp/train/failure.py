@@ -51,6 +51,7 @@ def record_failure(
         traceback.print_exception(error)
     say(f"cluster_ddp: rank {world.rank}: {text}")
     if writer is not None:
+        comes_back = isinstance(error, ClusterDDPError) and error.comes_back
         writer.write(
             events.FAILED,
             attempt=attempt,
@@ -60,6 +61,7 @@ def record_failure(
             host=socket.gethostname(),
             phase=phase.name.lower(),
             error=text,
+            **({"comes_back": True} if comes_back else {}),
         )
     _let_others_ask(world)
 

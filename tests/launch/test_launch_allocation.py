@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,27 @@ def test_a_question_that_gets_no_answer_takes_no_earlier_answer_back(
     scontrol.write_text("#!/bin/bash\nkill -TERM $$\n")
     allocation.ask_ahead()
     assert allocation.kill_wait == 5
+
+
+def test_a_time_limit_that_is_changed_while_the_job_runs_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But of a job that Slurm ends, EndTime is when that ends; and no answer is no news."""
+    start = this_start({"SLURM_JOB_ID": "77"})
+    assert start is not None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    allocation = SlurmAllocation(start)
+    ends = []
+    for answer in (
+        "JobState=RUNNING Reason=None Restarts=0 EndTime=2026-11-20T18:00:00 PreemptTime=None",
+        "JobState=RUNNING Reason=None Restarts=0 EndTime=2026-11-20T19:00:00 PreemptTime=None",
+        "",
+        "JobState=COMPLETING Reason=None Restarts=0 EndTime=2026-11-20T18:30:00 PreemptTime=None",
+    ):
+        (tmp_path / "scontrol").write_text(f"#!/bin/bash\n[[ '{answer}' ]] && echo 'JobId=77 {answer}'\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        allocation.why_it_ends(10)
+        ends.append(allocation.ends_at)
+    six = datetime(2026, 11, 20, 18).timestamp()
+    assert ends == [six, *[six + 3600] * 3]

@@ -207,6 +207,20 @@ def test_a_failure_at_the_step_it_resumed_from_is_no_progress(
     assert decide(run, attempt).action == "fail"
 
 
+def test_what_comes_back_in_every_attempt_is_not_tried_again_however_far_the_run_has_come(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    say("started", 0, at=0, step=0)
+    say("checkpoint", 0, at=1, step=10, samples=1)
+    record_decision(attempt, Decision("requeue", "stopped: preemption"), writer="batch")
+    second = begin_dead(run, slurm_job_id="5", restart_count=1)
+    error = "no intact checkpoint is left in /socket/checkpoints: what to do\n  step-00000010: missing"
+    say("failed", 1, at=2, step=None, error=error, rank=0, comes_back=True)
+    decision = decide(run, second)
+    assert decision.action == "fail"
+    assert decision.reason.endswith("rank 0 failed: no intact checkpoint is left in /socket/checkpoints: what to do")
+
+
 def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
     run: RunDirectory, attempt: AttemptDirectory, say: Say
 ) -> None:

@@ -76,6 +76,22 @@ def test_speed_and_end_are_told_while_it_trains_and_what_failed_before(run: RunD
     assert ended.seconds_left is None and ended.samples_per_second is None
 
 
+def test_nodes_that_give_no_sign_of_life_are_told_while_it_trains(run: RunDirectory, say: Say) -> None:
+    attempt = begin(run, slurm_job_id="12")
+    say("started", 0, at=0, step=0)
+    for node in range(6):
+        say("node-started", 0, node=node, host=f"n{node}")
+    (silent := [attempt.alive_file(node) for node in (0, 1, 2, 4)])[0].parent.mkdir(exist_ok=True)
+    for file in (*silent, attempt.alive_file(3)):  # the last node has signed off
+        file.touch()
+    assert describe(run, {"12": Job("RUNNING")}).reason is None
+    for file in silent:
+        os.utime(file, (time.time() - 190,) * 2)
+    told = describe(run, {"12": Job("RUNNING")}).reason
+    assert told is not None and told.startswith("no sign of life from n0, n1, n2 and 1 more for 3 min")
+    assert describe(run, {"12": Job("PENDING")}).reason != told
+
+
 def test_when_slurm_expects_a_job_to_start_is_told(run: RunDirectory) -> None:
     add_slurm_job(run, "7")
     jobs = parse_queue("7|7|PENDING||Resources@2026-11-22T13:05:00|cluster_ddp x\n8|8|PENDING||Priority@N/A|\n")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from stage import CRASH, Stage
+from stage import CRASH, UNTIL_STOPPED, Stage
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.stopfile import read_stop
 
 
 @pytest.fixture
@@ -65,8 +67,10 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
     [
         (["true", "no_such_module load cuda"], 127, "no_such_module load cuda"),
         (["set -e", "false"], 1, "false"),
-        (["set -u", 'echo "$NOT_SET" \\', "    again"], 1, "a line that ends the script"),
-        (["exit 3"], 3, "a line that ends the script"),
+        (["set -u", 'echo "$NOT_SET" \\', "    again"], 1, 'echo "$NOT_SET" again, which ends the script'),
+        (["exit 3"], 3, "exit 3, which ends the script"),
+        (["trap - ERR EXIT", "exit 0"], 0, "exit 0, which ends the script"),
+        (["trap 'echo its own' 0 ERR", "set -eu", "false"], 1, "false"),
         (["fail() { :; }", "setup_failed() { :; }", "false"], 1, "false"),
     ],
 )
@@ -81,6 +85,45 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     found = stage.status()
     assert (found["state"], found["attempts"]) == ("FAILED", 0)
     assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
+
+
+def test_a_setup_line_that_puts_another_program_in_the_scripts_place_is_named(stage: Stage) -> None:
+    setup = ["exec 3>log 2>&1", "if true; then", "    exec bash train.sh", "fi"]
+    assert stage.perform(stage.write(launch={"setup": setup})) == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    found = stage.status()
+    assert found["state"] == "FAILED"
+    assert "launch.setup: nothing of the job would follow after: exec bash train.sh" in found["reason"]
+
+
+def test_the_traps_of_setup_lines_run_as_in_any_script(stage: Stage) -> None:
+    """For ERR before the script's own one, for EXIT behind the keeper, with the names that those lines have set."""
+    places = ["place=scratch", "trap 'echo \"ends $? $place\"' EXIT", "trap -- 'echo \"error $?\"' ERR SIGHUP"]
+    assert stage.perform(stage.write(launch={"setup": [*places, "(exit 3)"]})) == 1
+    assert stage.output.splitlines()[0] == "error 3"
+    assert "ends" in stage.output
+    assert stage.perform(stage.write(launch={"setup": [*places, "(trap 'echo inner' EXIT)"]})) == 0, stage.output
+    assert stage.output.startswith("inner\n")
+    assert stage.output.splitlines()[-1] == "ends 0 scratch"
+    assert stage.status()["state"] == "COMPLETED"
+
+
+def test_a_script_that_waits_for_its_keeper_passes_signals_on(stage: Stage) -> None:
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    process = stage.start(stage.write(launch={"setup": ["trap 'echo the end' EXIT"]}))
+    stage.wait_for_training()
+    process.send_signal(signal.SIGUSR1)
+    assert stage.finish(process) == 0, stage.output
+    request = read_stop(RunDirectory(stage.run).attempt(0))
+    assert request is not None and request.reason == "time-limit"
+    assert stage.requeues() == ["77"]
+    assert stage.output.splitlines()[-1] == "the end"
+
+
+def test_a_script_whose_setup_loses_the_path_says_why_it_has_failed(stage: Stage) -> None:
+    assert stage.perform(stage.write(launch={"setup": ["export PATH=/nowhere"]})) == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    assert "no Python with cluster_ddp starts" in stage.status()["reason"]
 
 
 def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(stage: Stage) -> None:

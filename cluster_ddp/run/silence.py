@@ -1,0 +1,41 @@
+"""Nodes of a run that trains which give no sign of life: they hang, or their storage does not answer."""
+
+from __future__ import annotations
+
+import time
+
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import NODE_STARTED
+from cluster_ddp.run.history import History
+
+_SILENT_SECONDS = 120.0  # they give one every few seconds; network storage may show it a minute late
+_NAMED = 3
+
+
+def silent_nodes(history: History) -> str | None:
+    """Which nodes of the last attempt have given no sign of life for minutes, in words; None when all do."""
+    if history.last is None:
+        return None
+    attempt = history.run.attempt(history.last.number)
+    silent: dict[str, float] = {}
+    for event in history.of_attempt(attempt.number, NODE_STARTED):
+        node = event.get("node")
+        seconds = _silent_for(attempt, node) if isinstance(node, int) else 0.0
+        if seconds > _SILENT_SECONDS:
+            silent[str(event.get("host") or f"node {node}")] = seconds
+    if not silent:
+        return None
+    names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
+    return (
+        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: hanging, or the storage does not "
+        "answer there; Slurm may be unable to end such a job until it does"
+    )
+
+
+def _silent_for(attempt: AttemptDirectory, node: int) -> float:
+    """Seconds since a node program touched its file; 0 where it has signed off, or has not come to it."""
+    try:
+        touched = attempt.alive_file(node).lstat().st_mtime
+    except OSError:
+        return 0.0
+    return time.time() - touched
