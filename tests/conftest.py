@@ -14,6 +14,7 @@ os.environ["CLUSTER_DDP_CONFIG"] = ""  # no defaults of the site where the tests
 
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM", "") not in ("", "0")
 RUNNING: list[SlurmCluster] = []
+LONG = ("docs", "train", "zoo")
 DISTRIBUTED = "PYTEST_XDIST_WORKER" in os.environ
 
 
@@ -57,13 +58,16 @@ def clean_clusters(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever uses a cluster is marked so, and runs last: the quick tests speak first.
 
-    With several workers it comes first: each file goes to a worker as a whole (``--dist loadfile``), which brings up a
-    cluster of its own, and those mostly wait for Slurm while the other workers compute.
+    With several workers it comes first, and after it the folders whose files take longest: each file goes to a worker
+    as a whole (``--dist loadfile``), and a long one that begins late keeps the others waiting for its end.
     """
     for item in items:
         if {"cluster", "pgid_cluster", "accounting_cluster"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
-    items.sort(key=lambda item: (item.get_closest_marker("cluster") is not None) is not DISTRIBUTED)
+    if DISTRIBUTED:
+        items.sort(key=lambda item: (item.get_closest_marker("cluster") is None, item.path.parent.name not in LONG))
+    else:
+        items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -128,7 +128,7 @@ ROWS: dict[str, Row] = {
         words=("stopped: preemption",),
         job=_CANCEL,
         lost=EVERY_STEPS + 5,  # KillWait is 5 s here
-        short=("sbatch", "submitit"),
+        short=("sbatch",),
     ),
     "a save that does not fit into the grace": Row(
         "the step, the grace and the time that a save takes are told, and what to set; the next attempts save often "
@@ -282,7 +282,7 @@ ROWS: dict[str, Row] = {
         in_bad_node("mount", "-t", "tmpfs", "none", "FOLDER/runs"),
         in_bad_node("umount", "FOLDER/runs"),
         "has to be the same and writable",
-        short=("sbatch", "submitit"),
+        short=("sbatch",),
     ),
     "runs folder read-only on a node": bad(
         in_bad_node("sh", "-c", 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0"', "FOLDER/runs"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -16,9 +16,16 @@ STEPS = 2 * STEPS_PER_EPOCH
 SMALL: dict[str, dict[str, Any]] = {
     "train": {"epochs": 2}, "slurm": {"nodes": 2}, "launch": {"procs_per_node": 1}, "log": {"every_steps": 1},
 }  # fmt: skip
+ONE_RANK: dict[str, dict[str, Any]] = {"slurm": {"nodes": 1}, "launch": {"procs_per_node": 1}}
 both_ways = pytest.mark.parametrize("via", ["sbatch", "submitit"])
 # Both ways have one keeper: where a test takes minutes, the second one is for `make chaos`.
 both_ways_at_length = pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", marks=pytest.mark.chaos)])
+
+
+class CalmRun(NamedTuple):
+    """A run that nothing happened to, whose results others are to have, too."""
+
+    run: Path
 
 
 def submit(
@@ -47,7 +54,7 @@ def restarts(training: TrainingJob) -> int:
     return int(training.cluster.job_info(training.job)["Restarts"])
 
 
-def finish(training: TrainingJob, calm: TrainingJob, *, attempts: int) -> None:
+def finish(training: TrainingJob, calm: CalmRun, *, attempts: int) -> None:
     """Let the run complete; it took so many attempts, and ended like the calm one."""
     if training.brake.exists():
         training.full_speed()

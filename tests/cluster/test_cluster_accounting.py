@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_accounting import QOS_GRACE
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, STEPS, submit
+from small_job import ONE_RANK, PATIENCE, STEPS, submit
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.stopfile import read_stop
@@ -21,7 +21,7 @@ both_ways = pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", m
 @both_ways
 def test_preempted_by_a_qos_within_its_grace(accounting_cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     cluster = accounting_cluster
-    training = submit(cluster, tmp_path, "--via", via, braked=True)
+    training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
     training.wait_for_step(5, timeout=PATIENCE)
     cluster.preempt(training.job)
     training.wait_for_restart(1, timeout=PATIENCE)
@@ -37,7 +37,7 @@ def test_cancelled_within_the_grace_of_a_qos(accounting_cluster: SlurmCluster, t
     cluster = accounting_cluster
     cluster.run("scontrol", "update", "PartitionName=debug", "GraceTime=0")
     slow = {"brake": str(tmp_path / "brake"), "width": 8, "seconds": QOS_GRACE}  # no step ends while it is cancelled
-    training = submit(cluster, tmp_path, braked=True, params=slow)
+    training = submit(cluster, tmp_path, braked=True, params=slow, **ONE_RANK)
     cluster.wait_for(lambda: any(e["event"] == "started" for e in training.events()), PATIENCE, "it trains")
     cluster.preempt(training.job)
 
@@ -53,6 +53,7 @@ def test_cancelled_within_the_grace_of_a_qos(accounting_cluster: SlurmCluster, t
     assert (request := read_stop(RunDirectory(training.run).attempt(0))) is not None and request.reason == "cancel"
 
 
+@pytest.mark.newest
 def test_limit_is_told_and_a_forgotten_job_is_looked_up(accounting_cluster: SlurmCluster, tmp_path: Path) -> None:
     cluster = accounting_cluster
     training = submit(cluster, tmp_path, slurm={"qos": "one-node"})

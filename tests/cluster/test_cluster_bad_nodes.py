@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from same_training import checkpoints, repeated_steps
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, both_ways_at_length, finish, restarts, submit
+from small_job import PATIENCE, CalmRun, both_ways_at_length, finish, restarts, submit
 from training_job import TrainingJob
 
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import root_failure
 from cluster_ddp.run.events import NODE_LOST, EventWriter
 
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.newest
 @both_ways_at_length
-def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
+def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True)
     training.wait_for_step(12, timeout=PATIENCE)
     (started,) = {e["host"] for e in training.events() if e["event"] == "node-started" and e["node"] == 1}
@@ -37,22 +40,31 @@ def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
     return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
 
 
+@pytest.mark.newest
 @both_ways_at_length
-def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str) -> None:
+def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
+    """A rank that is killed there costs no more steps than those since the last checkpoint."""
     training = submit(cluster, tmp_path, "--via", via, braked=True)
+    saved: list[int] = []
     for attempt in (0, 1):
-        training.wait_for_step(12 + 5 * attempt, attempt=attempt, timeout=PATIENCE)
+        training.wait_for_step(14 + 5 * attempt, attempt=attempt, timeout=PATIENCE)
+        saved.append(max(int(path.name.removeprefix("step-")) for path in checkpoints(training.run)))
         cluster.kill(next(iter(cluster.ranks("node2").values())))
         training.wait_for_restart(attempt + 1)
     cluster.wait_for(lambda: cluster.job_info(training.job)["ExcNodeList"] == "node2", 20, "node2 is excluded")
     finish(training, calm, attempts=3)
     third = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 2}
     assert third == {"node1", "node3"}
+    assert all(step > saved[0] for step in repeated_steps(training.run))
+    for attempt in (0, 1):
+        failed = [e for e in training.events() if e["event"] == "rank-failed" and e["attempt"] == attempt]
+        # Its peer on the other node may notice first that it is gone; what counts is whom the run blames in the end.
+        assert failed and root_failure(failed)["host"] == "node2"
 
 
 @both_ways_at_length
 def test_batch_host_that_failed_twice_is_given_back(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str
 ) -> None:
     """When the batch host dies, nobody can exclude it before Slurm starts the job again. (It only seems to die.)"""
     training = submit(cluster, tmp_path, "--via", via, braked=True, slurm={"extra": {"hold": True}})

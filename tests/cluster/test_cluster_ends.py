@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,14 @@ from pathlib import Path
 import pytest
 from same_training import checkpoints, repeated_steps
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, both_ways, end, finish, restarts, submit
+from small_job import PATIENCE, CalmRun, both_ways, both_ways_at_length, end, finish, restarts, submit
 from training_job import TrainingJob
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @both_ways
-def test_stop_is_final_until_a_person_resumes(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
-) -> None:
+def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True)
     training.wait_for_step(12, timeout=PATIENCE)
     cluster.cli("stop", str(training.run), timeout=PATIENCE)
@@ -65,22 +64,15 @@ def _requeued(cluster: SlurmCluster, training: TrainingJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "every"),
-    [
-        (_pending, 10),
-        (_starting, 10),
-        (_training, 1),  # a checkpoint after each step: it is always saving
-        (_after_a_signal("TERM"), 10),
-        (_after_a_signal("USR1"), 10),
-        (_requeued, 10),
-    ],
-    ids=["pending", "starting", "saving", "after TERM", "after USR1", "requeued"],
+    "moment",
+    [_pending, _starting, _after_a_signal("TERM"), _after_a_signal("USR1"), _requeued],
+    ids=["pending", "starting", "after TERM", "after USR1", "requeued"],
 )
 def test_scancel_is_final_at_any_moment(
-    cluster: SlurmCluster, tmp_path: Path, moment: Callable[[SlurmCluster, TrainingJob], None], every: int
+    cluster: SlurmCluster, tmp_path: Path, moment: Callable[[SlurmCluster, TrainingJob], None]
 ) -> None:
     blocker = cluster.sbatch("sleep 600", nodes=3, options=("--exclusive",)) if moment is _pending else None
-    training = submit(cluster, tmp_path, braked=True, checkpoint={"every_steps": every})
+    training = submit(cluster, tmp_path, braked=True, slurm={"nodes": 1})
     moment(cluster, training)
     cluster.cancel(training.job)
     if blocker:
@@ -94,12 +86,31 @@ def test_scancel_is_final_at_any_moment(
         assert checkpoints(training.run)
 
 
+@pytest.mark.newest
+def test_cancelled_run_stays_cancelled_until_a_person_resumes_it(
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
+) -> None:
+    training = submit(cluster, tmp_path, braked=True, checkpoint={"every_steps": 1})  # it is always saving
+    _training(cluster, training)
+    cluster.cancel(training.job)
+    info = cluster.wait_for_state(training.job, "CANCELLED", timeout=30)
+    time.sleep(8)  # longer than Slurm holds a requeued job back
+    assert cluster.state(training.job) == "CANCELLED"
+    assert info["Restarts"] == "0"
+    assert cluster.queue() == []
+    assert training.status()["state"] == "CANCELLED", training.story()
+    assert checkpoints(training.run), "a cancelled run has time to save, too"
+    seldom = ("--set", "checkpoint.every_steps=10")
+    answer = json.loads(cluster.cli("resume", str(training.run), "--json", *seldom).stdout.splitlines()[-1])
+    finish(replace(training, job=int(answer["slurm_job_id"])), calm, attempts=2)
+
+
 # -- what is not tried again -----------------------------------------------------------------------------------------
 
 
 @both_ways
 def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
-    training = submit(cluster, tmp_path, "--via", via, fault={"fault": "import"})
+    training = submit(cluster, tmp_path, "--via", via, fault={"fault": "import"}, slurm={"nodes": 1})
     status = end(training, "FAILED")
     assert (status["state"], status["attempts"], restarts(training)) == ("FAILED", 1, 0), training.story()
     assert "a_package_that_nobody_has" in status["reason"]
@@ -108,7 +119,7 @@ def test_failure_at_the_start_is_not_tried_again(cluster: SlurmCluster, tmp_path
 @pytest.mark.chaos
 @both_ways
 def test_what_is_to_come_after_a_run_that_failed_comes(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str
 ) -> None:
     (tmp_path / "first").mkdir()
     first = submit(cluster, tmp_path / "first", "--via", via, fault={"fault": "import"})
@@ -117,11 +128,11 @@ def test_what_is_to_come_after_a_run_that_failed_comes(
     assert first.status()["state"] == "FAILED"
 
 
-@both_ways
+@both_ways_at_length
 def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     training = submit(
         cluster, tmp_path, "--via", via, fault={"fault": "crash", "at": 8}, requeue={"max_without_progress": 2},
-        checkpoint={"every_steps": 1000},
+        checkpoint={"every_steps": 1000}, slurm={"nodes": 1}, launch={"procs_per_node": 2},
     )  # fmt: skip
     status = end(training, "FAILED")
     assert (status["state"], status["attempts"], restarts(training)) == ("STALLED", 2, 1), training.story()

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from chaos_faults import small_disk
 from fault_harms import Scene
-from fault_rows import ROWS, Row
-from fault_table import check, endure, submit, write_result
+from fault_rows import ROWS
+from fault_table import check, endure, write_result
 from same_training import assert_same_training
 from slurm_cluster import SlurmCluster, why_unavailable
-from training_job import TrainingJob
+from small_job import CalmRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -32,20 +32,10 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def cluster(disk: Path) -> Iterator[SlurmCluster]:
+def disk_cluster(disk: Path) -> Iterator[SlurmCluster]:
     """A cluster that was started when the disk was there already."""
     with SlurmCluster() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def calm(cluster: SlurmCluster, disk: Path) -> TrainingJob:
-    """The run that nothing happens to."""
-    scene = Scene(cluster, "sbatch", disk / "calm", disk)
-    scene.folder.mkdir()
-    training = submit(scene, Row("nothing"))
-    training.finish(timeout=300)
-    return training
 
 
 def cases() -> list[object]:
@@ -57,8 +47,8 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "via"), cases())
-def test_fault(cluster: SlurmCluster, calm: TrainingJob, disk: Path, tmp_path: Path, name: str, via: str) -> None:
-    scene = Scene(cluster, via, disk / f"{list(ROWS).index(name):02}-{via}", disk)
+def test_fault(disk_cluster: SlurmCluster, calm: CalmRun, disk: Path, tmp_path: Path, name: str, via: str) -> None:
+    scene = Scene(disk_cluster, via, disk / f"{list(ROWS).index(name):02}-{via}", disk)
     try:
         result = endure(scene, name)
         check(result, scene.run)
@@ -70,5 +60,5 @@ def test_fault(cluster: SlurmCluster, calm: TrainingJob, disk: Path, tmp_path: P
         shutil.copytree(scene.folder, tmp_path / "kept", ignore_dangling_symlinks=True)  # the disk goes
         raise
     finally:
-        cluster.reset()
+        disk_cluster.reset()
         shutil.rmtree(scene.folder, ignore_errors=True)

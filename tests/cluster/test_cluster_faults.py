@@ -6,16 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from same_training import repeated_steps
 from slurm_cluster import CHECKOUT, SlurmCluster
-from small_job import PATIENCE, SMALL, finish, restarts, submit
+from small_job import PATIENCE, SMALL, CalmRun, finish, restarts, submit
 from training_job import TrainingJob, write_job
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_killed_rank_is_restarted_inside_the_allocation(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path
-) -> None:
+def test_killed_rank_is_restarted_inside_the_allocation(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     fault = {"fault": "kill", "at": 30, "marker": str(tmp_path / "struck")}
     training = submit(cluster, tmp_path, fault=fault, launch={"max_restarts": 1})
     finish(training, calm, attempts=1)
@@ -26,7 +25,7 @@ def test_killed_rank_is_restarted_inside_the_allocation(
     assert (1, "SIGKILL") in failed
 
 
-def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path) -> None:
+def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     fault = {"fault": "hang", "at": 30, "marker": str(tmp_path / "struck")}
     training = submit(cluster, tmp_path, fault=fault, launch={"hang_timeout": 10})
     finish(training, calm, attempts=2)
@@ -40,8 +39,25 @@ def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: Trai
     assert len(requeued) == 1 and "hangs" in requeued[0]
 
 
+@pytest.mark.newest
+def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
+    # Slurm looks at time limits every 30 s and warns up to 30 s early: here 25 to 55 s after the start of an attempt,
+    # when it trains on a busy machine, too. Two such attempts on an idle one do not reach the end.
+    slow = {"seconds": 2.0}
+    training = submit(
+        cluster, tmp_path, braked=True, slurm={"time": "00:01:00"}, requeue={"warning": "5s"}, params=slow
+    )
+    training.wait_for_restart(1)
+    training.wait_for_restart(2)
+    cluster.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=20")
+    finish(training, calm, attempts=3)
+    assert repeated_steps(training.run) == []
+    reasons = [event["reason"] for event in training.events() if event["event"] == "stopped"]
+    assert reasons == ["time-limit", "time-limit"]
+
+
 def test_script_without_a_run_makes_one_and_resumes_into_it(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
 ) -> None:
     """``sbatch sbatch/quickstart.sbatch`` with a person's edits: no run directory is given."""
     job = write_job(tmp_path, braked=True, **SMALL)

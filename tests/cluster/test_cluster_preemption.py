@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from same_training import repeated_steps
+import training_job
+from same_training import assert_same_training, repeated_steps
 from slurm_cluster import SlurmCluster
-from training_job import HERE, PATIENCE, STEPS, TrainingJob, submit, submit_script
+from small_job import ONE_RANK, CalmRun, submit
+from training_job import HERE, PATIENCE, STEPS, TrainingJob, submit_script
 
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -43,21 +45,6 @@ def preempt(training: TrainingJob, number: int) -> None:
     training.wait_for_step(3 * number + 1, attempt=number, timeout=PATIENCE)
 
 
-def stays_ended(training: TrainingJob, state: str, *, restarts: int) -> None:
-    """The job ends in the state after so many restarts, and is not queued again."""
-    cluster = training.cluster
-
-    def ended() -> bool:
-        info = cluster.job_info(training.job)
-        assert int(info["Restarts"]) == restarts, f"it was started again\n{training.story()}"
-        return info["JobState"] not in ("RUNNING", "COMPLETING")
-
-    cluster.wait_for(ended, PATIENCE, f"job {training.job} is over\n{training.story()}")
-    time.sleep(3)
-    assert ended() and cluster.state(training.job) in training.names_of(state), training.story()
-    assert training.job not in cluster.queue()
-
-
 @contextmanager
 def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
     """Set the cluster for preemption of one kind; the partition to submit to."""
@@ -68,22 +55,33 @@ def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
         yield partition
 
 
+@pytest.mark.newest
+def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
+    """So is one of sbatch: test_cluster_end_to_end.py."""
+    training = submit(cluster, tmp_path, "--via", "submitit", braked=True)
+    preempt(training, 1)
+    training.full_speed()
+    training.stays_ended("COMPLETED", restarts=1)
+    status = training.status()
+    assert (status["state"], status["attempts"]) == ("COMPLETED", 2)
+    assert_same_training(training.run, calm.run)
+    assert repeated_steps(training.run) == [], "work was lost although there was time to save"
+
+
+@pytest.mark.chaos
 @both_ways
-@pytest.mark.parametrize(
-    ("kind", "times"),
-    [("grace", 1), *(pytest.param(kind, TIMES if kind == "grace" else 1, marks=pytest.mark.chaos) for kind in KINDS)],
-)
+@pytest.mark.parametrize(("kind", "times"), [(kind, TIMES if kind == "grace" else 1) for kind in KINDS])
 def test_completed_once_however_often_it_was_preempted(
     cluster: SlurmCluster, tmp_path: Path, via: str, kind: str, times: int
 ) -> None:
     with preemption(cluster, kind) as partition:
         nodes = 2 if times == 1 else 1
         small = {"slurm": {"partition": partition, "nodes": nodes}, "launch": {"procs_per_node": 1}}
-        training = submit(cluster, tmp_path, "--via", via, **small)
+        training = training_job.submit(cluster, tmp_path, "--via", via, **small)
         for number in range(1, times + 1):
             preempt(training, number)
         training.full_speed()
-        stays_ended(training, "COMPLETED", restarts=times)
+        training.stays_ended("COMPLETED", restarts=times)
     status = training.status()
     assert (status["state"], status["attempts"], status["step"]) == ("COMPLETED", times + 1, STEPS)
     if KINDS[kind][1]:
@@ -106,7 +104,7 @@ def test_ten_preemptions_and_one_end(cluster: SlurmCluster, tmp_path: Path, kind
         for (_, end), job in jobs.items():
             bring_to(job, end)
         for key, job in jobs.items():
-            stays_ended(job, ENDS[key[1]], restarts=restarts[key])
+            job.stays_ended(ENDS[key[1]], restarts=restarts[key])
         for key, job in jobs.items():
             status = job.status()
             # Of two preemptions in a row the second may come before an attempt has begun.
@@ -150,27 +148,27 @@ def bring_to(job: TrainingJob, end: str) -> None:
 
 @sbatch_first
 def test_stopped_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
-    training = submit(cluster, tmp_path, "--via", via)
+    training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
     preempt(training, 1)
     cluster.cli("stop", str(training.run), timeout=PATIENCE)
-    stays_ended(training, "COMPLETED", restarts=1)
+    training.stays_ended("COMPLETED", restarts=1)
     assert training.status()["state"] == "STOPPED"
 
 
 @sbatch_first
 def test_failed_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
-    training = submit(cluster, tmp_path, "--via", via, requeue={"max_requeues": 1})
+    training = submit(cluster, tmp_path, "--via", via, braked=True, requeue={"max_requeues": 1}, **ONE_RANK)
     preempt(training, 1)
     host = cluster.job_info(training.job)["BatchHost"]
     cluster.kill(next(iter(cluster.ranks(host).values())))
-    stays_ended(training, "FAILED", restarts=1)
+    training.stays_ended("FAILED", restarts=1)
     assert training.status()["state"] == "STALLED"
 
 
 @sbatch_first
 def test_cancelled_within_the_grace(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     slow = {"brake": str(tmp_path / "brake"), "width": 8, "seconds": 5}  # no step ends while it is cancelled
-    training = submit(cluster, tmp_path, "--via", via, params=slow)
+    training = submit(cluster, tmp_path, "--via", via, braked=True, params=slow, **ONE_RANK)
     training.wait_for_step(1, timeout=PATIENCE)
     cluster.preempt(training.job)
 
@@ -180,5 +178,5 @@ def test_cancelled_within_the_grace(cluster: SlurmCluster, tmp_path: Path, via: 
     cluster.wait_for(in_grace, PATIENCE, "it is preempted", every=0.05)
     time.sleep(2.5)  # Slurm's clock has whole seconds
     cluster.cancel(training.job)
-    stays_ended(training, "CANCELLED", restarts=0)
+    training.stays_ended("CANCELLED", restarts=0)
     assert training.status()["state"] == "CANCELLED", training.story()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, submit
-from training_job import write_job
+from small_job import PATIENCE
+from training_job import submit_script, write_job
 
 MEET = """
 import torch
@@ -46,8 +46,10 @@ def test_ranks_of_srun_meet_on_the_first_node_wherever_rank_0_is(cluster: SlurmC
 def test_node_programs_have_the_cpus_that_the_job_asks_for(
     cluster: SlurmCluster, tmp_path: Path, via: str, gpu_option: str
 ) -> None:
-    asked = {"cpus_per_task": 3, "gpus_per_node": 1, "gpu_option": gpu_option}
-    training = submit(cluster, tmp_path, "--via", via, slurm=asked)
+    asked = {"nodes": 2, "cpus_per_task": 3, "gpus_per_node": 1, "gpu_option": gpu_option}
+    end = tmp_path / "end"
+    end.touch()
+    training = submit_script(cluster, tmp_path, "counting_script.py", end, "--via", via, slurm=asked)
     status = training.finish(timeout=PATIENCE)
     assert (status["state"], status["attempts"]) == ("COMPLETED", 1), training.story()
     reports = [json.loads(path.read_text()) for path in sorted(training.run.glob("attempts/000/environment-*.json"))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from same_training import assert_same_training, newest_manifest
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, STEPS, end, submit
+from small_job import PATIENCE, STEPS, CalmRun, end, submit
 from training_job import TrainingJob
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,7 +25,7 @@ def _told(training: TrainingJob, name: str, attempt: int) -> list[dict[str, Any]
 
 @pytest.mark.parametrize("via", ["sbatch", pytest.param("submitit", marks=pytest.mark.chaos)])
 def test_attempt_on_a_node_that_was_cut_off_counts_for_nothing_once_a_newer_one_trains(
-    cluster: SlurmCluster, calm: TrainingJob, tmp_path: Path, via: str
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str
 ) -> None:
     """Its node program stands still, so that nothing but its own question keeps it from saving beside the other.
 

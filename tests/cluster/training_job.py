@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,19 @@ class TrainingJob:
         state = self.cluster.state(self.job)
         assert state in self.names_of("COMPLETED"), f"job {self.job} is {state}\n{self.story()}"
         return self.status()
+
+    def stays_ended(self, state: str, *, restarts: int, timeout: float = PATIENCE) -> None:
+        """The job ends in the state after so many restarts, and is not queued again."""
+
+        def ended() -> bool:
+            info = self.cluster.job_info(self.job)
+            assert int(info["Restarts"]) == restarts, f"it was started again\n{self.story()}"
+            return info["JobState"] not in ("RUNNING", "COMPLETING")
+
+        self.cluster.wait_for(ended, timeout, f"job {self.job} is over\n{self.story()}")
+        time.sleep(3)
+        assert ended() and self.cluster.state(self.job) in self.names_of(state), self.story()
+        assert self.job not in self.cluster.queue()
 
     def names_of(self, state: str) -> set[str]:
         """What Slurm may call the job when its last start has ended in a state.

@@ -86,8 +86,8 @@ def test_submit_stop_status_resume(here: Path, cluster: SlurmCluster) -> None:
         return bool(status()["state"] in ("STOPPED", "COMPLETED") and not cluster.queue())
 
     # The test's nodes have no GPU and few cores.
-    small = ("slurm.gpus_per_node=0", "slurm.cpus_per_task=1", "launch.procs_per_node=1", "train.precision=fp32")
-    changes = [word for change in small for word in ("--set", change)]
+    small = "slurm.nodes=1 slurm.gpus_per_node=0 slurm.cpus_per_task=1 launch.procs_per_node=1 train.precision=fp32"
+    changes = [word for change in small.split() for word in ("--set", change)]
     cluster.cli(*words(SUBMIT), *changes, "--set=train.epochs=200", "--set=train.workers=0", cwd=here)
     cluster.wait_for(lambda: status()["step"], 120, "it trains")
     cluster.cli(*words(STOP), cwd=here)
