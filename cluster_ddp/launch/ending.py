@@ -26,6 +26,7 @@ _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so
 _NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
 _COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
 _STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
+_ENDING_SECONDS = 5.0  # a Python that ends handles no signal any more
 _SECOND_SIGNAL_SECONDS = 15.0  # what a script does at the first may be to save and go on
 
 
@@ -114,7 +115,8 @@ class Ending:
         return bool(handled)
 
     def _warn_unheard(self, since: float) -> None:
-        if not self._has_warned and self._clock() - since > _STARTING_SECONDS:  # before, it may still come to it
+        starts = self._clock() - since <= _STARTING_SECONDS  # it may still come to it
+        if not self._has_warned and not starts and self._stopping.waited() > _ENDING_SECONDS:
             self._has_warned = True
             self._warn(
                 f"the script handles neither SIGTERM nor {self._stopping.warning.name}: it is killed "

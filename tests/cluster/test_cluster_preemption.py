@@ -49,7 +49,13 @@ def preempt(training: TrainingJob, number: int) -> None:
 def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
     """Set the cluster for preemption of one kind; the partition to submit to."""
     partition, grace = KINDS[kind]
-    with cluster.configured(*(["PreemptParameters=send_user_signal"] if kind == "user signal" else [])):
+    lines = []
+    if kind == "user signal":
+        newer = cluster.version >= (24, 5)
+        lines = ["PreemptParameters=send_user_signal" if newer else "SlurmctldParameters=preempt_send_user_signal"]
+    elif not grace:  # Slurm's own default: the 5 s of the cluster are too few for a keeper on a busy machine
+        lines = ["KillWait=30"]
+    with cluster.configured(*lines):
         # Until the configuration is read again, at the end.
         cluster.run("scontrol", "update", f"PartitionName={partition}", f"GraceTime={grace}")
         yield partition

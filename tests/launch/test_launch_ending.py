@@ -123,6 +123,7 @@ def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path:
         for seconds, outcome in ((0.0, None), (29.0, None), (31.0, "stopped")):
             now[0] = began + 60.0 + seconds
             assert ending.after_stop() == outcome
+            assert bool(warnings) == (seconds > 0), "one that Slurm's own signal is ending handles none any more"
         process.kill()
     heartbeat.close()
     (warning,) = warnings
