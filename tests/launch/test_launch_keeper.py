@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from starts import start
 
+from cluster_ddp.launch.allocation import SlurmAllocation
+from cluster_ddp.launch.batch_host import BatchHost
+from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.keeper import what_follows
 from cluster_ddp.launch.step import with_attempt
 
@@ -36,6 +42,45 @@ PROJECT = Path(__file__).parents[2]
 )
 def test_what_follows(word: str | None, reason: str | None, out_of_time: bool, follows: str) -> None:
     assert what_follows(word, reason=reason, out_of_time=out_of_time) == follows
+
+
+class _Clock(BatchHost):
+    """A batch host whose time is set by hand, and on which nothing runs beside."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def beside(self, do: Callable[[], None]) -> None:
+        do()
+
+
+class _Asked(SlurmAllocation):
+    """An allocation that counts how often it is asked ahead; from the third time on, Slurm ends the job."""
+
+    times = 0
+
+    def ask_ahead(self) -> bool:
+        self.times += 1
+        return self.times > 2
+
+    def end(self, since: float) -> tuple[str, float | None] | None:
+        return "time-limit", None
+
+
+def test_slurm_is_asked_now_and_then_when_the_job_ends() -> None:
+    """Its time limit may be changed; and a signal that was lost is made up for."""
+    host, allocation = _Clock(), _Asked(start())
+    end = EndOfJob(allocation, host, warning=signal.SIGUSR1)
+    end.ask_ahead()
+    asked = []
+    for host.time in (0.0, 299.0, 300.0, 301.0, 599.0, 600.0):
+        end.react_to_next(wait=0.0)
+        asked.append(allocation.times)
+    assert asked == [1, 1, 2, 2, 2, 3]
+    end.react_to_all()
+    assert end.reason == "time-limit"
 
 
 def test_what_the_user_wrote_in_braces_stays() -> None:
