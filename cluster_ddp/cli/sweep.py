@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -59,23 +59,35 @@ def command(
     from cluster_ddp.job.grid import elements_of, read_list
 
     elements = elements_of(grid or (), read_list(list_file) if list_file else ())
-    plan = plan_sweep(job, settings or (), elements, check_target=not no_check)
-    remark(plan.remarks)
-    if dry_run:
-        _show(plan, at_once)
-        return
-    if local:
-        raise typer.Exit(_run_here(plan, at_once or 1, nodes, procs, gpus, as_json=as_json))
-    if (nodes, procs, gpus) != (None, None, None):
+    if not local and (nodes, procs, gpus) != (None, None, None):
         raise SubmitError(
             "--nodes, --procs and --gpus go with --local; Slurm is asked by --set slurm.nodes=... and so on"
         )
-    if not no_check:
-        from cluster_ddp.submit.preflight import check_before_queue
+    if no_check or dry_run or local:
+        plan = plan_sweep(job, settings or (), elements, check_target=not no_check)
+        remark(plan.remarks)
+    else:
+        plan = _plan_and_check(job, settings or (), elements)
+    if dry_run:
+        _show(plan, at_once)
+    elif local:
+        raise typer.Exit(_run_here(plan, at_once or 1, nodes, procs, gpus, as_json=as_json))
+    else:
+        _submit(plan, at_once, as_json=as_json)
 
-        # It stands for the others: what is asked of Slurm, and by what they start, cannot differ.
-        check_before_queue(plan.first, SbatchSubmission(plan.spec), remark)
-    _submit(plan, at_once, as_json=as_json)
+
+def _plan_and_check(job: str, settings: Sequence[str], elements: Sequence[tuple[str, ...]]) -> SweepPlan:
+    """Plan a sweep, while the interpreter of its job imports torch, and see whether its elements can begin."""
+    from cluster_ddp.submit.check_program import ProgramCheck
+    from cluster_ddp.submit.preflight import check_before_queue
+
+    with ProgramCheck() as program:
+        plan = plan_sweep(job, settings, elements, check_target=True, at_first=program.begin)
+        remark(plan.remarks)
+        program.ask(plan.first, plan.specs)
+        # The first stands for the others: what is asked of Slurm, and by what they start, cannot differ.
+        check_before_queue(plan.first, SbatchSubmission(plan.spec), remark, program)
+    return plan
 
 
 def go_on(sweep: SweepDirectory, nodes: int | None, procs: int | None, *, as_json: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from cluster_ddp.job.batch import plan_batch
 from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping, plain, read_document, without_value
-from cluster_ddp.job.errors import BatchError, JobFileError
+from cluster_ddp.job.errors import BatchError, JobFileError, which_elements
 from cluster_ddp.job.extends import absolute, read_extended
 from cluster_ddp.job.merge import apply_overrides, drop_nulls
 from cluster_ddp.job.models import JobSpec, SlurmSpec
@@ -87,12 +87,23 @@ class Variants:
 
     job: dict[str, Any]  # without what differs; from the file that it is written to, `load_variant` loads each
     first: LoadedJob
+    specs: tuple[JobSpec, ...]  # of all
 
 
 def load_variants(
-    source: str, overrides: Sequence[str], variants: Sequence[Sequence[str]], *, check_target: bool = True
+    source: str,
+    overrides: Sequence[str],
+    variants: Sequence[Sequence[str]],
+    *,
+    check_target: bool = True,
+    at_first: Callable[[JobSpec], None] | None = None,
 ) -> Variants:
     """Check every variant of a job: what `load_job` would say to it with the variant's settings as overrides.
+
+    Parameters
+    ----------
+    at_first
+        Is told the first valid one, before the others are checked.
 
     Raises
     ------
@@ -101,7 +112,7 @@ def load_variants(
     """
     file = _find_file(source)
     root = _prepared(apply_overrides(over_site(read_extended((file,))), overrides), file)
-    found = _checked(root, variants, file)
+    found = _checked(root, variants, file, at_first)
     warnings = _check_target(found.first.spec, root) if check_target else ()
     return replace(found, first=replace(found.first, warnings=warnings))
 
@@ -114,27 +125,31 @@ def load_stored_variants(file: Path, variants: Sequence[Sequence[str]]) -> Varia
     return _checked(read_document(file), variants, file)
 
 
-def _checked(root: Node, variants: Sequence[Sequence[str]], file: Path) -> Variants:
+def _checked(
+    root: Node,
+    variants: Sequence[Sequence[str]],
+    file: Path,
+    at_first: Callable[[JobSpec], None] | None = None,
+) -> Variants:
     specs, errors = [], dict[str, list[int]]()
     for number, settings in enumerate(variants):
         try:
             spec, changed = _with_overrides(root, settings, file)
             refuse(spec, changed)
             specs.append((spec, changed))
+            if at_first is not None and len(specs) == 1:
+                at_first(spec)
         except JobFileError as error:
             errors.setdefault(str(error), []).append(number)
     if errors:
-        raise JobFileError("\n".join(f"{_which(numbers)}: {message}" for message, numbers in errors.items()))
-    return Variants(plain(root), LoadedJob(specs[0][0], (), tuple(_origins(specs[0][1]))))
+        raise JobFileError("\n".join(f"{which_elements(numbers)}: {message}" for message, numbers in errors.items()))
+    first, changed = specs[0]
+    return Variants(plain(root), LoadedJob(first, (), tuple(_origins(changed))), tuple(spec for spec, _ in specs))
 
 
 def load_variant(file: Path, settings: Sequence[str]) -> JobSpec:
     """Load a variant of a job that `load_variants` has checked; what the site sets as defaults is in the file."""
     return _with_overrides(read_document(file), settings, file)[0]
-
-
-def _which(numbers: list[int]) -> str:
-    return f"element {numbers[0]}" + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")
 
 
 def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:

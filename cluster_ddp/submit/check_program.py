@@ -9,10 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cluster_ddp.job.errors import which_elements
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.save_time import SMALL
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
 
 _SECONDS = 60.0  # torch alone takes so long from a cold shared file system
+_SECONDS_OF_ELEMENTS = 1.0  # for which models of a sweep's elements are built
 _MOST_STATES = 16  # times the bytes of a model that a checkpoint has at most; with AdamW 3
 _LAST = 800  # characters of what an interpreter says that fails
 
@@ -28,25 +30,59 @@ _LAST = 800  # characters of what an interpreter says that fails
 class ProgramCheck:
     """An import of the task, or a look for what the script imports, that goes on while other things are asked.
 
-    Begun when it is made; leaving its block ends it, whether or not anybody has waited for the verdict.
+    Leaving its block ends it, whether or not anybody has waited for the verdict.
     """
 
-    def __init__(self, loaded: LoadedJob) -> None:
-        self._loaded = loaded
-        launch = loaded.spec.launch
-        self._python = launch.python or sys.executable
-        self._here = shutil.which(self._python) is not None
-        self._child = _begin(self._python, loaded.spec) if self._here and launch.container is None else None
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._begun = False
+        self._question: int | None = None  # the end of the pipe that it is asked through
 
     def __enter__(self) -> ProgramCheck:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._question is not None:
+            os.close(self._question)
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             with self._child:  # closes its pipes
                 self._child.wait()
+
+    def begin(self, spec: JobSpec) -> None:
+        """Start the interpreter of a job, which imports torch before it knows what else it is asked."""
+        self._begun = True
+        python = _interpreter(spec)
+        if shutil.which(python) is None or spec.launch.container is not None:
+            return
+        theirs, self._question = os.pipe()
+        try:
+            self._child = subprocess.Popen(
+                [python, "-m", "cluster_ddp.train.probe", "script" if spec.task is None else "task"],
+                env={**os.environ, SAFE_PATH_VARIABLE: "1"},
+                stdin=theirs,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that what it starts is ended with it
+            )
+        finally:
+            os.close(theirs)
+
+    def ask(self, loaded: LoadedJob, elements: Sequence[JobSpec] = ()) -> None:
+        """Ask about a job, and of a sweep about the parameters of all its elements."""
+        if not self._begun:
+            self.begin(loaded.spec)
+        self._loaded = loaded
+        self._names: dict[str, list[int]] = {}  # the elements that have these parameters
+        for number, spec in enumerate(elements or (loaded.spec,)):
+            self._names.setdefault(json.dumps(spec.params, sort_keys=True), []).append(number)
+        self._of_many = len(elements) > 1
+        if self._question is not None:
+            question, self._question = self._question, None
+            asked = json.dumps(_question(loaded.spec, list(map(json.loads, self._names)))).encode()
+            # A pipe holds little, and the interpreter reads only after its imports.
+            threading.Thread(target=_send, args=(question, asked), daemon=True).start()
 
     def verdict(self, remark: Callable[[Iterable[str]], None]) -> int | None:
         """Wait for what was found.
@@ -59,9 +95,10 @@ class ProgramCheck:
         Raises
         ------
         SubmitError
-            It cannot be imported, and no line of launch.setup may change that.
+            It cannot be imported or takes no such parameters, and no line of launch.setup may change that.
         """
-        spec, python = self._loaded.spec, self._python
+        spec = self._loaded.spec
+        python = _interpreter(spec)
         if spec.launch.container is not None:
             return None
         if self._child is None:
@@ -74,32 +111,46 @@ class ProgramCheck:
         except subprocess.TimeoutExpired:
             remark([f"it was not seen whether the job can begin: {python} has not imported it in {_SECONDS:.0f} s"])
             return None
-        if "error" not in said:
-            return _whole(said.get("bytes"), spec)
-        key = "task" if spec.task is not None else "script"
+        wrong = self._what_is_wrong(said)
+        if wrong and not spec.launch.setup:
+            raise SubmitError("\n".join([*wrong, "(--no-check submits it all the same.)"]))
+        remark(f"{what} (only a note: the lines of launch.setup may change that)" for what in wrong)
+        if untried := said.get("untried"):
+            remark(
+                [f"of {len(self._names)} different params {untried} were not tried: it takes long to build the models"]
+            )
+        return _whole(said.get("bytes"), spec)
+
+    def _what_is_wrong(self, said: dict[str, Any]) -> list[str]:
+        key = "task" if self._loaded.spec.task is not None else "script"
         place = next((f"{origin.place}: " for origin in self._loaded.origins if origin.key == key), "")
-        what = f"{place}{key}: {python} cannot import it: {said['error']}"
-        if not spec.launch.setup:
-            raise SubmitError(f"{what}\n(--no-check submits it all the same.)")
-        remark([f"{what} (only a note: the lines of launch.setup may change that)"])
-        return None
+        if "error" in said:
+            return [f"{place}{key}: {_interpreter(self._loaded.spec)} cannot import it: {said['error']}"]
+        numbers = list(self._names.values())
+        of: dict[str, list[int]] = {}
+        for index, error in said.get("refused", []):
+            of.setdefault(error, []).extend(numbers[index])
+        return [
+            f"{f'{which_elements(sorted(found))}: ' if self._of_many else place}{key}: it refuses the params: {error}"
+            for error, found in of.items()
+        ]
 
 
-def _begin(python: str, spec: JobSpec) -> subprocess.Popen[bytes]:
+def _interpreter(spec: JobSpec) -> str:
+    return spec.launch.python or sys.executable
+
+
+def _question(spec: JobSpec, params: list[dict[str, Any]]) -> dict[str, Any]:
+    if spec.task is None:
+        return {"script": spec.script}
     train = spec.train
-    task = {"task": spec.task, "params": spec.params, "lr": train.lr, "weight_decay": train.weight_decay}
-    task["small"] = SMALL // _MOST_STATES
-    with tempfile.TemporaryFile() as question:  # of any length, and there when it is read
-        question.write(json.dumps(task if spec.task is not None else {"script": spec.script}).encode())
-        question.seek(0)
-        return subprocess.Popen(
-            [python, "-m", "cluster_ddp.train.probe"],
-            env={**os.environ, SAFE_PATH_VARIABLE: "1"},
-            stdin=question,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that what it starts is ended with it
-        )
+    asked = {"task": spec.task, "params": params, "lr": train.lr, "weight_decay": train.weight_decay}
+    return {**asked, "small": SMALL // _MOST_STATES, "seconds": _SECONDS_OF_ELEMENTS}
+
+
+def _send(question: int, asked: bytes) -> None:
+    with contextlib.suppress(OSError), open(question, "wb") as pipe:
+        pipe.write(asked)
 
 
 def _answer(child: subprocess.Popen[bytes]) -> dict[str, Any]:

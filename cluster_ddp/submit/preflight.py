@@ -5,6 +5,7 @@ Each question to Slurm has five seconds; one without an answer is told and passe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,13 +27,20 @@ _SECONDS = 5.0
 _MAY_CHANGE = ("node configuration is not available", "DOWN, DRAINED")
 
 
-def check_before_queue(loaded: LoadedJob, sending: Submission, remark: Callable[[Iterable[str]], None]) -> None:
+def check_before_queue(
+    loaded: LoadedJob,
+    sending: Submission,
+    remark: Callable[[Iterable[str]], None],
+    program: ProgramCheck | None = None,
+) -> None:
     """Look for everything that would make a job fail at its start, or wait for ever.
 
     Parameters
     ----------
     remark
         Is told what may be wrong, and what could not be checked.
+    program
+        A check of the task or script that goes on already; by default one is begun here.
 
     Raises
     ------
@@ -48,7 +56,10 @@ def check_before_queue(loaded: LoadedJob, sending: Submission, remark: Callable[
     if reason is not None and spec.slurm.nodes > 1:
         remark([f"runs_dir: {runs_dir} may not be seen by the nodes: {reason}. It has to lie on shared storage"])
     sending.check()
-    with ProgramCheck(loaded) as program:  # which takes the longest, and goes on meanwhile
+    with contextlib.ExitStack() as until_then:
+        if program is None:
+            program = until_then.enter_context(ProgramCheck())
+            program.ask(loaded)  # which takes the longest, and goes on meanwhile
         partition = _check_partition(loaded, remark) if sending.to_slurm else None
         saved = program.verdict(remark)
     if saved is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class SweepPlan:
     elements: tuple[Settings, ...]
     job: dict[str, Any]  # without what differs
     first: LoadedJob  # the first element; what Slurm is asked for is the same for all of them
+    specs: tuple[JobSpec, ...]  # of all elements
     script: BatchScript
     remarks: tuple[str, ...]
 
@@ -62,8 +63,20 @@ class SweepPlan:
         return self.first.spec
 
 
-def plan_sweep(job: str, settings: Sequence[str], elements: Sequence[Settings], *, check_target: bool) -> SweepPlan:
+def plan_sweep(
+    job: str,
+    settings: Sequence[str],
+    elements: Sequence[Settings],
+    *,
+    check_target: bool,
+    at_first: Callable[[JobSpec], None] | None = None,
+) -> SweepPlan:
     """Check every element of a sweep, and render the script that starts them; nothing is written.
+
+    Parameters
+    ----------
+    at_first
+        Is told the first valid element, before the others are checked.
 
     Raises
     ------
@@ -72,15 +85,14 @@ def plan_sweep(job: str, settings: Sequence[str], elements: Sequence[Settings], 
     """
     from cluster_ddp.job import load_variants
 
-    variants = load_variants(job, settings, elements, check_target=check_target)
+    variants = load_variants(job, settings, elements, check_target=check_target, at_first=at_first)
     spec = variants.first.spec
     script = render_script(spec, sweep=True, exported=os.environ)
     trained = json.dumps({key: variants.job.get(key) for key in _TRAINED}, sort_keys=True)
     name = f"{spec.name}-sweep-{hashlib.sha256(trained.encode()).hexdigest()[:8]}"
     remarks = (*variants.first.warnings, *script.remarks)
-    return SweepPlan(
-        SweepDirectory(runs_dir_of(spec) / name), tuple(elements), variants.job, variants.first, script, remarks
-    )
+    sweep = SweepDirectory(runs_dir_of(spec) / name)
+    return SweepPlan(sweep, tuple(elements), variants.job, variants.first, variants.specs, script, remarks)
 
 
 def plan_again(sweep: SweepDirectory) -> SweepPlan:
@@ -96,7 +108,7 @@ def plan_again(sweep: SweepDirectory) -> SweepPlan:
     elements = tuple(element.settings for element in read_sweep(sweep).elements)
     variants = load_stored_variants(sweep.job_file, elements)
     script = render_script(variants.first.spec, sweep=True, exported=os.environ)
-    return SweepPlan(sweep, elements, variants.job, variants.first, script, script.remarks)
+    return SweepPlan(sweep, elements, variants.job, variants.first, variants.specs, script, script.remarks)
 
 
 def prepare(plan: SweepPlan, via: str, at_once: int | None) -> SweepRecord:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Task":  # what a file with a task asks for, also on login nodes, where nothing is trained
+        return importlib.import_module("cluster_ddp.train.task").Task
     if not name.startswith("_"):
         public = importlib.import_module("cluster_ddp.train.public")
         if name in vars(public):

@@ -1,22 +1,26 @@
 """``python -m cluster_ddp.train.probe``: whether the ranks' interpreter can begin, asked on the login node.
 
-It reads a JSON object from standard input: ``script``, or ``task`` and ``params`` with ``lr``, ``weight_decay`` and
-``small``.
-Its answer is a JSON object on standard output: ``error``, or ``bytes`` of the model and the optimizer's state where
-they can be told without memory for them, and the model has more than ``small`` of them. A script is read, not run; of a
-task no data is made.
+Its argument is ``task`` or ``script``, what it will be asked about; torch is imported while the question is still made.
+That comes as a JSON object on standard input: ``script``; or ``task``, ``params`` (a list of the parameters that the
+task may get), ``lr``, ``weight_decay``, ``small`` and ``seconds``.
+Its answer is a JSON object on standard output: ``error``; or ``refused``, pairs of an index into ``params`` and what
+the task says to them; ``untried``, how many of them were not looked at since ``seconds`` were over; and ``bytes`` of
+the first one's model and its optimizer's state where they can be told without memory for them, and the model has more
+than ``small`` of them. A script is read, not run; of a task no data is made.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
 import json
 import os
+import random
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,11 @@ def main() -> None:
     """Answer one question. What the user's module prints goes to standard error."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    asked = json.load(sys.stdin)
     try:
+        if sys.argv[1] == "task":
+            import cluster_ddp.train.task  # noqa: F401 - while the question is still made
+
+        asked = json.load(sys.stdin)
         said = _script(Path(asked["script"])) if "script" in asked else _task(asked)
     except BaseException as error:  # a module may call sys.exit, too
         said = {"error": _described(error)}
@@ -37,30 +44,76 @@ def main() -> None:
 def _task(asked: dict[str, Any]) -> dict[str, Any]:
     from cluster_ddp.train.task import find_task
 
-    kind = find_task(asked["task"], asked["params"])
-    with contextlib.suppress(Exception):  # a model that needs a GPU or its data: nothing is known of its size then
-        return _state_bytes(kind, asked)
-    return {}
+    kind = find_task(asked["task"])
+    looks: dict[int, _Look] = {}
+    until = time.monotonic() + asked["seconds"]
+    for index in _order(len(asked["params"])):
+        if looks and time.monotonic() > until:
+            break
+        looks[index] = _look(kind, asked["params"][index], asked if index == 0 else None)
+    # An error that every model ends with may be this machine's, which has no GPU, or not the data.
+    built = any(look.built for look in looks.values())
+    refused = sorted((i, look.error) for i, look in looks.items() if look.error and (look.by_task or built))
+    return {"refused": refused, "untried": len(asked["params"]) - len(looks), "bytes": looks[0].size}
 
 
-def _state_bytes(kind: type[Any], asked: dict[str, Any]) -> dict[str, int]:
+def _order(count: int) -> list[int]:
+    """The first, then the others in no order: where time is short, some of each end of a grid are seen."""
+    rest = list(range(1, count))
+    random.Random(0).shuffle(rest)
+    return [0, *rest]
+
+
+@dataclass
+class _Look:
+    """What was seen of a task with some parameters."""
+
+    error: str | None = None
+    by_task: bool = True  # the error is that of the task itself, not of its model
+    built: bool = False
+    size: int | None = None  # of the model and its optimizer's state, where that was asked for
+
+
+def _look(kind: type[Any], params: dict[str, Any], sizes: dict[str, Any] | None) -> _Look:
+    """Make a task and its model without memory for it, and tell its size where `sizes` asks for that."""
+    import torch
+
+    from cluster_ddp.train.errors import TaskError
+    from cluster_ddp.train.task import expect_params
+
+    look = _Look()
+    try:
+        expect_params(kind, params)
+        with torch.device("meta"):
+            task = kind(**params)
+            look.by_task = False
+            model = task.model()
+            look.built = True
+            if sizes is not None:
+                look.size = _state_bytes(task, model, sizes)
+    except (TaskError, ValueError, TypeError, AssertionError) as error:
+        if not look.built and "meta" not in str(error):  # what tensors without memory cannot tell
+            look.error = _described(error)
+    except Exception:  # what needs a GPU or its data: nothing can be told of it here
+        return look
+    return look
+
+
+def _state_bytes(task: Any, model: Any, asked: dict[str, Any]) -> int | None:
     import torch
 
     def size(tensors: Iterable[Any]) -> int:
         return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
 
-    with torch.device("meta"):
-        task = kind(**asked["params"])
-        model = task.model()
-        kept = size(model.state_dict().values())
-        if kept <= asked["small"]:  # an optimizer imports torch's compiler, a second that tells nothing here
-            return {}
-        task.weight_decay = asked["weight_decay"]
-        optimizer = task.optimizer(model, asked["lr"])
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-    return {"bytes": kept + sum(size(state.values()) for state in optimizer.state.values())}
+    kept = size(model.state_dict().values())
+    if kept <= asked["small"]:  # an optimizer imports torch's compiler, a second that tells nothing here
+        return None
+    task.weight_decay = asked["weight_decay"]
+    optimizer = task.optimizer(model, asked["lr"])
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    return kept + sum(size(state.values()) for state in optimizer.state.values())
 
 
 def _script(script: Path) -> dict[str, Any]:
@@ -82,9 +135,10 @@ def _imports(module: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _described(error: BaseException) -> str:
-    """The error in one line, with the last place outside of Python's own machinery."""
+    """The error in one line, with the last place outside of Python's own machinery and of this room."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""
     said = traceback.format_exception_only(error)[-1].strip()
     return f"{said}{where}"
 

@@ -105,24 +105,31 @@ def expect_type(value: Any, kind: type[T], by: str) -> T:
 
 def load_task(target: str, params: Mapping[str, Any]) -> Task:
     """Make the task that a job file names; see `find_task`. An error inside ``__init__`` is raised as it is."""
-    return find_task(target, params)(**params)
+    kind = find_task(target)
+    expect_params(kind, params)
+    return kind(**params)
 
 
-def find_task(target: str, params: Mapping[str, Any]) -> type[Task]:
-    """Import the class that a job file names, and see that it takes the parameters.
+def expect_params(kind: type[Task], params: Mapping[str, Any]) -> None:
+    """Raise a `TaskError` when a task has no such parameters, or lacks one that it must have."""
+    try:
+        inspect.signature(kind).bind(**params)
+    except TypeError as error:
+        raise TaskError(f"task: {kind.__name__} does not take these params: {error}") from error
+
+
+def find_task(target: str) -> type[Task]:
+    """Import the class that a job file names.
 
     Parameters
     ----------
     target
         ``package.module:Class`` or ``path/to/file.py:Class``.
-    params
-        Keyword arguments of the class.
 
     Raises
     ------
     TaskError
-        There is no such class, it is no Task, or it does not take these parameters. An error inside the module itself
-        is raised as it is.
+        There is no such class, or it is no Task. An error inside the module itself is raised as it is.
     """
     place, _, name = target.rpartition(":")
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(place)
@@ -130,10 +137,6 @@ def find_task(target: str, params: Mapping[str, Any]) -> type[Task]:
     if not isinstance(kind, type) or not issubclass(kind, Task):
         what = "does not exist" if kind is None else "does not derive from cluster_ddp.train.Task"
         raise TaskError(f"task: {target}: {name} {what}")
-    try:
-        inspect.signature(kind).bind(**params)
-    except TypeError as error:
-        raise TaskError(f"task: {target} does not take these params: {error}") from error
     return kind
 
 

@@ -33,7 +33,7 @@ def imported() -> None:
 def without_imports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the tests that are about it import the task before they submit."""
     if "imported" not in request.fixturenames:
-        monkeypatch.setattr("cluster_ddp.submit.check_program._begin", lambda python, spec: None)
+        monkeypatch.setattr("cluster_ddp.submit.check_program.ProgramCheck.begin", lambda check, spec: None)
         monkeypatch.setattr("cluster_ddp.submit.check_program.ProgramCheck.verdict", lambda check, remark: None)
 
 

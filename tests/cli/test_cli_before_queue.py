@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,60 @@ def test_a_script_is_not_run_to_see_what_it_imports(call: Call, here: Path, slur
     assert answer.status == 2
     assert "job.yaml:1: script:" in answer.err and "'no_such_package'" in answer.err
     assert not (here / "ran").exists()
+
+
+PICKY = """\
+from torch import nn
+from cluster_ddp.train import Task
+class Picky(Task):
+    def __init__(self, width=8, heads=4):
+        if width < 1:
+            raise ValueError(f"width must be at least 1, not {width}")
+        self.width, self.heads = width, heads
+    def model(self):
+        return nn.MultiheadAttention(self.width, self.heads)
+"""
+
+
+def test_what_a_task_refuses_of_a_sweep_is_told_by_its_elements(
+    call: Call, here: Path, slurm: Slurm, imported: None
+) -> None:
+    (here / "picky.py").write_text(PICKY)
+    job = ("job.yaml", "--set", "task=picky.py:Picky", "--set", "params={}", "--grid", "train.seed=1,2")
+    answer = call("sweep", *job, "--grid", "params.width=8,0,6", "--grid", "params.heads=2,4")
+    assert answer.status == 2, answer.err
+    assert "element 2 and 3 more: task: it refuses the params: ValueError: width must be at least 1" in answer.err
+    assert f"{here / 'picky.py'}:6" in answer.err
+    assert "element 5 and 1 more: task: it refuses the params: AssertionError: embed_dim must be div" in answer.err
+    assert slurm.submissions() == []
+    assert call("sweep", *job, "--grid", "params.width=8,4").status == 0
+
+
+def test_params_that_a_task_refuses_by_itself_are_told(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
+    (here / "picky.py").write_text(PICKY)
+    job = ("submit", "job.yaml", "--set", "task=picky.py:Picky", "--set")
+    answer = call(*job, "params={width: 0}")
+    assert answer.status == 2
+    assert "--set task=" in answer.err and "it refuses the params: ValueError: width must be at least 1" in answer.err
+    unknown = call(*job, "params={widht: 8}")
+    assert unknown.status == 2 and "unexpected keyword argument 'widht'\n" in unknown.err
+    # Whether it is the model or this machine cannot be told where none can be built.
+    assert call(*job, "params={width: 6}").status == 0
+
+
+def test_a_sweep_whose_models_take_long_is_tried_in_part(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
+    (here / "slow.py").write_text(PICKY.replace("return nn", "import time; time.sleep(0.3); return nn"))
+    widths = ",".join(map(str, range(4, 400, 4)))
+    answer = call("sweep", "job.yaml", "--set", "task=slow.py:Picky", "--grid", f"params.width={widths}")
+    assert answer.status == 0, answer.err
+    assert "of 99 different params 9" in answer.err and " were not tried" in answer.err
+
+
+def test_a_task_file_asks_for_nothing_that_trains() -> None:
+    program = "import sys; from cluster_ddp.train import Task; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "cluster_ddp.train.task" in loaded
+    assert {"cluster_ddp.train.public", "cluster_ddp.train.trainer", "cluster_ddp.job.loading"}.isdisjoint(loaded)
 
 
 HUGE = """\
