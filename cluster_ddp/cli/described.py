@@ -15,7 +15,6 @@ from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.remembered import EndedRun
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
-from cluster_ddp.run.sweep import SweepDirectory
 from cluster_ddp.run.sweep_status import NotBegun
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs, query_jobs
 from cluster_ddp.slurm.states import SlurmJob
@@ -70,11 +69,6 @@ def show_metrics(metrics: Mapping[str, float], most: int = METRICS_SHOWN) -> str
     """The first of the metrics, sorted for people: validation, then training, then the rest."""
     names = sorted(metrics, key=lambda name: (not name.startswith("val/"), not name.startswith("train/"), name))
     return "  ".join(f"{one_line(name)} {metrics[name]:.4g}" for name in names[:most])
-
-
-def tell_sweeps(sweeps: Sequence[SweepDirectory]) -> None:
-    """Say which sweeps there are besides the runs that are shown."""
-    tell(*(f"a sweep, whose elements its status shows: {one_line(sweep.id)}" for sweep in sweeps))
 
 
 def report_ended(run: RunDirectory, status: RunStatus) -> int:

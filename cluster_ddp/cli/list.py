@@ -6,33 +6,37 @@ import time
 from typing import Any
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import ask_slurm, describe_with, tell_sweeps
+from cluster_ddp.cli.described import ask_slurm, describe_with
 from cluster_ddp.cli.options import JsonList
+from cluster_ddp.cli.overview import Overview, sweep_lines
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.remembered import EndedRuns
-from cluster_ddp.run.runs import list_runs, runs_dir_of
+from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunSummary
-from cluster_ddp.run.sweep import list_sweeps
 
 
 def command(as_json: JsonList = False) -> None:
     """List the runs in the runs folder ($CLUSTER_DDP_RUNS, else ./runs), the oldest first."""
     runs_dir = runs_dir_of(None)
-    ended = EndedRuns(runs_dir)
-    known = [ended.know(run) for run in list_runs(runs_dir)]
-    found = describe_with(known, ask_slurm(known), ended.summarize)
-    sweeps = list_sweeps(runs_dir)
+    overview = Overview(runs_dir)
+    known = overview.know()
+    found, sweeps = overview.divide(known, describe_with(known, ask_slurm(known), overview.summarize))
     if as_json:
-        show_json([_row(status) for status in found])
+        rows = [{**_row(sweep.as_run()), "elements": sweep.to_json()} for sweep in sweeps]
+        show_json([*map(_row, found), *rows])
     elif not found and not sweeps:
         tell(f"no runs in {runs_dir} (CLUSTER_DDP_RUNS names another folder)")
     else:
+        _show_runs(found)
+        show(*sweep_lines(sweeps))
+
+
+def _show_runs(found: list[RunSummary]) -> None:
+    if found:
         names = [one_line(status.run_id) for status in found]
         width = max(map(len, names), default=0)
         show(f"{'RUN':<{width}}  {'STATE':<9}  {'CREATED':<16}  {'VIA':<8}  ATTEMPTS  CHECKPOINT")
         for name, status in zip(names, found, strict=True):
             show(f"{name:<{width}}  {_cells(status)}".rstrip())
-        tell_sweeps(sweeps)
 
 
 def _row(status: RunSummary) -> dict[str, Any]:

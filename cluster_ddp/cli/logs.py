@@ -81,7 +81,7 @@ def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
     look, current, logs = Look([str(run.path)]), None, None
     try:
         while True:
-            (status,) = look.take()  # before the logs: of a run that is over now, all is read
+            (status,) = look.take().runs  # before the logs: of a run that is over now, all is read
             if current is None and not status.attempts and status.state.open:
                 tell(f"run {run.id} has not begun yet: {_state(status)}")
                 current = -1

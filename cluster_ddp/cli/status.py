@@ -7,22 +7,24 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import ask_slurm, describe_with, show_metrics, tell_sweeps
+from cluster_ddp.cli.described import K, SlurmJobs, ask_slurm, describe_with, show_metrics
 from cluster_ddp.cli.options import Runs
+from cluster_ddp.cli.overview import Overview, sweep_lines
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.remembered import EndedRun, EndedRuns
-from cluster_ddp.run.runs import find_run, list_runs, runs_dir_of
+from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, know
-from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, read_sweep
-from cluster_ddp.run.sweep_status import NotBegun, best_of, know_elements
+from cluster_ddp.run.sweep import find_sweep, read_sweep
+from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, best_of, know_elements
 from cluster_ddp.slurm.states import SlurmJob
 
 _REFRESH_SECONDS = 2.0
@@ -51,6 +53,19 @@ def command(
         _print(look.take(), look)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a look has found."""
+
+    runs: list[RunStatus]
+    sweeps: list[SweepCounts]  # besides the runs, where all there is is shown
+
+    @property
+    def open(self) -> bool:
+        """Whether anything of it will change by itself."""
+        return any(status.state.open for status in self.runs) or any(sweep.open for sweep in self.sweeps)
+
+
 class Look:
     """Looks at what the arguments name, again and again; asks Slurm only every so often."""
 
@@ -61,22 +76,26 @@ class Look:
         self._jobs: Mapping[str, SlurmJob] | None = None
         self.sweep = find_sweep(names[0], self.runs_dir) if len(names) == 1 else None
         self.single = len(names) == 1 and self.sweep is None
+        self._overview = None if names else Overview(self.runs_dir)
         self._ended = EndedRuns(self.runs_dir if self.sweep is None else self.sweep.path)
 
-    def take(self) -> list[RunStatus]:
+    def take(self) -> Seen:
         """The states now."""
+        if self._overview is not None:
+            everything = self._overview.know()
+            found = self._describe(everything, self._overview.describe)
+            self._overview.save(everything)
+            return Seen(*self._overview.divide(everything, found))
         known = self._known()
-        if time.monotonic() - self._asked_at >= _ASK_SLURM_SECONDS:
-            self._jobs = ask_slurm(known)
-            self._asked_at = time.monotonic()
-        found = describe_with(known, self._jobs, self._ended.describe)
-        if self.sweep is not None or not self._names:  # they are all there are in the folder
+        seen = Seen(self._describe(known, self._ended.describe), [])
+        if self.sweep is not None:  # they are all there are in the folder
             self._ended.save([run.run for run in known if not isinstance(run, NotBegun)])
-        return found
+        return seen
 
-    def json(self, found: list[RunStatus]) -> Any:
+    def json(self, seen: Seen) -> Any:
         """An object for one run that was named, a list for several."""
-        values = [status.to_json() for status in found]
+        values = [status.to_json() for status in seen.runs]
+        values += [{**sweep.as_run().to_json(), "elements": sweep.to_json()} for sweep in seen.sweeps]
         return values[0] if self.single else values
 
     def best(self, found: list[RunStatus]) -> list[str]:
@@ -87,39 +106,40 @@ class Look:
         status, metric = best
         return ["", f"best by {one_line(metric)}: {one_line(status.run_id)}  {status.metrics[metric]:.4g}"]
 
-    def other_sweeps(self) -> list[SweepDirectory]:
-        """Where all runs are shown, the sweeps besides them, which have tables of their own."""
-        return [] if self._names else list_sweeps(self.runs_dir)
+    def _describe(self, known: Sequence[K], describe: Callable[[K, SlurmJobs], RunStatus]) -> list[RunStatus]:
+        if time.monotonic() - self._asked_at >= _ASK_SLURM_SECONDS:
+            self._jobs = ask_slurm(known)
+            self._asked_at = time.monotonic()
+        return describe_with(known, self._jobs, describe)
 
     def _known(self) -> Sequence[KnownRun | EndedRun | NotBegun]:
         if self.sweep is not None:
             return know_elements(self.sweep, read_sweep(self.sweep), self._ended.know)
-        if not self._names:
-            return [self._ended.know(run) for run in list_runs(self.runs_dir)]
         return [know(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]
 
 
-def _print(found: list[RunStatus], look: Look) -> None:
-    sweeps = look.other_sweeps()
-    if found:
-        show(*_lines(found, look))
-    elif not sweeps:
+def _print(seen: Seen, look: Look) -> None:
+    if not seen.runs and not seen.sweeps:
         tell(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)")
-    tell_sweeps(sweeps)
+    show(*_lines(seen, look))
 
 
-def _lines(found: list[RunStatus], look: Look) -> list[str]:
-    """The details of a run, or the table of several."""
-    if not found:
-        return []
+def _lines(seen: Seen, look: Look) -> list[str]:
+    """The details of a run, or the table of several and a line on each sweep besides them."""
     if look.single:
-        return _detail(found[0]).split("\n")
+        return _detail(seen.runs[0]).split("\n")
+    return [*_runs_table(seen.runs), *look.best(seen.runs), *sweep_lines(seen.sweeps)]
+
+
+def _runs_table(found: list[RunStatus]) -> Iterator[str]:
+    if not found:
+        return iter(())
     columns = _columns(found)
     if sys.stdout.isatty():
         widths = _fitted(columns, shutil.get_terminal_size().columns)
     else:  # a pipe takes lines of any length, and its reader the columns that it knows
         widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
-    return [*_table(columns, widths), *look.best(found)]
+    return _table(columns, widths)
 
 
 def _watch(look: Look, *, as_json: bool) -> None:
@@ -132,32 +152,33 @@ def _watch(look: Look, *, as_json: bool) -> None:
 
 
 def _watch_in_place(look: Look) -> None:
-    found = None
+    seen = None
     try:
         with alternate_screen():
-            for found in _looks(look):
-                draw([printable(line) for line in _lines(found, look)])
+            for seen in _looks(look):
+                draw([printable(line) for line in _lines(seen, look)])
     finally:
-        if found is not None:
-            _print(found, look)  # what was seen last stays in view
+        if seen is not None:
+            _print(seen, look)  # what was seen last stays in view
 
 
 def _watch_changes(look: Look, *, as_json: bool) -> None:
     shown = ""
-    for found in _looks(look):
-        text = json.dumps(look.json(found)) if as_json else "\n".join(map(_line, found))
+    for seen in _looks(look):
+        lines = [*map(_line, seen.runs), *sweep_lines(seen.sweeps)]
+        text = json.dumps(look.json(seen)) if as_json else "\n".join(lines)
         if text != shown:
             show(text)
             sys.stdout.flush()
             shown = text
 
 
-def _looks(look: Look) -> Iterator[list[RunStatus]]:
-    """The states, every so often as long as they may change by themselves."""
+def _looks(look: Look) -> Iterator[Seen]:
+    """What is seen, every so often as long as it may change by itself."""
     while True:
-        found = look.take()
-        yield found
-        if not any(status.state.open for status in found):
+        seen = look.take()
+        yield seen
+        if not seen.open:
             return
         time.sleep(_REFRESH_SECONDS)
 

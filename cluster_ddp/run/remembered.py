@@ -7,6 +7,7 @@ they were. The cache can be thrown away at any time; nothing but the next look's
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -59,8 +60,11 @@ class EndedRuns:
     def __init__(self, folder: Path) -> None:
         self._file = _cache_folder() / f"ended-{zlib.crc32(os.fsencode(folder)):08x}.json"
         self._header = {"format": _FORMAT, "version": __version__, "folder": str(folder)}
-        self._kept = _read(self._file, self._header)
         self._changed = False
+
+    @functools.cached_property
+    def _kept(self) -> dict[str, Any]:
+        return _read(self._file, self._header)
 
     def know(self, run: RunDirectory) -> KnownRun | EndedRun:
         """What squeue is to be asked about a run by; read from the run only where it has to be."""
@@ -76,7 +80,7 @@ class EndedRuns:
             self._keep(known, status)
         return status
 
-    def summarize(self, known: KnownRun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
+    def summarize(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
         """Say in short where a run stands; what was read for that is not enough to be kept."""
         if isinstance(known, KnownRun):
             return summarize_known(known, slurm_jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -10,7 +11,7 @@ from typing import TypeVar
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.record import run_in_comment
-from cluster_ddp.run.status import KnownRun, RunStatus, describe_known
+from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
@@ -87,6 +88,60 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
         return RunState.RUNNING, "starting"
     said = f"see slurm-{job.job_id.partition('_')[0]}.out of the sweep"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt began ({said})"
+
+
+# What a sweep as a whole is said to do or to be: the first of these that any element is.
+_AS_A_WHOLE = (
+    RunState.RUNNING,
+    RunState.SUSPENDED,
+    RunState.REQUEUED,
+    RunState.PENDING,
+    RunState.HELD,
+    RunState.FAILED,
+    RunState.STALLED,
+    RunState.LOST,
+    RunState.STOPPED,
+    RunState.CANCELLED,
+    RunState.COMPLETED,
+)
+
+
+@dataclass(frozen=True)
+class SweepCounts:
+    """How many elements of a sweep stand where."""
+
+    sweep: SweepDirectory
+    states: dict[RunState, int]
+    wrong: str | None  # why it cannot be read
+
+    @classmethod
+    def of(cls, sweep: SweepDirectory, found: Sequence[RunSummary], wrong: str | None) -> SweepCounts:
+        """Count what was found of its elements."""
+        counted = Counter(status.state for status in found)
+        return cls(sweep, {state: counted[state] for state in _AS_A_WHOLE if counted[state]}, wrong)
+
+    def in_words(self) -> str:
+        """The counts for people."""
+        if self.wrong is not None:
+            return self.wrong
+        total = sum(self.states.values())
+        told = ", ".join(f"{count} {state.value}" for state, count in self.states.items())
+        return f"{total} element{'s' if total != 1 else ''}: {told}"
+
+    @property
+    def open(self) -> bool:
+        """Whether any element will change by itself."""
+        return any(state.open for state in self.states)
+
+    def as_run(self) -> RunStatus:
+        """The sweep as one run, as far as it is one: what lists of runs show of it."""
+        empty = describe_known(KnownRun(RunDirectory(self.sweep.path), None, None, ()), None)
+        state = next(iter(self.states), RunState.LOST)
+        return replace(empty, name=self.sweep.id, state=state, reason=self.in_words())
+
+    def to_json(self) -> dict[str, int]:
+        """The counts by state."""
+        return {state.value: count for state, count in self.states.items()}
 
 
 def best_of(found: Sequence[RunStatus], record: SweepRecord) -> tuple[RunStatus, str] | None:

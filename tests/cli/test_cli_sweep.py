@@ -179,11 +179,37 @@ def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call)
     assert call("status", "small").out.startswith("small-20260101")  # as before there was a sweep
 
 
+def test_all_runs_are_shown_with_how_many_elements_of_a_sweep_stand_where(
+    here: Path, cluster: Slurm, call: Call
+) -> None:
+    call("sweep", "--no-check", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    end(start(sweep, 0, "101_0"), "101_0", COMPLETED)
+    end(start(sweep, 1, "101_1"), "101_1", FAILED)
+    mine = f"cluster_ddp {sweep.id}"
+    cluster.queue.write_text(f"101_2|101|RUNNING||None|{mine}\n101_3|101|PENDING||Priority|{mine}\n")
+    cluster.program("squeue", 'echo >>"$here/asked"; cat "$here/queue"')
+    broken = here / "runs" / "broken-sweep-0123abcd"
+    broken.mkdir()
+    (broken / "sweep.json").write_text("{}")
+    (here / "runs" / "small-20260101-000000-abcd").mkdir()
+    (here / "runs" / "small-20260101-000000-abcd" / "run.json").write_text("{}")
+    for command in ("list", "status"):
+        said = call(command)
+        assert said.status == 0, said.err
+        _, run, unreadable, counted = said.out.splitlines()
+        assert run.startswith("small-20260101-000000-abcd")
+        assert unreadable.startswith(f"sweep {broken.name}: {broken}/sweep.json cannot be read")
+        assert counted == f"sweep {sweep.id}: 4 elements: 1 RUNNING, 1 PENDING, 1 FAILED, 1 COMPLETED"
+        *_, row = json.loads(call(command, "--json").out)
+        assert row["elements"] == {"RUNNING": 1, "PENDING": 1, "FAILED": 1, "COMPLETED": 1}
+        assert (row["run_id"], row["state"], row["directory"]) == (sweep.id, "RUNNING", str(sweep.path))
+    assert (cluster.folder / "asked").read_text() == 4 * "\n"  # once for all of them
+
+
 def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
-    for command in ("list", "status"):
-        assert call(command).err == f"a sweep, whose elements its status shows: {sweep.id}\n"
     for words in (("logs", sweep.id), ("checkpoints", str(sweep.path)), ("export", sweep.id[:-2], "-o", "weights")):
         said = call(*words)
         assert said.status == 2 and "is a sweep" in said.err and "none of them has begun" in said.err

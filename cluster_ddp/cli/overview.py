@@ -1,0 +1,74 @@
+"""All that lies in a runs folder: its runs, and of its sweeps how many elements stand where.
+
+Slurm is asked once for all of them, however many sweeps there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from cluster_ddp.cli.described import SlurmJobs
+from cluster_ddp.printing import one_line
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.remembered import EndedRun, EndedRuns
+from cluster_ddp.run.runs import list_runs
+from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary
+from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep
+from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, know_elements
+
+Known = KnownRun | EndedRun | NotBegun
+S = TypeVar("S", bound=RunSummary)
+
+
+class Overview:
+    """Looks at a runs folder, again and again."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self._runs_dir = runs_dir
+        self._ended = {runs_dir: EndedRuns(runs_dir)}
+        self._sweeps: dict[SweepDirectory, str | None] = {}  # with why one cannot be read
+
+    def know(self) -> list[Known]:
+        """What squeue is to be asked about the runs and the sweeps' elements by."""
+        known: list[Known] = [self._ended[self._runs_dir].know(run) for run in list_runs(self._runs_dir)]
+        self._sweeps = dict.fromkeys(list_sweeps(self._runs_dir))
+        for sweep in self._sweeps:
+            if sweep.path not in self._ended:
+                self._ended[sweep.path] = EndedRuns(sweep.path)
+            try:
+                known += know_elements(sweep, read_sweep(sweep), self._ended[sweep.path].know)
+            except RunError as error:
+                self._sweeps[sweep] = str(error)
+        return known
+
+    def describe(self, known: Known, jobs: SlurmJobs) -> RunStatus:
+        """Where one of them stands."""
+        return self._ended[_folder(known)].describe(known, jobs)
+
+    def summarize(self, known: Known, jobs: SlurmJobs) -> RunSummary:
+        """Where one of them stands, in short."""
+        return self._ended[_folder(known)].summarize(known, jobs)
+
+    def divide(self, known: Sequence[Known], found: Sequence[S]) -> tuple[list[S], list[SweepCounts]]:
+        """What was found, as the runs themselves and the counts of each sweep."""
+        of: dict[Path, list[S]] = {folder: [] for folder in self._ended}
+        for one, status in zip(known, found, strict=True):
+            of[_folder(one)].append(status)
+        counts = [SweepCounts.of(sweep, of[sweep.path], wrong) for sweep, wrong in self._sweeps.items()]
+        return of[self._runs_dir], counts
+
+    def save(self, known: Sequence[Known]) -> None:
+        """Keep what was seen of ended runs for the next look."""
+        for folder, ended in self._ended.items():
+            ended.save([one.run for one in known if not isinstance(one, NotBegun) and _folder(one) == folder])
+
+
+def sweep_lines(sweeps: Sequence[SweepCounts]) -> list[str]:
+    """A line on each sweep."""
+    return [f"sweep {one_line(sweep.sweep.id)}: {one_line(sweep.in_words())}" for sweep in sweeps]
+
+
+def _folder(known: Known) -> Path:
+    return known.sweep.path if isinstance(known, NotBegun) else known.run.path.parent
