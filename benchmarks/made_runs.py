@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ class MadeRun:
     clock: float
     draw: random.Random
     step: int = 0
+    manifests: dict[int, dict[str, Any]] = field(
+        default_factory=dict
+    )  # of the checkpoints that are kept, by their steps
 
     def write(self, name: str, value: Any, *, indent: int | None = 2) -> None:
         """Write a JSON file of the run, as the package indents it."""
@@ -88,6 +91,7 @@ class MadeRun:
                 self._save(number)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.writelines(lines)
+        self._keep()
 
     def end(self, number: int, outcome: str) -> None:
         """End an attempt in order."""
@@ -112,11 +116,16 @@ class MadeRun:
         self.say("rank-0", "checkpoint", attempt, **place, seconds=self.draw.uniform(1, 3))
         manifest = {"format": 2, "run_id": self.path.name, **place, "epoch": 0, "attempt": attempt, "world_size": 8}
         shards = {f"rank-{rank}.safetensors": {"bytes": 1 << 28, "xxh3": "0" * 32} for rank in range(8)}
-        self.write(f"checkpoints/step-{self.step:08d}/manifest.json", {**manifest, "shards": shards}, indent=1)
-        old = self.path / f"checkpoints/step-{self.step - KEPT_CHECKPOINTS * SAVE_EVERY:08d}"
-        if old.exists():
+        self.manifests[self.step] = {**manifest, "shards": shards}
+        self.manifests.pop(self.step - KEPT_CHECKPOINTS * SAVE_EVERY, None)
+
+    def _keep(self) -> None:
+        """Have those checkpoints in the run that are kept, and no others."""
+        for old in list((self.path / "checkpoints").iterdir()):
             (old / "manifest.json").unlink()
             old.rmdir()
+        for step, manifest in self.manifests.items():
+            self.write(f"checkpoints/step-{step:08d}/manifest.json", manifest, indent=1)
 
 
 def make_run(folder: Path, index: int) -> str | None:
