@@ -15,7 +15,7 @@ from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.remembered import EndedRun
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
-from cluster_ddp.run.sweep_status import NotBegun
+from cluster_ddp.run.sweep_status import NotBegun, SweepCounts
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs, query_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -69,6 +69,11 @@ def show_metrics(metrics: Mapping[str, float], most: int = METRICS_SHOWN) -> str
     """The first of the metrics, sorted for people: validation, then training, then the rest."""
     names = sorted(metrics, key=lambda name: (not name.startswith("val/"), not name.startswith("train/"), name))
     return "  ".join(f"{one_line(name)} {metrics[name]:.4g}" for name in names[:most])
+
+
+def sweep_lines(sweeps: Sequence[SweepCounts]) -> list[str]:
+    """A line on each sweep."""
+    return [f"sweep {one_line(sweep.sweep.id)}: {one_line(sweep.in_words())}" for sweep in sweeps]
 
 
 def report_ended(run: RunDirectory, status: RunStatus) -> int:

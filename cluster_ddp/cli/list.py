@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import ask_slurm, describe_with
+from cluster_ddp.cli.described import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.cli.options import JsonList
-from cluster_ddp.cli.overview import Overview, sweep_lines
+from cluster_ddp.cli.overview import Overview
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunSummary

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster_ddp.cli.described import SlurmJobs
-from cluster_ddp.printing import one_line
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.remembered import EndedRun, EndedRuns
 from cluster_ddp.run.runs import list_runs
@@ -63,11 +62,6 @@ class Overview:
         """Keep what was seen of ended runs for the next look."""
         for folder, ended in self._ended.items():
             ended.save([one.run for one in known if not isinstance(one, NotBegun) and _folder(one) == folder])
-
-
-def sweep_lines(sweeps: Sequence[SweepCounts]) -> list[str]:
-    """A line on each sweep."""
-    return [f"sweep {one_line(sweep.sweep.id)}: {one_line(sweep.in_words())}" for sweep in sweeps]
 
 
 def _folder(known: Known) -> Path:

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from cluster_ddp.cli.answer import show, show_json, tell
-from cluster_ddp.cli.described import K, SlurmJobs, ask_slurm, describe_with, show_metrics
+from cluster_ddp.cli.described import K, SlurmJobs, ask_slurm, describe_with, show_metrics, sweep_lines
 from cluster_ddp.cli.options import Runs
-from cluster_ddp.cli.overview import Overview, sweep_lines
+from cluster_ddp.cli.overview import Overview
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.goodput import Goodput
