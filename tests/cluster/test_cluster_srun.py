@@ -66,8 +66,9 @@ def test_gpus_that_the_shell_asks_for_in_the_other_way(
 ) -> None:
     """Slurm 26.05 refuses to be asked in both ways; before, they may say the same."""
     asked = {"hold": True} if cluster.version < (26, 5) else {}
-    job = write_job(tmp_path, braked=False, slurm={"gpus_per_node": 1, "gpu_option": gpu_option, "extra": asked})
-    env = {left_over: "1" if gpu_option == "gres" else "gpu:1"}
+    slurm = {"gpus_per_node": 2, "gpu_option": gpu_option, "extra": asked}
+    job = write_job(tmp_path, braked=False, slurm=slurm)
+    env = {left_over: "2" if gpu_option == "gres" else "gpu:2"}
     done = cluster.cli("submit", str(job), "--no-check", env=env, check=False, timeout=200)
     if cluster.version < (26, 5):
         assert done.returncode == 0, done.stderr
