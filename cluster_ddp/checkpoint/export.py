@@ -77,7 +77,7 @@ def _sources(manifest: Manifest, ema: bool) -> dict[str, str]:
     averages = {name.removeprefix("ema."): stored for name, stored in names.items() if name.startswith("ema.")}
     if not ema:
         return model
-    if not averages:
+    if not manifest.has_averages:
         raise NoSuchCheckpoint(f"the checkpoint of step {manifest.step} holds no averages: train.ema_decay was not set")
     return {name: averages.get(name, stored) for name, stored in model.items()}
 

@@ -184,6 +184,11 @@ class Manifest:
         """The bytes of all shards together."""
         return sum(shard.bytes for shard in self.shards.values())
 
+    @property
+    def has_averages(self) -> bool:
+        """Whether it holds averages of the weights beside them."""
+        return any(name.startswith("ema.") for name in self.names())
+
     def names(self) -> dict[str, str]:
         """Each name that can be loaded, aliases too, with the name under which it is stored."""
         return {**{name: name for name in self.tensors}, **self.aliases}

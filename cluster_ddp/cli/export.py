@@ -19,7 +19,7 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
     step: Annotated[int | None, typer.Option("--step", help="Default: the newest intact checkpoint.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The best one by checkpoint.keep_best of the job file.")] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="The averaged weights (train.ema_decay).")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The averages that evaluation uses (train.ema_decay).")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Write the model's verified weights under the model's own names; safetensors.torch.load_file reads them."""
@@ -43,3 +43,5 @@ def command(
     for other in passed_over:
         tell(f"passed over {other.path.name}: {'; '.join(other.problems)}")
     show(f"{output}: {count} tensors of step {manifest.step}")
+    if not ema and manifest.has_averages:
+        tell("these are the weights as they are trained; evaluation uses their averages, which --ema writes")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.train.buffers import Buffers
@@ -41,7 +41,7 @@ def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
 
 
 @contextlib.contextmanager
-def weights_to_evaluate(optimizer: Optimizer) -> Iterator[None]:
+def weights_to_evaluate(optimizer: Optimizer | Switching) -> Iterator[None]:
     """Let the parameters hold what the optimizer evaluates with, and afterwards the same bits as before.
 
     Switching back is arithmetic that rounds: an evaluation that is done again after a stop must leave no trace.
@@ -49,7 +49,7 @@ def weights_to_evaluate(optimizer: Optimizer) -> Iterator[None]:
     if not switches(optimizer):
         yield
         return
-    weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
+    weights = [weight.detach() for weight in _held_in(optimizer.param_groups)]
     kept = [weight.clone() for weight in weights]
     optimizer.eval()
     try:
@@ -57,6 +57,39 @@ def weights_to_evaluate(optimizer: Optimizer) -> Iterator[None]:
     finally:
         optimizer.train()
         torch._foreach_copy_(weights, kept)
+
+
+class EvaluatedWeights:
+    """What a switching optimizer evaluates with, which a checkpoint holds as the averages beside what it trains with.
+
+    It follows from the rest, so that a resume needs nothing of it; ``export --ema`` gives it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Switching) -> None:
+        held = _held_in(optimizer.param_groups)
+        self._optimizer = optimizer
+        self._weights = [weight.detach() for weight in held]
+        self._evaluated = [weight.clone() for weight in self._weights]
+        places = {id(weight): place for place, weight in enumerate(held)}
+        named = model.state_dict(keep_vars=True).items()
+        self._named = {name: self._evaluated[places[id(weight)]] for name, weight in named if id(weight) in places}
+
+    def refresh(self) -> None:
+        """Take the weights as they are now; nothing else may be reading the parameters."""
+        with weights_to_evaluate(self._optimizer):
+            torch._foreach_copy_(self._evaluated, self._weights)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names that they have in the model, as they were at `refresh`."""
+        return self._named
+
+    def restore(self, updates: int) -> None:
+        """Nothing is to be told: the next `refresh` does not go by what was put back."""
+
+
+def evaluated_weights(model: nn.Module, optimizer: Optimizer) -> EvaluatedWeights | None:
+    """What the optimizer evaluates with; None for most, which evaluate with what they train with."""
+    return EvaluatedWeights(model, optimizer) if switches(optimizer) else None
 
 
 class BeforeEvaluation:
@@ -79,3 +112,7 @@ class BeforeEvaluation:
             module.set_extra_state(state)
         if self._task_state:
             self._task.load_state_dict(self._task_state)
+
+
+def _held_in(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    return [weight for group in groups for weight in group["params"]]

@@ -31,11 +31,17 @@ def refuse_closures(optimizer: Optimizer) -> None:
     # Of the class: a scheduler puts a method of its own in the place of the optimizer's.
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters):
+    needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
+    if needed or _takes_two_passes(optimizer):
         raise TaskError(
             f"optimizer() gave {type(optimizer).__name__}, whose step() needs a closure that computes the loss again: "
             "the trainer computes each loss once; give an optimizer that needs the gradients only"
         )
+
+
+def _takes_two_passes(optimizer: Optimizer) -> bool:
+    """Whether it is one of the SAM family, which computes the loss once more where its first half-step leads."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
 class SingleSamples:

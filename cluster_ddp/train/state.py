@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.attributes import Attributes, of_module
-from cluster_ddp.train.ema import EXTRA_STATE, Ema
+from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.packing import Packer, unpack
@@ -34,6 +34,16 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Take back what `state_dict` gave."""
+
+
+class Averages(Protocol):
+    """Weights beside those that are trained, which evaluation uses."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give them by the names that they have in the model."""
+
+    def restore(self, updates: int) -> None:
+        """Go on from the tensors that have been put back, with so many updates in them."""
 
 
 @dataclass
@@ -72,7 +82,7 @@ class State:
         optimizer: Optimizer,
         *,
         scaler: torch.amp.GradScaler | None = None,
-        ema: Ema | None = None,
+        ema: Averages | None = None,
         also: Stateful | None = None,
     ) -> None:
         self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date

@@ -22,7 +22,7 @@ from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, 
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
-from cluster_ddp.train.evaluating import BeforeEvaluation, make_optimizer, switches, weights_to_evaluate
+from cluster_ddp.train.evaluating import BeforeEvaluation, evaluated_weights, make_optimizer, weights_to_evaluate
 from cluster_ddp.train.evaluation import Evaluation
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
@@ -187,7 +187,9 @@ class Trainer:
         order = self.stream.order if isinstance(self.stream, MapStream) else None
         self.single_samples = SingleSamples(self.model, order, self.plan)
         self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task, self.model))
-        self.state = State(self.model, self.optimizer, scaler=scaler, ema=self.ema, also=self.task)
+        self.evaluated = evaluated_weights(self.model, self.optimizer) if self.ema is None else None
+        averages = self.ema or self.evaluated
+        self.state = State(self.model, self.optimizer, scaler=scaler, ema=averages, also=self.task)
         if self.evaluation is None:
             self.session.saving.check_metric({})
         self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
@@ -202,7 +204,8 @@ class Trainer:
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
-        return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=ema, also=task)
+        averages = ema or evaluated_weights(model, optimizer)
+        return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
 
     # What is resumed.
 
@@ -220,10 +223,10 @@ class Trainer:
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))
         self.session.tell_start(training=setup)
-        if switches(self.optimizer):
+        if self.evaluated is not None:
             self.session.saving.tell(
-                f"{type(self.optimizer).__name__} has weights of its own to evaluate with (its eval()): checkpoints, "
-                "and export, hold those that it trains with; for an average to export set train.ema_decay"
+                f"{type(self.optimizer).__name__} has weights of its own to evaluate with (its eval()): checkpoints "
+                "hold them beside those that it trains with, and export --ema writes them"
             )
 
     def _first_loss(self) -> Any:
@@ -276,6 +279,9 @@ class Trainer:
     def _save(self, *, again: bool = False) -> None:
         self.nonfinite.check_weights(self.step)
         self.log.flush()
+        if self.evaluated is not None:
+            self.session.saving.wait_for_staging()  # a save of this step may be under way
+            self.evaluated.refresh()
         counts = self.state.counts
         self.stream.note_place(counts)
         counts.skipped, counts.bad_in_a_row = self.update.left_out()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from train_tasks import (
@@ -25,6 +26,8 @@ from train_tasks import (
     train,
 )
 
+from cluster_ddp.checkpoint.export import export_newest
+from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.reading import read_json_lines
@@ -195,7 +198,17 @@ def test_an_optimizer_with_weights_to_evaluate_is_evaluated_with_them(tmp_path: 
     trainer.optimizer.eval()
     assert outcome.metrics["val/loss"] == pytest.approx(mean_loss(task, trainer.model)) != as_trained
     [warning] = [event for event in read_events(run) if "ScheduleFree" in event.get("message", "")]
-    assert "export, hold those that it trains with" in warning["message"]
+    assert "export --ema writes them" in warning["message"]
+
+
+def test_a_checkpoint_holds_what_the_optimizer_evaluates_with(tmp_path: Path) -> None:
+    run = stopped_in_an_evaluation(OfModes, tmp_path)
+    trainer, outcome = train(OfModes(), job(**SETTINGS), run, attempt=1)
+    trainer.optimizer.eval()  # type: ignore[attr-defined]
+    assert export_newest(run.checkpoints, run_id_of(run), tmp_path / "model", ema=True)[1].step == outcome.step
+    exported, evaluated = load_file(tmp_path / "model"), trainer.model.state_dict()
+    assert exported.keys() == evaluated.keys()
+    assert all(torch.equal(exported[name], evaluated[name]) for name in evaluated)
 
 
 def mean_loss(task: Task, model: nn.Module) -> float:

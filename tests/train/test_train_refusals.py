@@ -197,6 +197,21 @@ class ByClosure(Plain):
         return LBFGS(model.parameters(), lr=lr)
 
 
+class Sharpness(SGD):
+    """The SAM family: its step() takes no closure by its signature, and needs one."""
+
+    def first_step(self) -> None:
+        pass
+
+    def second_step(self) -> None:
+        pass
+
+
+class InTwoPasses(Plain):
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        return Sharpness(model.parameters(), lr=lr)
+
+
 class Sparse(Plain):
     def model(self) -> nn.Module:
         return nn.ModuleDict({"table": nn.Embedding(5, CLASSES, sparse=True)})
@@ -231,6 +246,7 @@ class Normed(Plain):
     ("task", "settings", "words"),
     [
         (ByClosure(), {}, "LBFGS, whose step() needs a closure"),
+        (InTwoPasses(), {}, "Sharpness, whose step() needs a closure"),
         (Sparse(), {"clip_norm": 1.0}, "train.clip_norm: torch cannot limit the norm of sparse gradients"),
         (Half(), {"precision": "fp16"}, "model() gives parameters in fp16"),
         (Normed(images=False), {"global_batch": 49, "drop_last": False}, "leaves 1 sample for the last batch"),
