@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 from train_ranks import run_ranks
-from train_tasks import Plain, final_state, job, losses, new_run, samples, train
+from train_tasks import Noisy, Plain, final_state, job, losses, new_run, samples, train
 
 from cluster_ddp.train import broadcast_object, is_main_process
 
@@ -108,13 +108,21 @@ def test_evaluation_is_the_mean_over_the_set() -> None:
     assert outcome.metrics["val/loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-12)
 
 
-def travelling(folder: Path, attempt: int, stop_at: int | None) -> bool:
-    sections = {"train": {**SECTIONS, "steps": 40, "global_batch": 12}, "log": {"every_steps": 1, "sample_ids": True}}
+class Augmented(Plain):
+    """Its samples are drawn anew each time they are read."""
+
+    def train_data(self) -> Dataset[Any]:
+        return Noisy()
+
+
+def travelling(folder: Path, attempt: int, stop_at: int | None, workers: int) -> bool:
+    training = {**SECTIONS, "steps": 40, "global_batch": 12, "workers": workers}
+    sections = {"train": training, "log": {"every_steps": 1, "sample_ids": True}}
     run = None
     if is_main_process():
         run = new_run(folder, **sections) if attempt == 0 else _the_run(folder)
     run = broadcast_object(run)
-    _, outcome = train(Plain(), job(**sections), run, attempt, stop_at=stop_at)
+    _, outcome = train(Augmented(), job(**sections), run, attempt, stop_at=stop_at)
     return outcome.completed
 
 
@@ -125,12 +133,13 @@ def _the_run(folder: Path) -> Any:
 
 
 def test_other_world_sizes_go_on_with_the_same_global_batches(tmp_path: Path) -> None:
-    """4 -> 2 -> 3 -> 4 ranks: the same samples in every step, and the losses of a training on one rank."""
+    """4 -> 2 -> 3 -> 4 ranks, with other workers: the samples and augmentation, and so the losses, of one rank."""
     from test_train_exactness import ids_of
 
-    assert run_ranks(travelling, 1, tmp_path / "calm", 0, None) == [True]
-    for attempt, (world_size, stop_at) in enumerate([(4, 8), (2, 16), (3, 24), (4, None)]):
-        assert set(run_ranks(travelling, world_size, tmp_path / "moved", attempt, stop_at)) == {stop_at is None}
+    assert run_ranks(travelling, 1, tmp_path / "calm", 0, None, 0) == [True]
+    for attempt, (world_size, stop_at, workers) in enumerate([(4, 8, 0), (2, 16, 2), (3, 24, 0), (4, None, 1)]):
+        ended = run_ranks(travelling, world_size, tmp_path / "moved", attempt, stop_at, workers)
+        assert set(ended) == {stop_at is None}
     calm, moved = _the_run(tmp_path / "calm"), _the_run(tmp_path / "moved")
     assert ids_of(calm) == ids_of(moved) and len(ids_of(calm)) == 40
     whole, parts = losses(calm), losses(moved)
