@@ -50,3 +50,4 @@ Settings = Annotated[
 ]
 JsonLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
 JsonList = Annotated[bool, typer.Option("--json", help="A JSON list.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not check the task, the storage and the cluster before.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
-from cluster_ddp.cli.options import Job, JsonLine, Settings
+from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
 from cluster_ddp.submit.ways import submission
@@ -42,9 +42,7 @@ def command(
     after: Annotated[
         str | None, typer.Option(metavar="RUN", help="Start when the Slurm jobs of this run have ended.")
     ] = None,
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not check the task, the storage and the cluster before.")
-    ] = False,
+    no_check: NoCheck = False,
 ) -> None:
     """Check a job, make its run directory, and put it into Slurm's queue."""
     from cluster_ddp.job import load_job

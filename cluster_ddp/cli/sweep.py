@@ -13,7 +13,7 @@ import typer
 
 from cluster_ddp.cli.answer import answer, remark, tell
 from cluster_ddp.cli.described import show_metrics
-from cluster_ddp.cli.options import Job, JsonLine, Settings
+from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.status import RunStatus
@@ -51,9 +51,7 @@ def command(
         bool, typer.Option("--dry-run", help="Print the script and the elements; write nothing.")
     ] = False,
     as_json: JsonLine = False,
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not check the task, the storage and the cluster before.")
-    ] = False,
+    no_check: NoCheck = False,
 ) -> None:
     """Start a job once for each combination of settings, as one Slurm array. Again: start what is missing or failed."""
     from cluster_ddp.job.grid import elements_of, read_list

@@ -83,21 +83,12 @@ def _read(fd: int, expected: int, limit: int) -> bytes:
     return data
 
 
-def read_json_lines(path: Path, limit: int = MAX_LINES) -> list[dict[str, Any]]:
-    """The objects in the last `limit` bytes of a file of JSON lines; empty when there is none that may be read.
+def parse_lines(data: bytes) -> list[dict[str, Any]]:
+    """The objects among lines of JSON.
 
     Torn lines, damaged lines and lines that are not objects are passed over: the writer may have died, or be in the
     middle of a line.
     """
-    try:
-        data = read_tail(path, limit)
-    except OSError:
-        return []
-    return parse_lines(data)
-
-
-def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """The objects among lines of JSON; see `read_json_lines`."""
     lines = _OBJECT_LINE.findall(data)
     try:  # all at once, which takes a third of the time
         values = json.loads((b"[%s]" % b",".join(lines)).decode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -70,9 +70,9 @@ class Gradients:
             work.wait()
         self._sums.clear()
         if self._weight is not None:
-            torch._foreach_mul_(self._gradients(), 1.0 / self._weight)
+            torch._foreach_mul_(gradients_of(self._parameters), 1.0 / self._weight)
         elif self._intact is not None:
-            for gradient in self._gradients()[:1]:
+            for gradient in gradients_of(self._parameters)[:1]:
                 gradient.mul_(_one_or_nan(self._intact))
         self._weight = self._intact = None
 
@@ -107,7 +107,7 @@ class Gradients:
             work.wait()
         self._sums.clear()
         factor = 1.0 / self._weight
-        gradients = self._gradients()
+        gradients = gradients_of(self._parameters)
         if gradients:
             torch._foreach_mul_(gradients, factor)
         self._weight = None
@@ -148,8 +148,11 @@ class Gradients:
         assert work is not None
         self._sums.append(work)
 
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of those that have one."""
+    # Bound, because each look at `grad` costs more than the rest.
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def _one_or_nan(value: Tensor) -> Tensor:

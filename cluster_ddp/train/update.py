@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
+from cluster_ddp.train.step import gradients_of
 
 
 class Update:
@@ -130,7 +131,7 @@ class Update:
             if self._on_device:
                 return (~torch.isfinite(self.norm)).float()
             return not math.isfinite(self.norm.item())
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = gradients_of(self._parameters)
         if not gradients:
             return False
         return any_not_finite_on_device(gradients) if self._on_device else any_not_finite(gradients)

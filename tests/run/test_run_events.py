@@ -16,7 +16,6 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter, on_this_host, read_events
 from cluster_ddp.run.lineage import Lineage, Origin
 from cluster_ddp.run.metrics import read_latest
-from cluster_ddp.run.reading import read_json_lines
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import REASONS, read_stop
@@ -228,7 +227,6 @@ def test_no_reader_stumbles_over_garbage(run: RunDirectory, name: str, content: 
 def test_missing_files_are_as_good_as_empty(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "nothing")
     assert read_events(run) == []
-    assert read_json_lines(run.metrics_file) == []
     assert read_latest(run.metrics_file, Lineage()).step is None
     assert read_stop(run.attempt(0)) is None
     with pytest.raises(RunError, match="is not a run"):

@@ -18,7 +18,7 @@ from train_ranks import run_ranks
 from train_tasks import Plain, job, losses, new_run, samples, train
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train import broadcast_object, is_main_process
 
@@ -45,7 +45,7 @@ class Trained:
             timeout=120,
         )
         assert self.process.returncode == 0, self.process.stderr
-        rows = read_json_lines(self.run.metrics_file)
+        rows = parse_lines(self.run.metrics_file.read_bytes())
         self.evaluation = next(row for row in rows if "val/accuracy" in row)
 
 

@@ -30,7 +30,7 @@ from cluster_ddp.checkpoint.export import export_newest
 from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import Task, Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -166,7 +166,9 @@ def stopped_in_an_evaluation(make: Callable[[StopAt], Task], folder: Path, **mor
 
 
 def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
-    return sorted((row["step"], row["val/loss"]) for row in read_json_lines(run.metrics_file) if "val/loss" in row)
+    return sorted(
+        (row["step"], row["val/loss"]) for row in parse_lines(run.metrics_file.read_bytes()) if "val/loss" in row
+    )
 
 
 @pytest.mark.parametrize("make", [OfCalls, OfItsMetric, OfDraws, OfModes])

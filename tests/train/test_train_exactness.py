@@ -12,7 +12,7 @@ import torch
 from train_ranks import run_ranks
 from train_tasks import Everything, differences, final_state, job, losses, new_run, train
 
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train.metrics.losses import StepLoss, TotalLosses
 
 STEPS = 20
@@ -67,13 +67,13 @@ def uninterrupted_and_resumed(folder: Path, accumulation: int, workers: int) -> 
 def ids_of(run: Any) -> list[tuple[int, list[int]]]:
     steps: dict[int, list[int]] = {}
     for file in sorted(run.attempts.glob("*/samples-rank*.jsonl")):
-        for row in read_json_lines(file):
+        for row in parse_lines(file.read_bytes()):
             steps.setdefault(row["step"], []).extend(row["ids"])
     return sorted(steps.items())
 
 
 def _evaluations(run: Any) -> dict[int, float]:
-    return {row["step"]: row["val/loss"] for row in read_json_lines(run.metrics_file) if "val/loss" in row}
+    return {row["step"]: row["val/loss"] for row in parse_lines(run.metrics_file.read_bytes()) if "val/loss" in row}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from train_tasks import (
 )
 
 from cluster_ddp.launch.heartbeat import Phase
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import DataError, TaskError, TrainError
 from cluster_ddp.train.model import prepare_model
 from cluster_ddp.train.rank import RankProcess
@@ -50,7 +50,7 @@ def test_fp16_skips_what_overflows_and_the_schedule_waits(tmp_path: Path) -> Non
     }
     run = new_run(tmp_path, **sections)
     trainer, _ = train(Exploding(0, 1), job(**sections), run)
-    rows = [row for row in read_json_lines(run.metrics_file) if "train/loss" in row]
+    rows = [row for row in parse_lines(run.metrics_file.read_bytes()) if "train/loss" in row]
     assert [row["lr"] for row in rows] == pytest.approx([0.002] * 3 + [0.004, 0.006, 0.008, 0.01, 0.01])
     assert [row["skipped_updates"] for row in rows] == [1, 2, 2, 2, 2, 2, 2, 2]
     assert [row["scale"] for row in rows] == [128, 32, 32, 32, 128, 128, 128, 512]
@@ -224,7 +224,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     }
     run = new_run(tmp_path, **sections)
     train(Plain(), job(**sections), run)
-    values = {row["step"]: row["val/loss"] for row in read_json_lines(run.metrics_file) if "val/loss" in row}
+    values = {row["step"]: row["val/loss"] for row in parse_lines(run.metrics_file.read_bytes()) if "val/loss" in row}
     best = min(values, key=lambda step: values[step])
     assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted({f"step-{best:08d}", "step-00000010"})
 

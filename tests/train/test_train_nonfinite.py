@@ -14,7 +14,7 @@ from train_ranks import run_ranks
 from train_tasks import Exploding, Plain, final_state, job, losses, new_run, train
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import NonFiniteError, TaskError, Trainer
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.optimizer import start_momentum
@@ -140,7 +140,7 @@ def test_the_last_steps_before_a_failure_are_in_the_metrics_of_many_ranks(
     """Of a failure on all ranks with the losses; of one rank's own, of the other ranks' at least the steps."""
     run = new_run(tmp_path, **LOGGED)
     assert run_ranks(failing, 2, kind, run) == [error] * 2
-    steps = [row["step"] for row in read_json_lines(run.metrics_file)]
+    steps = [row["step"] for row in parse_lines(run.metrics_file.read_bytes())]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= last
     assert len(losses(run)) >= last_loss
 

@@ -18,7 +18,7 @@ from train_ranks import run_ranks
 from train_tasks import Everything, Plain, job, new_run, train
 
 from cluster_ddp.job import BatchPlan
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train.data.streams import MapStream
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.ema import Ema
@@ -82,7 +82,7 @@ def test_gradients_are_clipped_at_their_true_size(tmp_path: Path, precision: str
         before, _ = train(task, job(train={"steps": 1, "global_batch": 24, "lr": 1e-30}))
         pairs = zip(trainer.model.parameters(), before.model.parameters(), strict=True)
         moved = torch.cat([(after - start).detach().flatten() for after, start in pairs])
-        norm = read_json_lines(run.metrics_file)[0].get("grad_norm", float("nan"))
+        norm = parse_lines(run.metrics_file.read_bytes())[0].get("grad_norm", float("nan"))
         return moved, norm
 
     free, _ = update()

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.reading import read_json_lines
+from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.stopfile import SAVE_AND_END
 from cluster_ddp.train import Outcome, StopSignals, Task, Trainer, reduce_tensor
@@ -166,7 +166,7 @@ def final_state(trainer: Trainer) -> dict[str, Any]:
 
 def losses(run: RunDirectory) -> list[tuple[int, float]]:
     """The logged losses by step; the highest attempt wins."""
-    rows = read_json_lines(run.metrics_file)
+    rows = parse_lines(run.metrics_file.read_bytes())
     return sorted({row["step"]: row["train/loss"] for row in rows if "train/loss" in row}.items())
 
 
