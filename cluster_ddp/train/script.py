@@ -47,6 +47,7 @@ from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
 from cluster_ddp.train.own.mode import TrainingMode
+from cluster_ddp.train.own.other_loaders import OtherLoaders
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
@@ -198,6 +199,7 @@ class ScriptRun:
         geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
         loop = self.take_over(things, geometry)
         loop.expect_data(found.arrange(loop.seed))
+        loop.others = OtherLoaders(found.data, self._session.saving.tell)
         self._loader = ResumableLoader(loader, found, loop, geometry, self.step)
         return self._loader
 
@@ -218,7 +220,9 @@ class ScriptRun:
         TrainError
             A thing that was handed over cannot be kept.
         """
-        return self.take_over(things, Draws(total)).steps()
+        loop = self.take_over(things, Draws(total))
+        loop.others = OtherLoaders(None, self._session.saving.tell)
+        return loop.steps()
 
     def keep(self, **numbers: Any) -> Kept:
         """Keep numbers of the loop's own in the checkpoint, such as the best accuracy so far.

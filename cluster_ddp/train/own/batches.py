@@ -39,6 +39,10 @@ class Batches(Protocol):
     samples: int | None
     batch: int | None
 
+    @property
+    def data(self) -> Any:
+        """The data set that is read."""
+
     def arrange(self, seed: int) -> int | None:
         """Make the order a function of this seed; all ranks call it, once, before `begin`.
 
@@ -90,6 +94,11 @@ class MapBatches:
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
+
+    @property
+    def data(self) -> Any:
+        """The data set that is read."""
+        return self._copy.inner.dataset
 
     def arrange(self, seed: int) -> None:
         """Make the order a function of this seed."""

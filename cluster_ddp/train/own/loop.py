@@ -14,6 +14,7 @@ from cluster_ddp.train.distributed import all_gather_object, broadcast_object, f
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.left_out import LeftOutUpdates
+from cluster_ddp.train.own.other_loaders import OtherLoaders
 from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
@@ -74,6 +75,8 @@ class Loop:
         Called before each save: brings what is kept up to date.
     left_out
         Sees that updates are made.
+    others
+        Sees what else is read; None where a framework says what it reads.
     """
 
     def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
@@ -82,6 +85,7 @@ class Loop:
         self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
         self.before_save: Callable[[], None] = lambda: None
         self.left_out = LeftOutUpdates([], 1)
+        self.others: OtherLoaders | None = None
         self._is_updated = self._save_is_due = False
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
@@ -174,6 +178,8 @@ class Loop:
         """
         decision = self._session.end_step()
         self.left_out.check(self._session.step, updated=self._is_updated)
+        if self.others is not None:
+            self.others.check()
         if decision.level > self._stop.level:
             self._stop = decision
         self._save_is_due |= self._session.save_is_due

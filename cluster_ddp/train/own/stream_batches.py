@@ -24,15 +24,21 @@ _TRIED = 3
 
 
 class StreamBatches:
-    """Batches of an iterable set, as its workers give them: a resume reads those before its place and drops them."""
+    """Batches of an iterable set, as its workers give them: a resume reads those before its place and drops them.
+
+    Attributes
+    ----------
+    data
+        The data set that is read.
+    """
 
     def __init__(self, of: LoaderCopy, length: int) -> None:
         self._copy, self.length = of, length
         self.samples: int | None = None
         self.batch: int | None = None
-        self._data = of.inner.dataset
-        self._own = OwnGenerators(self._data)
-        self._name = type(self._data).__name__
+        self.data: Any = of.inner.dataset
+        self._own = OwnGenerators(self.data)
+        self._name = type(self.data).__name__
         self._reads_in_threads = False
         self._items: list[int] = []
         self._seed = 0
@@ -58,7 +64,7 @@ class StreamBatches:
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
         """Give the batches of an epoch from number `first` on."""
-        if callable(set_epoch := getattr(self._data, "set_epoch", None)):
+        if callable(set_epoch := getattr(self.data, "set_epoch", None)):
             set_epoch(epoch)
         self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch))  # seeds the workers
         base = derive(Use.SAMPLE, self._seed, epoch)

@@ -1,0 +1,55 @@
+"""Sees that the steps of a loop of one's own read from another DataLoader, whose place nothing keeps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import dataloader
+
+_CHECKS = 2
+
+
+class OtherLoaders:
+    """Tells, after the second step, of passes over DataLoaders that go on from step to step.
+
+    Such as ``next(batches)`` of an iterator that was made before the loop, or ``zip(loader, other)``. A pass that
+    begins and ends within a step, as that of an evaluation, is none.
+
+    Parameters
+    ----------
+    own
+        The data set of the loader whose place is kept, if there is one.
+    tell
+        Takes the message.
+    """
+
+    def __init__(self, own: Any, tell: Callable[[str], None]) -> None:
+        self._own, self._tell = own, tell
+        self._checks = 0
+        self._before: list[tuple[weakref.ref[Any], int]] = []
+
+    def check(self) -> None:
+        """Call after each step; what is alive is looked through only after the first two."""
+        if self._checks == _CHECKS:
+            return
+        self._checks += 1
+        going_on = [batches for ref, number in self._before if (batches := ref()) and batches._num_yielded > number]
+        if going_on:
+            names = ", ".join(sorted({type(batches._dataset).__name__ for batches in going_on}))
+            self._tell(
+                f"the steps read on in another DataLoader (of a {names}), which begins anew at a resume, because no "
+                "checkpoint holds its place: a resume is exact only where no step depends on it. Hand it to "
+                "run.resumable(), and of two let one data set give what both give"
+            )
+        if self._checks < _CHECKS:
+            others = [batches for batches in _under_way() if batches._dataset is not self._own]
+            self._before = [(weakref.ref(batches), batches._num_yielded) for batches in others]
+
+
+def _under_way() -> list[Any]:
+    """The iterators over DataLoaders that anything holds."""
+    single, several = dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter
+    return [held for held in gc.get_objects() if type(held) is single or type(held) is several]
