@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
@@ -148,12 +149,17 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
         see_off(processes)
 
 
-def protect_fork_server() -> None:
+def protect_fork_server(context: BaseContext | None = None) -> None:
     """Start the server that forks workers, if that is how they start, where signals to the process group do not end it.
 
     It would take all workers along. From Python 3.14 on they start so by default.
+
+    Parameters
+    ----------
+    context
+        What starts the workers; None: multiprocessing itself.
     """
-    if multiprocessing.get_start_method() != "forkserver":
+    if (context or multiprocessing).get_start_method() != "forkserver":
         return
     from multiprocessing import forkserver
 

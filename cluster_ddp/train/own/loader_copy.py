@@ -40,7 +40,7 @@ class LoaderCopy:
 
     def __iter__(self) -> Generator[Any, None, None]:
         if self.inner.num_workers:
-            protect_fork_server()
+            protect_fork_server(self.inner.multiprocessing_context)
         before = set(multiprocessing.active_children())
         batches = iter(self.loader)
         try:
