@@ -139,7 +139,7 @@ class SlurmAllocation:
         job = show_job(self._start.task, seconds=seconds)
         if job is not None:
             if job.state in LETS_RUN and not is_ending(job):  # of one that ends, it is when that ends
-                self._ends_at = unix_time(job.end_time)
+                self._ends_at = unix_time(job.end_time) or self._ends_at  # an answer may leave it out
             self._grace_end = grace_end(job) or self._grace_end
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
                 self._grace_end = unseen_grace_end(job, grace_time(self._start.partition, job.qos))

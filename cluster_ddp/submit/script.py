@@ -197,13 +197,17 @@ def _directives(spec: JobSpec) -> Iterator[str]:
         yield directive("requeue", None)
 
 
-_FAIL = r"""# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
+_FAIL = r"""cluster_ddp_drop_traps() {
+    trap - ERR DEBUG
+    [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
+}
+
+# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
 # @tries@ times more often than attempts have begun, since another host may do better. That would bring back a job
 # which its owner has cancelled meanwhile.
 cluster_ddp_fail() {
-    builtin trap - ERR EXIT DEBUG
+    cluster_ddp_drop_traps
     set +eu
-    (eval "${cluster_ddp_at_exit-}")
     echo "job.sbatch: $2" >&2
     local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
@@ -223,67 +227,32 @@ cluster_ddp_fail() {
 }"""
 
 _BEFORE_SETUP = r"""# A command of launch.setup that fails ends this start, and so does one that would end this
-# script or take its place. Traps of those lines for ERR and EXIT run beside this script's own.
-cluster_ddp_at_error='' cluster_ddp_at_exit=''
+# script or take its place. A trap of those lines for EXIT runs at the end; one for ERR takes the place of this one.
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
     local again=once
     ((${SLURM_RESTART_COUNT:-0} == 0)) || again=again # it has worked once
     cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
 }
-# shellcheck disable=SC2317
-cluster_ddp_before_line() {
-    [[ $1 =~ ^exec[[:space:]]+[^[:space:]\<\>\{\&0-9] ]] || return 0 # with redirections alone it goes on
-    cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $1"
-}
-# shellcheck disable=SC2034,SC2064
-trap() {
-    local action=$1 name others=()
-    if ((BASH_SUBSHELL || $# < 2)) || [[ $action == -[lp]* ]]; then
-        builtin trap "$@"
-        return
-    fi
-    [[ $action != -- ]] || { shift && action=$1; }
-    [[ $action != - ]] || action=''
-    for name in "${@:2}"; do
-        case ${name^^} in
-            EXIT | 0) cluster_ddp_at_exit=$action ;;
-            ERR) cluster_ddp_at_error=$action ;;
-            *) others+=("$name") ;;
-        esac
-    done
-    ((${#others[@]} == 0)) || builtin trap -- "$1" "${others[@]}"
-}
-builtin trap 'cluster_ddp_failed=("$?" "$BASH_COMMAND")
-    set +e
-    (exit "${cluster_ddp_failed[0]}")
-    eval "$cluster_ddp_at_error"
-    cluster_ddp_setup_failed "${cluster_ddp_failed[@]}"' ERR
-builtin trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT
-builtin trap 'cluster_ddp_before_line "$BASH_COMMAND"' DEBUG"""
+trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR
+trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT
+trap '[[ ! $BASH_COMMAND =~ ^exec\ +[^\<\>\{\&0-9] ]] ||
+    cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $BASH_COMMAND"' DEBUG"""
 
-_AFTER_SETUP = """builtin trap - ERR EXIT DEBUG
-unset -f trap
-# shellcheck disable=SC2317
-cluster_ddp_setup_failed() { :; } # a trap of those lines may hold what it found
+_AFTER_SETUP = """cluster_ddp_drop_traps
 set +eu +o pipefail # whatever those lines have set: this script looks at each status itself
 
 # Puts the last program into this script's place, where Slurm's signals find it. Where launch.setup has left an EXIT
 # trap, this script waits for that program and passes the signals on.
 cluster_ddp_hand_over() {
-    [[ -n $cluster_ddp_at_exit ]] || exec "$@"
-    local signals=(@signal@ TERM) last status name
-    trap '' "${signals[@]}"
+    [[ -n $(trap -p EXIT) ]] || exec "$@"
+    trap '' @signal@ TERM
     "$@" &
-    last=$!
-    # shellcheck disable=SC2064
-    for name in "${signals[@]}"; do trap "kill -s $name $last 2>/dev/null" "$name"; done
-    while wait "$last"; kill -0 "$last" 2>/dev/null; do :; done
-    wait "$last"
-    status=$?
-    trap '' "${signals[@]}"
-    trap -- "$cluster_ddp_at_exit" EXIT
-    exit "$status"
+    trap 'kill -s @signal@ $!' @signal@
+    trap 'kill -s TERM $!' TERM
+    while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
+    wait $!
+    exit
 }"""
 
 

@@ -58,7 +58,7 @@ def test_launch_lines_are_commands_that_run(job: Path, call: Call) -> None:
 def test_the_old_launcher_and_nodes_by_hand_still_start_a_script(job: Path, call: Call) -> None:
     script = (
         "from cluster_ddp.train import cleanup_distributed, setup_distributed\n"
-        "print('ranks', setup_distributed()[2])\n"
+        "print(f'ranks {setup_distributed()[2]}')\n"  # at once: the ranks share the terminal
         "cleanup_distributed()\n"
     )
     (job / "train.py").write_text(script)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,17 @@ def joining(folder: Path, of_its_own: str = "") -> str:
     return ""
 
 
+def joining_together(folder: Path) -> str:
+    """`joining`, and no rank leaves before the other has joined: rank 0 would take the store along."""
+    told = joining(folder / "made")
+    (folder / f"joined-{os.environ['RANK']}").touch()
+    while len(list(folder.glob("joined-*"))) < 2:
+        time.sleep(0.01)
+    return told
+
+
 def test_ranks_that_share_their_directory_meet_and_leave_no_mark(tmp_path: Path) -> None:
-    assert run_ranks(joining, 2, tmp_path / "made") == ["", ""]
+    assert run_ranks(joining_together, 2, tmp_path) == ["", ""]
     assert list((tmp_path / "made").glob(".*")) == []
 
 
