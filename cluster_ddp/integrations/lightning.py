@@ -121,6 +121,7 @@ class _Fit:
     def begin(self, number: int) -> None:
         """Call before the computation on a batch, with its number in the epoch."""
         self.settle()
+        self._trainer.fit_loop.restarting = False  # else it leaves out its schedulers at the end of a resumed epoch
         self._loop.begin(number % self._accumulate)
 
     def end(self, number: int) -> None:
