@@ -2,6 +2,7 @@
 # make test    install into .venv, then run the tests (the ones on a real Slurm skip without root or Slurm)
 # make test-slurms   the tests on a real Slurm, with each one that this machine has: the packaged one, /opt/slurm-*
 #                    (SLURMS=/opt/slurm-26.05 picks some)
+# make test-datasets   install Hugging Face's datasets as well (63 MB), and run the tests that need it
 # make chaos   the long fault runs on a real Slurm of this machine (CHAOS_SEED=1 CHAOS_FAULTS=24)
 # make lint    ruff and mypy
 # make clean   remove .venv and caches; runs are kept
@@ -21,20 +22,25 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slurms chaos lint clean
+.PHONY: demo test test-slurms test-datasets chaos lint clean
 
 demo: .venv/.package
 	$(BIN)/cluster-ddp local quickstart --nodes 2
 	@echo "cluster-ddp is installed in .venv: source .venv/bin/activate"
 
 test: .venv/.everything
-	$(PYTEST) $(PARALLEL) -m "not chaos" $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) -m "not chaos and not datasets" $(PYTEST_ARGS)
 
 test-slurms: .venv/.everything
 	@status=0; for slurm in $(SLURMS); do \
 	  echo "== Slurm: $${slurm:-the packaged one}"; \
 	  TEST_SLURM=$$slurm $(PYTEST) $(PARALLEL) -m "cluster and not chaos" $(PYTEST_ARGS) || status=1; \
 	done; exit $$status
+
+# Where it cannot be imported, the tests would be skipped.
+test-datasets: .venv/.datasets
+	$(BIN)/python -c "import datasets"
+	$(PYTEST) $(PARALLEL) -m "datasets and not chaos" $(PYTEST_ARGS)
 
 chaos: .venv/.everything
 	CHAOS_TABLES=build/chaos $(PYTEST) -m chaos -s $(PYTEST_ARGS)
@@ -63,4 +69,8 @@ clean:
 
 .venv/.everything: .venv/.package
 	$(PIP) -e '.[test,dev]'
+	@touch $@
+
+.venv/.datasets: .venv/.everything
+	$(PIP) -e '.[datasets]'
 	@touch $@

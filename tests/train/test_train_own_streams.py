@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import random
 import threading
@@ -75,6 +76,20 @@ class ReadAhead(IterableDataset[Row]):
         done.set()
 
 
+class ShufflesAhead(IterableDataset[Row]):
+    """Reads in a thread, in an order that follows from a generator of its own, as a stream of `datasets` does."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[Row]:
+        order = copy.deepcopy(self.generator).permutation(SAMPLES)
+        done = threading.Event()
+        threading.Thread(target=done.wait, daemon=True).start()
+        yield from ((torch.full((6,), index / SAMPLES), int(index) % 3) for index in order)
+        done.set()
+
+
 class Slanted(Rows):
     """Is made with another seed in each attempt."""
 
@@ -116,6 +131,23 @@ def drawing(place: Path) -> dict[str, Any]:
 def test_a_stream_read_in_threads_may_draw_in_collate_fn(tmp_path: Path) -> None:
     (told,) = run_ranks(drawing, 1, new_run(tmp_path).path)
     assert len(told["losses"]) == BATCHES
+
+
+def ordering(place: Path) -> list[dict[str, Any]]:
+    """In one go, and with a stop and a resume."""
+    places = [(place / "calm", [()]), (place / "broken", [((1, 1), "stop"), ()])]
+    make = lambda: DataLoader(ShufflesAhead(), batch_size=6)  # noqa: E731
+    found = []
+    for folder, attempts in places:
+        folder.mkdir()
+        run = new_run(folder).path
+        found += [loop(run, number, "", *at, make=make, batches=BATCHES) for number, at in enumerate(attempts)]
+    return found
+
+
+def test_a_generator_of_the_streams_own_is_seeded_though_it_reads_in_threads(tmp_path: Path) -> None:
+    ((whole, stopped, ended),) = run_ranks(ordering, 1, tmp_path)
+    assert stopped["losses"] and stopped["losses"] + ended["losses"] == whole["losses"]
 
 
 def changed(place: Path) -> list[dict[str, Any]]:

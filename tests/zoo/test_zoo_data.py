@@ -44,6 +44,7 @@ for number, name in enumerate([*HF_DATA, "augmented"]):
 """
 
 
+@pytest.mark.datasets
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sets_of_hugging_face_are_exact(workers: int, tmp_path: Path) -> None:
     """In a process of its own, whose workers are forked as those of a rank are."""

@@ -42,6 +42,7 @@ class StreamBatches:
         self._reads_in_threads = False
         self._items: list[int] = []
         self._seed = 0
+        self._other = 0  # other than 0: the global generators draw other numbers, for a trial
 
     def arrange(self, seed: int) -> int:
         """Make the random numbers a function of this seed, and see that reading again gives the same.
@@ -66,12 +67,14 @@ class StreamBatches:
         """Give the batches of an epoch from number `first` on."""
         if callable(set_epoch := getattr(self.data, "set_epoch", None)):
             set_epoch(epoch)
-        self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch))  # seeds the workers
+        self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch) ^ self._other)  # seeds the workers
         base = derive(Use.SAMPLE, self._seed, epoch)
-        self._put_generators(base, 0)
+        if self._copy.inner.num_workers == 0:
+            self._own.seed(mix(base))  # once, since the set may draw from them ahead; each pass is read from its start
+        self._seed_globals(base, 0)
         with contextlib.closing(iter(self._copy)) as batches:
             for number in itertools.count():
-                self._put_generators(base, number)
+                self._seed_globals(base, number)
                 batch = next(batches, _END)
                 if batch is _END:
                     return
@@ -99,11 +102,14 @@ class StreamBatches:
         return first
 
     def _draws(self) -> bool:
-        """Whether the items of the first batches, which have been read, are others with another seed."""
-        seen, seed = self._items, self._seed
-        self._seed = mix(seed)
+        """Whether the items of the first batches, which have been read, are others where the global generators draw other numbers.
+
+        Generators of the set's own draw as they did: their order may follow from these, in a thread as well.
+        """
+        seen = self._items
+        self._other = 1
         self._first()
-        self._seed = seed
+        self._other = 0
         return self._items != seen
 
     def _first(self) -> list[Any]:
@@ -117,10 +123,9 @@ class StreamBatches:
         """End the workers."""
         self._copy.close()
 
-    def _put_generators(self, base: int, number: int) -> None:
+    def _seed_globals(self, base: int, number: int) -> None:
         if self._copy.inner.num_workers == 0:
-            seed_host(mix(base ^ number))
-            self._own.seed(mix(base ^ number))
+            seed_host(mix(base ^ number) ^ self._other)
 
 
 class _Watched:
