@@ -102,9 +102,9 @@ class StreamBatches:
         return first
 
     def _draws(self) -> bool:
-        """Whether the items of the first batches, which have been read, are others where the global generators draw other numbers.
+        """Whether the items of the first batches, which have been read, follow from the global generators.
 
-        Generators of the set's own draw as they did: their order may follow from these, in a thread as well.
+        Those of the set's own draw as they did: its order may follow from these, in a thread as well.
         """
         seen = self._items
         self._other = 1
