@@ -53,15 +53,15 @@ class Overview:
     def divide(self, known: Sequence[Known], found: Sequence[S]) -> tuple[list[S], list[SweepCounts]]:
         """What was found, as the runs themselves and the counts of each sweep."""
         of: dict[Path, list[S]] = {folder: [] for folder in self._ended}
-        for one, status in zip(known, found, strict=True):
-            of[_folder(one)].append(status)
+        for entry, status in zip(known, found, strict=True):
+            of[_folder(entry)].append(status)
         counts = [SweepCounts.of(sweep, of[sweep.path], wrong) for sweep, wrong in self._sweeps.items()]
         return of[self._runs_dir], counts
 
     def save(self, known: Sequence[Known]) -> None:
         """Keep what was seen of ended runs for the next look."""
         for folder, ended in self._ended.items():
-            ended.save([one.run for one in known if not isinstance(one, NotBegun) and _folder(one) == folder])
+            ended.save([entry.run for entry in known if not isinstance(entry, NotBegun) and _folder(entry) == folder])
 
 
 def _folder(known: Known) -> Path:
