@@ -1,10 +1,9 @@
-"""A thousand hostile strings in all text fields of a job: the scripts run under bash, and nothing else does."""
+"""A thousand hostile strings in each text field of a job: the scripts run under bash, and nothing else does."""
 
 from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -13,74 +12,109 @@ from test_submit_script_text import HOSTILE, LINE, TEXT, job
 
 from cluster_ddp.submit.script import render_script
 
-SCRIPTS = 20
-LINES, TEXTS = 16, 36  # in each script
-RUNTIMES = ("apptainer", "enroot", "pyxis", None)
+DRAWS, STRINGS = 20, 50  # so many times so many strings, each of which stands in each field once
+RUNTIMES = ("apptainer", "enroot", "pyxis")
+# Performs the scripts $2 one after the other, each as a shell of its own would. What they call of the system is played
+# by functions, which take no new process; $1 is the run directory.
+PERFORM = r"""
+realpath() { printf '%s\n' "${@: -1}"; }
+head() { local line && read -r line && printf '%s\n' "$line"; }
+scontrol() { echo node1; }
+for script in "$2"/*; do
+    (. "$script" "$1") || { echo "$script: status $?" && exit 1; }
+done
+"""
 
 
-def stage(folder: Path) -> tuple[Path, Path]:
-    """A run directory, and a folder with the programs that the script may call."""
-    run, programs = folder / "run", folder / "programs"
-    for made in (run / "events", run / "attempts", programs):
-        made.mkdir(parents=True)
-    for name in ("job.yaml", "run.json"):
-        (run / name).write_text("{}")
-    for name in ("apptainer", "enroot", "python3"):
-        (programs / name).symlink_to("/bin/true")
-    for name in ("realpath", "head", "date", "touch"):
-        (programs / name).symlink_to(f"/usr/bin/{name}")
-    (programs / "scontrol").write_text("#!/bin/bash\necho node1\n")
-    (programs / "scontrol").chmod(0o755)
-    return run, programs
+class Written:
+    """A folder with scripts to perform, a run directory, and programs for the scripts to call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run, self.here, self.programs, self.scripts = (
+            folder / name for name in ("run", "here", "programs", "scripts")
+        )
+        for made in (self.run / "events", self.run / "attempts", self.here, self.programs, self.scripts):
+            made.mkdir(parents=True)
+        for name in ("job.yaml", "run.json"):
+            (self.run / name).write_text("{}")
+        (self.programs / "touch").symlink_to("/usr/bin/touch")
+
+    def python(self, text: str) -> str:
+        """An interpreter with that name; it does nothing."""
+        program = self.programs / (text.replace("/", "_")[:20] + "-python")
+        if not program.is_symlink():
+            program.symlink_to("/bin/true")
+        return str(program)
+
+    def write(self, lines: list[str], texts: list[str], *, task: bool, runtime: str | None) -> None:
+        """Write the script of a job whose text fields are these strings."""
+        line, text = iter(lines), iter(texts)
+        fields = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation")
+        image, metric, project, notified, path, own_run, python, host_python = (next(line) for _ in range(8))
+        program = {
+            "task": f"/{path}.py:Task",
+            "params": {"text": next(text), next(text): 1},
+        } if task else {
+            "script": path,
+            "args": [next(text), next(text)],
+            "args_on_resume": [next(text)],
+        }  # fmt: skip
+        spec = job(
+            **{"task": None, **program},
+            runs_dir=next(line),
+            slurm={**{field: next(line) for field in fields}, "extra": {"comment": next(line), "wckey": next(line)}},
+            launch={
+                "container": {"image": image, "runtime": runtime, "mounts": [next(text)]} if runtime else None,
+                "python": self.python(python),
+            },
+            network={"socket_ifname": next(line), "env": {"VALUE": next(text)}},
+            checkpoint={"keep_best": {"metric": metric, "mode": "max"}},
+            log={"wandb": {"project": project}},
+            notify={"command": notified},
+            not_secret=[next(text)],
+        )
+        script = render_script(spec, python=self.python(host_python), own_run_of=own_run)
+        (self.scripts / f"{len(list(self.scripts.iterdir())):03d}").write_text(script.text)
+
+    def perform(self) -> subprocess.CompletedProcess[bytes]:
+        """Run all the scripts under bash."""
+        return subprocess.run(
+            ["/bin/bash", "-c", PERFORM, "bash", str(self.run), str(self.scripts)],
+            env={
+                "PATH": str(self.programs),
+                "SLURM_JOB_NODELIST": "node1",
+                "SLURM_JOB_ID": "7",
+                "HOME": str(self.here),
+            },
+            cwd=self.here,
+            capture_output=True,
+            timeout=300,
+        )
 
 
 def files(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
-def script(lines: Iterator[str], texts: list[str], runtime: str | None) -> str:
-    image = {"image": next(lines), "runtime": runtime, "mounts": [next(lines), next(lines)]} if runtime else None
-    fields = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation")
-    spec = job(
-        task=None,
-        script=next(lines),
-        args=texts[::2],
-        slurm={**{field: next(lines) for field in fields}, "extra": {"comment": next(lines), "mail-user": next(lines)}},
-        launch={"container": image, "python": "/bin/true"},
-        network={
-            "socket_ifname": next(lines),
-            "env": {f"VALUE_{number}": text for number, text in enumerate(texts[1::2])},
-        },
-    )
-    return render_script(spec, python="/bin/true", own_run_of=next(lines)).text
-
-
 @settings(
-    max_examples=SCRIPTS,
+    max_examples=DRAWS,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 @given(
-    lines=st.lists(LINE, min_size=LINES, max_size=LINES),
-    texts=st.lists(TEXT, min_size=TEXTS, max_size=TEXTS),
-    runtime=st.sampled_from(RUNTIMES),
+    lines=st.lists(LINE, min_size=STRINGS, max_size=STRINGS), texts=st.lists(TEXT, min_size=STRINGS, max_size=STRINGS)
 )
-def test_no_script_makes_a_stray_file(lines: list[str], texts: list[str], runtime: str | None) -> None:
-    assert SCRIPTS * (LINES + TEXTS) >= 1000 and any("touch pwned" in text for text in HOSTILE)
+def test_no_script_makes_a_stray_file(lines: list[str], texts: list[str]) -> None:
+    assert DRAWS * STRINGS >= 1000 and any("touch pwned" in text for text in HOSTILE)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run, programs = stage(folder)
-        here = folder / "here"
-        here.mkdir()
-        before = files(folder)
-        done = subprocess.run(
-            ["/bin/bash", "-s", "--", str(run)],
-            input=script(iter(lines), texts, runtime).encode(),
-            env={"PATH": str(programs), "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "7", "HOME": str(here)},
-            cwd=here,
-            capture_output=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr  # it came to its last line, which starts the keeper
-        assert files(folder) == before
+        written = Written(Path(name))
+        for first in range(STRINGS):  # each field has each string once
+            turned = lines[first:] + lines[:first], texts[first:] + texts[:first]
+            written.write(*turned, task=False, runtime=RUNTIMES[first % 3])
+            written.write(*turned, task=True, runtime=None)
+        before = files(written.folder)
+        done = written.perform()
+        assert done.returncode == 0, done.stdout + done.stderr  # each came to its last line, which starts the keeper
+        assert files(written.folder) == before
