@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cluster_ddp.printing import printable, say
@@ -18,6 +20,18 @@ def tell(*lines: str) -> None:
     """Say something to a person, on standard error: standard output is for what programs read."""
     for line in lines:
         say(line)
+
+
+@contextlib.contextmanager
+def told_if_slow(words: str, *, seconds: float = 10.0) -> Iterator[None]:
+    """Say something to a person when what is done takes so long: storage that hangs keeps a process without end."""
+    timer = threading.Timer(seconds, tell, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def show(*lines: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.answer import tell, told_if_slow
 from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import stop_sweep
@@ -30,9 +30,10 @@ def command(run: RunOrSweep) -> None:
     if sweep is not None:
         stop_sweep(sweep, _stop)
         return
-    found = find_run_to_change(run, runs_dir_of(None))
-    (status,) = describe_runs([found])
-    _stop(found, status)
+    with told_if_slow("cluster-ddp: the storage or Slurm does not answer yet: the run hears of this once it does"):
+        found = find_run_to_change(run, runs_dir_of(None))
+        (status,) = describe_runs([found])
+        _stop(found, status)
 
 
 def _stop(found: RunDirectory, status: RunStatus) -> None:
@@ -48,18 +49,28 @@ def _stop(found: RunDirectory, status: RunStatus) -> None:
             f"the job of run {found.id} is starting and has not begun to train; try again in a moment, or end it for "
             f"good: cluster-ddp cancel {found.id}"
         )
-    attempt = found.attempt(last.number)
-    try:
-        request_stop(attempt, reason=PERSON, by=caller())
-    except OSError as error:
-        raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
-    EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=last.number, reason=PERSON, by=caller())
+    number = _ask(found, last.number)
+    EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
     _take_out_the_rest(found, last.slurm_job_id)
     see = f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})"
     if history.reports_nothing:
-        tell(f"asked attempt {last.number} of {found.id} to end {see}", _OF_A_SCRIPT)
+        tell(f"asked attempt {number} of {found.id} to end {see}", _OF_A_SCRIPT)
     else:
-        tell(f"asked attempt {last.number} of {found.id} to save and end {see}")
+        tell(f"asked attempt {number} of {found.id} to save and end {see}")
+
+
+def _ask(run: RunDirectory, number: int) -> int:
+    """Ask an attempt to stop, and the next where that has begun meanwhile; the one that hears of it."""
+    while True:
+        attempt = run.attempt(number)
+        try:
+            request_stop(attempt, reason=PERSON, by=caller())
+        except OSError as error:
+            raise RunError(f"cannot write {attempt.stop_file}: {error}") from error
+        newest = read_history(run).last_number
+        if newest is None or newest <= number:
+            return number
+        number = newest
 
 
 def _take_out_the_rest(run: RunDirectory, alive: str | None) -> None:

@@ -39,6 +39,7 @@ class AttemptDirectory:
     record_file = _Inside("attempt.json")  # who began it, where and when
     origin_file = _Inside("origin.json")  # the checkpoint that it goes on from, written before it trains
     stop_file = _Inside("stop")  # exists when training is to save and end
+    final_stop_file = _Inside("stop.final")  # and this one as well when a person has asked for it
     nodes_file = _Inside("nodes.json")  # which arrivals it began with, and the port they meet at
     rendezvous_key = _Inside("rendezvous.key")  # by which its nodes know each other; readable by its owner alone
 

@@ -2,12 +2,16 @@
 
 It is how a stop reaches a run whatever started it (sbatch, submitit, local). One poller per node reads it; the node
 program hands the wish on to its ranks over the heartbeat file.
+
+Several may write it in the same moment, on several machines, and the last one wins. So a person's decision has a file
+of its own, which nothing but another one replaces.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.reading import MAX_RECORD, as_number, as_time, parse_object, read_file
@@ -64,6 +68,8 @@ def request_stop(
         wanted = replace(wanted, level=max(level, there.level))
         if there.reason in FINAL_REASONS and reason != CANCEL:
             wanted = replace(wanted, reason=there.reason, by=there.by)
+    if wanted.reason in FINAL_REASONS:
+        write_json(Storage(), attempt.final_stop_file, asdict(wanted))  # first: whoever sees the other sees this
     write_json(Storage(), attempt.stop_file, asdict(wanted))
     return wanted
 
@@ -74,8 +80,16 @@ def read_stop(attempt: AttemptDirectory) -> StopRequest | None:
     A stop file that a person made by hand (`touch stop`) counts as a person's wish; one that is only half there yet
     is read at the next poll.
     """
+    request = _read(attempt.stop_file)
+    if request is None or request.reason in FINAL_REASONS:
+        return request
+    final = _read(attempt.final_stop_file)
+    return request if final is None else replace(request, reason=final.reason, by=final.by)
+
+
+def _read(file: Path) -> StopRequest | None:
     try:
-        data = read_file(attempt.stop_file, MAX_RECORD)
+        data = read_file(file, MAX_RECORD)
     except OSError:
         return None
     value = parse_object(data)

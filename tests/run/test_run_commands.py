@@ -13,17 +13,22 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_builders import begin, begin_dead, job
 
+from cluster_ddp.cli import stop as cli_stop
+from cluster_ddp.cli.answer import told_if_slow
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
-from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import read_stop, request_stop
 
 Say = Callable[..., None]
 
@@ -256,6 +261,30 @@ def test_stop_asks_the_live_attempt(ddp: Ddp, run: RunDirectory) -> None:
     assert request is not None and (request.reason, request.level) == ("person", 1) and "@" in request.by
     assert read_stop(run.attempt(0)) is None
     assert [(event["event"], event["attempt"]) for event in read_events(run)][-1] == ("stop-requested", 1)
+
+
+def test_stop_reaches_an_attempt_that_begins_meanwhile(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm has started the run again between the look at it and the stop: storage that hangs makes minutes of that."""
+    begin(run)
+    status = describe(run, None)
+
+    def after_a_restart(attempt: AttemptDirectory, **request: Any) -> Any:
+        if attempt.number == 0:
+            end_attempt(attempt)
+            begin(run)
+        return request_stop(attempt, **request)
+
+    monkeypatch.setattr(cli_stop, "request_stop", after_a_restart)
+    cli_stop._stop(run, status)
+    request = read_stop(run.attempt(1))
+    assert request is not None and request.reason == "person"
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.05, "no answer yet\n"), (60.0, "")])
+def test_what_takes_long_is_said(seconds: float, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with told_if_slow("no answer yet", seconds=seconds):
+        time.sleep(0.3)
+    assert capfd.readouterr().err == said
 
 
 def test_stop_reaches_a_job_of_slurms_on_another_machine(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import time
 import pytest
 from run_builders import begin
 
+from cluster_ddp.run import stopfile
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import outcome_of
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.stopfile import StopRequest, read_stop, request_stop
 
 
@@ -48,6 +51,22 @@ def test_a_file_made_by_hand_is_a_persons_wish(run: RunDirectory, content: str) 
     attempt.stop_file.write_text(content)
     found = read_stop(attempt)
     assert found is not None and (found.reason, found.level) == ("person", 1)
+
+
+@pytest.mark.parametrize("reason", ["person", "cancel"])
+def test_a_persons_wish_holds_whoever_writes_in_the_same_moment(
+    run: RunDirectory, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that finds a hang looks at the file before the person's is there, and writes its own after it."""
+    attempt = begin(run)
+    with monkeypatch.context() as before:
+        before.setattr(stopfile, "read_stop", lambda attempt: None)
+        request_stop(attempt, reason=reason, by="root@login")
+        request_stop(attempt, reason="hang", level=2, by="node 0 (node1)")
+    found = read_stop(attempt)
+    assert found is not None
+    assert (found.reason, found.by, found.level) == (reason, "root@login", 2)
+    assert outcome_of(read_history(run), attempt.number).ending.final
 
 
 def test_a_file_that_is_half_written_is_read_at_the_next_look(run: RunDirectory) -> None:
