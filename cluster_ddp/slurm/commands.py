@@ -37,12 +37,21 @@ _UNREACHABLE = (
     "onnection refused",
     "onnection failure",
     "onnection timed out",
+    "onnection reset",
     "o route to host",
+    "eceive failure",
+    "end failure",
     "ero Bytes were transmitted or received",
     "standby mode",
     "not in a state to",
+    "uthentication",  # munged, or sackd, is away on this host
+    "unge",
+    "configuration source",  # slurm.conf cannot be read, or had from the controller
 )
-"""In an answer: the controller is away, starting, or handing over to another. Anything else is a no."""
+"""In an answer: the controller is away, starting, or handing over to another, or nobody here can speak to it.
+
+Anything else is a no.
+"""
 
 PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""

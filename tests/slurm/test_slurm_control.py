@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 from slurm_stand_ins import calls, stand_in
 
-from cluster_ddp.slurm.commands import SlurmError
+from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
 from cluster_ddp.slurm.control import (
     down_nodes,
     exclude_hosts,
@@ -77,3 +78,26 @@ def test_a_requeue_is_asked_for_once_and_a_refusal_has_slurms_words(slurm: Path)
     with pytest.raises(SlurmError, match="Unable to contact"):
         requeue_job("70_4")
     assert calls(slurm) == ["scontrol requeue 70_4"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        'Munge encode failed: Failed to access "/run/munge/munge.socket.2"\nslurm_requeue error: Protocol '
+        "authentication error",
+        "fatal: Could not establish a configuration source",
+    ],
+)
+def test_what_keeps_the_controller_from_being_reached_is_no_refusal(slurm: Path, words: str) -> None:
+    """A requeue is given up after a few refusals, but tried for as long as it takes where nobody has said no."""
+    stand_in(slurm, "scontrol", f"echo {shlex.quote(words)} >&2; exit 1")
+    with pytest.raises(SlurmError) as raised:
+        requeue_job("77")
+    assert not isinstance(raised.value, SlurmRefused)
+
+
+def test_a_refusal_is_one(slurm: Path) -> None:
+    stand_in(slurm, "scontrol", "echo 'Requested operation is presently disabled for job 77' >&2; exit 1")
+    with pytest.raises(SlurmRefused):
+        requeue_job("77")
