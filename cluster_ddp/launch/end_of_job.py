@@ -20,8 +20,7 @@ _POLL_SECONDS = 5.0  # should a SIGCHLD be lost
 _ASK_PAUSE_SECONDS = 2.0
 _ASK_AHEAD_SECONDS = 300.0  # a time limit may be changed while the job runs
 _SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended by Slurm
-_NEARLY_OVER_SECONDS = 10.0  # before the time limit: time to say that the requeue has failed
-_ENDLESS_SECONDS = 24 * 3600.0  # of trying to be queued again where there is no time limit
+_ENDLESS_SECONDS = 24 * 3600.0  # of trying to be queued again as long as nobody ends the job
 _QUICK_SECONDS = 5.0  # for an answer that can be done without
 _PATIENT_SECONDS = 40.0  # for one that decides whether the run goes on
 
@@ -181,12 +180,14 @@ class EndOfJob:
         return self._allocation.why_it_ends(_PATIENT_SECONDS) == TERMINATED
 
     def give_up_at(self) -> float:
-        """When trying to be queued again ends, on the monotonic clock: shortly before the allocation does."""
+        """When trying to be queued again ends, on the monotonic clock: shortly before the allocation does.
+
+        The time limit, which may have been changed since it was last heard, does not end it: that takes the controller,
+        which then answers as well.
+        """
         if self._decide_at is not None:
             return self._decide_at + _MARGIN_SECONDS - 1.0
-        ends_at = self._allocation.ends_at
-        left = _ENDLESS_SECONDS if ends_at is None else ends_at - self._host.unix_time() - _NEARLY_OVER_SECONDS
-        return self._host.now() + left
+        return self._host.now() + _ENDLESS_SECONDS
 
     def find_out_why(self) -> None:
         """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again."""

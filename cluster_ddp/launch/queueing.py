@@ -16,7 +16,7 @@ from cluster_ddp.slurm.shown import CANCEL, REQUEUED, TERMINATED
 
 _REFUSALS = 3  # a controller that has just started may say no to what it takes a moment later
 _FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0
+_LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit gives KillWait, 30 s by default
 _ASIDE_SECONDS = 5.0  # for an answer that can be done without
 _ANSWER_SECONDS = 60.0  # a busy site may take 40 s for one
 

@@ -11,6 +11,7 @@ from typing import Any
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
+from cluster_ddp.run.deciding import is_being_judged, waits_for_requeue, why_delayed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
 from cluster_ddp.run.errors import RunError
@@ -24,7 +25,7 @@ from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.starting import failed_start, see_output, waits_for
-from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
+from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
@@ -210,7 +211,7 @@ def _state(
         return RunState.SUSPENDED, "suspended by Slurm: it goes on where it is when Slurm lets it"
     if job is not None and job.state in ACTIVE:
         starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
-        return RunState.RUNNING, _requeue_delayed(history) or _stopping(history) or starting
+        return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
     if job is not None and job.held:
         return RunState.HELD, _how_to_release(job)
     if job is not None and job.state in WAITING:
@@ -241,11 +242,13 @@ def _without_slurm(
         if not ids and _should_have_begun(history, record):
             return _ended(history, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
         return _never_began(record, job, answered=answered, ids=ids)
-    if not answered and last.slurm_job_id and (delayed := _requeue_delayed(history)):
+    if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
         return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
+    if not answered and last.slurm_job_id and is_being_judged(history):
+        return RunState.RUNNING, "its nodes have ended; what follows is being decided, and Slurm cannot be asked here"
     alive = attempt_is_alive(history, last)
     if alive or (alive is None and not (answered and last.slurm_job_id)):
-        if delayed := _requeue_delayed(history):
+        if delayed := waits_for_requeue(history):
             return RunState.RUNNING, delayed
         remark = None if alive else _unseen(last.slurm_job_id, last.process.host if last.process else "?")
         said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
@@ -283,10 +286,12 @@ def _never_began(
 def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
     """State and reason once the last attempt is over, as it ended and as Slurm has taken it."""
     outcome: Outcome = outcome_of(history, number)
+    cancelled = job is not None and job.state == "CANCELLED"
+    if not cancelled and (delayed := why_delayed(history)):  # killed while it tried
+        return RunState.FAILED, f"requeue failed: {delayed}. To go on: cluster-ddp resume {history.run.id}"
     requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
-    cancelled = job is not None and job.state == "CANCELLED"
     if job is not None and cancelled and requeued:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
     if outcome.ending is not Ending.UNKNOWN or job is None:
@@ -294,19 +299,6 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training has left no word of its end"
-
-
-def _requeue_delayed(history: History) -> str | None:
-    """Why the last attempt, which is over, still waits to be queued again; None when it does not."""
-    if history.last is None:
-        return None
-    said = history.of_attempt(history.last.number, events.REQUEUE_DELAYED, events.REQUEUED, events.REQUEUE_FAILED)
-    if not said or said[-1]["event"] != events.REQUEUE_DELAYED:
-        return None
-    request = read_stop(history.run.attempt(history.last.number))
-    if request is not None and request.reason in FINAL_REASONS:  # somebody has ended the waiting
-        return None
-    return f"waiting to be queued again, which is tried until the allocation is nearly over: {said[-1].get('reason')}"
 
 
 def _stopping(history: History) -> str | None:

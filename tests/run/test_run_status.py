@@ -196,7 +196,31 @@ def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run:
     say("requeue-delayed", 0, reason="Slurm's controller does not answer")
     found = describe(run, None)
     assert found.state is RunState.RUNNING and "waiting to be queued again" in str(found.reason)
+    killed = describe(run, {"7": Job("TIMEOUT", run_id=run.id)})
+    assert killed.state is RunState.FAILED
+    assert str(killed.reason).startswith("requeue failed: Slurm's controller does not answer. To go on: cluster-ddp re")
     say("requeue-failed", 0, reason="no answer")
+    assert state_of(run, None) == "FAILED"
+
+
+def test_a_run_that_is_being_judged_has_not_failed_where_slurm_cannot_be_asked(run: RunDirectory, say: Say) -> None:
+    """With the controller away, its keeper takes a minute until it says that the requeue has to wait."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, at=9_960, node=0, outcome="failed")
+    found = describe(run, None)
+    assert found.state is RunState.RUNNING and "what follows is being decided" in str(found.reason)
+    assert state_of(run, {}) == "FAILED", "Slurm knows no job that could still decide"
+    say("stalled", 0, reason="no progress")
+    assert state_of(run, None) == "STALLED"
+
+
+def test_a_run_whose_keeper_was_killed_is_not_judged_for_ever(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("rank-failed", 0, at=9_600, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, at=9_600, node=0, outcome="failed")
     assert state_of(run, None) == "FAILED"
 
 

@@ -318,10 +318,27 @@ def test_a_requeue_waits_for_the_controller(stage: Stage) -> None:
     assert stage.events()[-1] == "requeued"
 
 
-def test_a_requeue_is_given_up_when_the_allocation_is_nearly_over(stage: Stage) -> None:
+def test_a_requeue_is_tried_beyond_a_time_limit_that_may_have_been_changed(stage: Stage) -> None:
+    """While the controller is away, nobody tells of the new limit, and nobody ends the job by the old one."""
     stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
-    assert stage.perform(stage.write(), SLURM_JOB_END_TIME=str(int(time.time()) + 14)) == 1
-    assert "Unable to contact" in stage.status()["reason"]
+    process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time()) + 1))
+    deadline = time.monotonic() + PATIENCE
+    while len(stage.requeues()) < 3:
+        assert time.monotonic() < deadline, stage.output
+        time.sleep(0.05)
+    stage.does(requeue_status="0")
+    assert stage.finish(process) == 0, stage.output
+    assert stage.events()[-1] == "requeued"
+
+
+def test_a_requeue_is_given_up_when_the_allocation_is_nearly_over(stage: Stage) -> None:
+    stage.does(
+        kill_wait="8", requeue_status="1", requeue_words="Unable to contact slurm", **{"training.sh": UNTIL_STOPPED}
+    )
+    assert interrupt(stage, signal.SIGTERM, job=TIME_LIMIT) == 1, stage.output
+    found = stage.status()
+    assert found["state"] == "FAILED"
+    assert "Unable to contact" in found["reason"] and "cluster-ddp resume" in found["reason"]
 
 
 def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:

@@ -1,0 +1,48 @@
+"""A run between the end of its nodes and what its keeper makes of it: judged, queued again, or waiting to be."""
+
+from __future__ import annotations
+
+import time
+
+from cluster_ddp.run.events import (
+    COMPLETED,
+    NODE_FINISHED,
+    REQUEUE_DELAYED,
+    REQUEUE_FAILED,
+    REQUEUED,
+    STALLED,
+)
+from cluster_ddp.run.history import History
+from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
+
+_JUDGED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which may take a minute
+
+
+def waits_for_requeue(history: History) -> str | None:
+    """That the last attempt, which is over, still waits to be queued again, and why; None when it does not."""
+    why = why_delayed(history)
+    return why and f"waiting to be queued again, which is tried until the allocation is nearly over: {why}"
+
+
+def why_delayed(history: History) -> str | None:
+    """Why the last attempt could not be queued again at once, if nothing has come of it since; else None."""
+    if history.last is None:
+        return None
+    said = history.of_attempt(history.last.number, REQUEUE_DELAYED, REQUEUED, REQUEUE_FAILED)
+    if not said or said[-1]["event"] != REQUEUE_DELAYED:
+        return None
+    request = read_stop(history.run.attempt(history.last.number))
+    if request is not None and request.reason in FINAL_REASONS:  # somebody has ended the waiting
+        return None
+    return str(said[-1].get("reason"))
+
+
+def is_being_judged(history: History) -> bool:
+    """Whether the nodes of the last attempt have signed off a moment ago, and its keeper may not have decided yet."""
+    last = history.last
+    if last is None or last.ended is not None:
+        return False
+    said = history.of_attempt(last.number, NODE_FINISHED, REQUEUED, REQUEUE_FAILED, STALLED, COMPLETED)
+    if not said or said[-1]["event"] != NODE_FINISHED:
+        return False
+    return time.time() - float(said[-1]["time"]) < _JUDGED_SECONDS
