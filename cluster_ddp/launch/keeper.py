@@ -4,7 +4,8 @@
 
 It is the process that Slurm signals: the batch script hands over to it by ``exec``, submitit calls it. What it decides
 it decides from what the run has recorded and what Slurm says about the job; the exit status of the step says nothing,
-since torchrun turns every outcome into 0 or 1. It is plain Python, without torch and pydantic until it judges.
+since torchrun turns every outcome into 0 or 1. It is plain Python, without torch, and without pydantic until the step
+has started.
 
 Exit status: 0 when the run is complete, was stopped, or is queued again; 1 when Slurm refuses to queue it again; 4 when
 it has failed or stalled; 75 when another attempt is alive; 76 when only a person may start the run again.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
@@ -37,11 +38,9 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.requeue import Decision, prepare_to_decide, record_decision
 from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
-
-if TYPE_CHECKING:
-    from cluster_ddp.run.requeue import Decision
 
 ALIVE_STATUS = 75
 ENDED_STATUS = 76
@@ -196,6 +195,7 @@ class Keeper:
         except (OSError, NoFreePort) as error:
             say(f"the step cannot be started: {error}")
             return
+        self._host.beside(prepare_to_decide)
         self._end.ask_ahead()
         while not step.has_ended() and not self._end.out_of_time():
             self._end.react_to_next()
@@ -239,8 +239,6 @@ class Keeper:
 
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> Kept:
         """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""
-        from cluster_ddp.run.requeue import Decision
-
         self._host.ignore(signal.SIGTERM)  # what Slurm sends for the requeue would end scontrol, too
         try:
             queued = self._end.reason in (REQUEUED, NODE_FAILURE) or queue_again(  # Slurm has queued it again already
@@ -277,8 +275,6 @@ class Keeper:
         self._host.within(_RECORD_SECONDS, lambda: writer.write(event, attempt=number, **fields))
 
     def _record(self, attempt: AttemptDirectory, decision: Decision) -> None:
-        from cluster_ddp.run.requeue import record_decision
-
         self._host.within(_RECORD_SECONDS, lambda: record_decision(attempt, decision, writer=self._writer))
 
 

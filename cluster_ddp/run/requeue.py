@@ -19,7 +19,9 @@ from cluster_ddp.run.record import read_record
 from cluster_ddp.run.stopfile import TERMINATED
 
 if TYPE_CHECKING:
-    from cluster_ddp.job import RequeueSpec
+    from pathlib import Path
+
+    from cluster_ddp.job import JobSpec, RequeueSpec
 
 Action = Literal["done", "requeue", "stop", "fail", "stall"]
 _FINAL_ACTIONS: dict[Ending, Action] = {
@@ -66,6 +68,11 @@ def decide(
         # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
         return Decision("stop", "stopped by a SIGTERM that nobody gave a reason for")
     return _within_limits(history, attempt.number, outcome, _limits(run))
+
+
+def prepare_to_decide() -> None:
+    """Load ahead what `decide` needs: once Slurm has sent SIGTERM, each second may be missing at the end."""
+    _load_resolved()
 
 
 def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: str) -> None:
@@ -126,6 +133,10 @@ def _stalled(history: History, number: int, what: str) -> Decision:
 
 
 def _limits(run: RunDirectory) -> RequeueSpec:
+    return _load_resolved()(run.job_file).requeue
+
+
+def _load_resolved() -> Callable[[Path], JobSpec]:
     from cluster_ddp.job import load_resolved  # loads pydantic, which beginning an attempt does without
 
-    return load_resolved(run.job_file).requeue
+    return load_resolved

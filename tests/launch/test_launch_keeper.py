@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from starts import start
 
+from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.allocation import SlurmAllocation
 from cluster_ddp.launch.batch_host import BatchHost
 from cluster_ddp.launch.end_of_job import EndOfJob
 from cluster_ddp.launch.keeper import what_follows
 from cluster_ddp.launch.step import with_attempt
+from cluster_ddp.run.runs import create_run
 
 PROJECT = Path(__file__).parents[2]
 
@@ -102,6 +104,43 @@ def test_the_keeper_starts_quickly_since_it_loads_little() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout == "\n"
+
+
+def test_what_judging_needs_is_loaded_while_the_step_runs(tmp_path: Path) -> None:
+    """Between SIGTERM and SIGKILL there may be 5 s, on a machine that is busy with the save."""
+    spec = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
+    run = create_run(spec, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
+    environment = {**os.environ, "PYTHONPATH": f"{PROJECT}:{Path(__file__).parent}", "PATH": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_LIFE, str(run.path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["before the step: False", "at the signal: True"]
+
+
+_ONE_LIFE = """
+import sys
+from pathlib import Path
+import simulated_job
+from cluster_ddp.run.directory import RunDirectory
+
+class Host(simulated_job.SimulatedHost):
+    def start_step(self, *arguments, **named):
+        print("before the step:", "pydantic" in sys.modules)
+        return super().start_step(*arguments, **named)
+
+    def _happen(self, word):
+        print("at the signal:", "pydantic" in sys.modules)
+        super()._happen(word)
+
+simulated_job.SimulatedHost = Host
+life = simulated_job.Life(((10.0, "preemption"),))
+simulated_job.live(simulated_job.World(RunDirectory(Path(sys.argv[1])), 0, life))
+"""
 
 
 def test_outside_of_a_job_it_says_so() -> None:
