@@ -50,12 +50,24 @@ class Ending:
         self._warn = warn
         self._clock = clock
         self._sent: set[tuple[int, signal.Signals]] = set()
+        self._looked = clock()
+        self._ended_at_once = False
         self._has_warned = False
 
     @property
-    def has_signalled(self) -> bool:
+    def has_stopped_script(self) -> bool:
         """Whether ranks of a script were sent a signal that they handle: however they end now, they were stopped."""
-        return bool(self._sent)
+        return bool(self._sent) or self._ended_at_once
+
+    def note(self, gone: list[Rank]) -> None:
+        """Take in the ranks that have ended since the last call, to be made right after they were looked for.
+
+        Slurm may signal all processes of a step: a script may have ended by that before it could be signalled here.
+        """
+        before, self._looked = self._looked, self._clock()
+        signalled_at = self._stopping.signalled_at
+        if signalled_at is not None and signalled_at >= before and not self._trains_a_task:
+            self._ended_at_once |= any(self._ranks.phase(rank) is None for rank in gone)
 
     def after_stop(self) -> str | None:
         """As what to end all that is left, now that a stop was asked for; None: it has time to end by itself."""

@@ -158,12 +158,13 @@ class NodeProgram:
         self._note_a_standstill()
         agent_status = self._agent.poll()  # before the ranks: who is alive now has outlived it
         gone = self._ranks.poll()
+        self._ending.note(gone)
         self._sign_of_life.give()
         self._pass_on_output()
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
         # Ranks that this program has ended have not failed.
-        if self._outcome is None and not self._ending.has_signalled:
+        if self._outcome is None and not self._ending.has_stopped_script:
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
         if self._outcome is None:
@@ -261,7 +262,7 @@ class NodeProgram:
         if self._outcome is None:
             # Status comes from the heartbeat: torchrun turns everything into 0 or 1, and a rank that has done its work
             # may still abort while Python shuts down.
-            clean = agent_status == 0 or self._ranks.all_done() or self._ending.has_signalled
+            clean = agent_status == 0 or self._ranks.all_done() or self._ending.has_stopped_script
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
             self._record_agent_failure(agent_status)

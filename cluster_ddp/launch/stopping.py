@@ -107,6 +107,12 @@ class Stopping:
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
     @property
+    def signalled_at(self) -> float | None:
+        """When the last signal came to this process, on the monotonic clock; None when none has come."""
+        last = self._signals[-1] if self._signals else self._last_signal
+        return None if last is None else last[1]
+
+    @property
     def overdue(self) -> bool:
         """Whether the time that ranks have to end is over."""
         return self.deadline is not None and self._clock() > self.deadline

@@ -16,7 +16,7 @@ from cluster_ddp.launch.processes import is_alive
 from cluster_ddp.run.ending import outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.status import describe
-from cluster_ddp.run.stopfile import AT_ONCE, PERSON, TIME_LIMIT, request_stop
+from cluster_ddp.run.stopfile import AT_ONCE, PERSON, TERMINATED, TIME_LIMIT, request_stop
 
 Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc (Linux)")
@@ -174,6 +174,18 @@ def test_a_script_is_asked_by_the_signal_that_it_handles(
     assert (status, node.ended_as(), node.events("rank-failed")) == (0, "stopped", [])
     assert node.logs().count(f"saved and ends by {by}") == 2
     assert "saved and ends" in out
+
+
+def test_a_script_that_ends_by_slurms_own_signal_was_stopped(start_node: Start) -> None:
+    """Slurm signals all processes of a step at once: such ranks are gone before the node program looks for them."""
+    node = start_node("plain_rank.py", "handles", "fails")
+    node.wait_for("begins")
+    for pid in (node.pid, *map(node.rank, range(node.procs))):
+        os.kill(pid, signal.SIGTERM)
+    status, _, _ = node.finish()
+    (asked,) = node.events("stop-requested")
+    assert asked["reason"] == TERMINATED
+    assert (status, node.ended_as(), node.events("rank-failed")) == (0, "stopped", [])
 
 
 def test_a_script_that_handles_no_signal_is_not_waited_for_when_it_is_to_end_at_once(start_node: Start) -> None:
