@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_ranks import start_whole_rank
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, stacks_beside
@@ -45,6 +46,27 @@ class T(Task):
 """
 
 
+def rank_environments(run: RunDirectory, world_size: int, attempt: int = 0) -> list[dict[str, str]]:
+    """The environment of each rank of an attempt."""
+    port = free_port()
+    return [
+        {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_VISIBLE_DEVICES": "",
+            "CLUSTER_DDP_RUN": str(run.path),
+            "CLUSTER_DDP_ATTEMPT": str(attempt),
+            "CLUSTER_DDP_NODE": "3",
+        }
+        for rank in range(world_size)
+    ]
+
+
 class Ranks:
     """Ranks of one attempt, each a process of its own."""
 
@@ -54,26 +76,12 @@ class Ranks:
         self.run = run
         folder = run.attempt(attempt).path
         folder.mkdir()
-        port = free_port()
         self.logs = [folder / f"log-{rank}" for rank in range(world_size)]
         self.processes = []
-        for rank in range(world_size):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "CUDA_VISIBLE_DEVICES": "",
-                "CLUSTER_DDP_RUN": str(run.path),
-                "CLUSTER_DDP_ATTEMPT": str(attempt),
-                "CLUSTER_DDP_NODE": "3",
-            }
+        for environment, log_file in zip(rank_environments(run, world_size, attempt), self.logs, strict=True):
             if heartbeat is not None:
                 environment["CLUSTER_DDP_HEARTBEAT"] = str(heartbeat.path)
-            with self.logs[rank].open("w") as log:
+            with log_file.open("w") as log:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "cluster_ddp.train", str(run.path)],
@@ -293,12 +301,20 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
 def test_failures_are_told_once_and_end_all_ranks(
     tmp_path: Path, code: str, sections: dict[str, Any], phase: str, error: str
 ) -> None:
-    ranks = Ranks(new_run(tmp_path, code, **sections), 2)
-    statuses = ranks.wait(120)
+    run = new_run(tmp_path, code, **sections)
+    folder = run.attempt(0).path
+    folder.mkdir()
+    files = [folder / f"log-{rank}" for rank in range(2)]
+    environments = rank_environments(run, 2)
+    ranks = [start_whole_rank(environments[rank], run.path, files[rank]) for rank in range(2)]
+    for rank in ranks:
+        rank.join(120)
+        rank.kill()
+        rank.join()
     ended = time.time()
-    logs = [log.read_text() for log in ranks.logs]
-    assert statuses == [1, 1], logs
-    (failed,) = [event for event in read_events(ranks.run) if event["event"] == "failed"]
+    logs = [file.read_text() for file in files]
+    assert [rank.exitcode for rank in ranks] == [1, 1], logs
+    (failed,) = [event for event in read_events(run) if event["event"] == "failed"]
     assert ended - failed["time"] < 20  # the start before it takes as long as a busy machine needs
     assert error in failed["error"] and failed["phase"] == phase
     assert failed["rank"] in (0, 1) and failed["node"] == 3 and failed["host"]

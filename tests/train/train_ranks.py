@@ -63,6 +63,24 @@ def run_ranks(
         return results
 
 
+def start_whole_rank(environment: dict[str, str], run: Path, log: Path) -> Any:
+    """``python -m cluster_ddp.train RUN`` in this environment, forked from the process that has imported torch."""
+    rank = _server.Process(target=_be_whole_rank, args=(environment, run, log))
+    rank.start()
+    return rank
+
+
+def _be_whole_rank(environment: dict[str, str], run: Path, log: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from cluster_ddp.train.__main__ import main
+
+    main([str(run)])
+
+
 def _be_rank(
     function: Callable[..., Any],
     rank: int,
