@@ -76,6 +76,7 @@ def _be_whole_rank(environment: dict[str, str], run: Path, log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    multiprocessing.set_start_method(None, force=True)
     from cluster_ddp.train.__main__ import main
 
     main([str(run)])
@@ -102,6 +103,8 @@ def _be_rank(
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
+    # Workers start as those of a rank that torchrun starts do, and not by a fork server of each rank's own.
+    multiprocessing.set_start_method(None, force=True)
     import torch
 
     from cluster_ddp.train import cleanup_distributed, setup_distributed
