@@ -32,6 +32,7 @@ def test_preempted_by_a_qos_within_its_grace(accounting_cluster: SlurmCluster, t
     assert reasons == ["stopped: preemption"]
 
 
+@pytest.mark.chaos
 def test_cancelled_within_the_grace_of_a_qos(accounting_cluster: SlurmCluster, tmp_path: Path) -> None:
     """No partition gives a grace here: only the QOS tells this end from that of the grace."""
     cluster = accounting_cluster

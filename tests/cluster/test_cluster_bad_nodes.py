@@ -40,7 +40,6 @@ def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
     return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
 
 
-@pytest.mark.newest
 @both_ways_at_length
 def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
     """A rank that is killed there costs no more steps than those since the last checkpoint."""
@@ -62,6 +61,7 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun,
         assert failed and root_failure(failed)["host"] == "node2"
 
 
+@pytest.mark.chaos
 @both_ways_at_length
 def test_batch_host_that_failed_twice_is_given_back(
     cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str

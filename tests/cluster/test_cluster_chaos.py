@@ -22,7 +22,7 @@ from training_job import SAMPLES, STEPS_PER_EPOCH
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 COUNT = int(os.environ.get("CHAOS_FAULTS", "24"))
-SHORT = ["kill -9 of an agent", "damaged checkpoint", "full disk", "kill -9 of slurmd"]
+SHORT = ["kill -9 of an agent", "damaged checkpoint", "full disk"]
 
 pytestmark = pytest.mark.cluster
 

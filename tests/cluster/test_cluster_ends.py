@@ -17,7 +17,7 @@ from training_job import TrainingJob
 pytestmark = pytest.mark.timeout(400)
 
 
-@both_ways
+@both_ways_at_length
 def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True)
     training.wait_for_step(12, timeout=PATIENCE)
@@ -65,8 +65,13 @@ def _requeued(cluster: SlurmCluster, training: TrainingJob) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    [_pending, _starting, _after_a_signal("TERM"), _after_a_signal("USR1"), _requeued],
-    ids=["pending", "starting", "after TERM", "after USR1", "requeued"],
+    [
+        pytest.param(_pending, id="pending"),
+        pytest.param(_starting, id="starting"),
+        pytest.param(_after_a_signal("TERM"), id="after TERM", marks=pytest.mark.chaos),
+        pytest.param(_after_a_signal("USR1"), id="after USR1"),
+        pytest.param(_requeued, id="requeued"),
+    ],
 )
 def test_scancel_is_final_at_any_moment(
     cluster: SlurmCluster, tmp_path: Path, moment: Callable[[SlurmCluster, TrainingJob], None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, both_ways, submit
+from small_job import PATIENCE, both_ways, both_ways_at_length, submit
 from training_job import TrainingJob
 
 pytestmark = pytest.mark.timeout(400)
@@ -35,7 +35,7 @@ def release(training: TrainingJob) -> None:
     training.cluster.wait_for_state(training.job, "RUNNING", timeout=PATIENCE)
 
 
-@both_ways
+@both_ways_at_length
 def test_held_by_a_person(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, launch=NOTHING_TRAINS, slurm={"extra": {"hold": True}})
     job = str(training.job)

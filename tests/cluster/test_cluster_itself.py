@@ -116,6 +116,7 @@ def test_gpus_are_handed_out(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert output.read_text().strip() == "0,1"
 
 
+@pytest.mark.chaos
 def test_cut_cable_and_power_failure(cluster: SlurmCluster) -> None:
     reach = ["node1", "timeout", "3", "bash", "-c", "echo > /dev/tcp/node3/6818"]
     cluster.node_exec(*reach)
@@ -146,6 +147,7 @@ def test_a_node_that_was_switched_on_again_is_reached_at_once(cluster: SlurmClus
     cluster.start_slurmd("node3")
 
 
+@pytest.mark.chaos
 def test_slurmd_dies_and_its_job_lives_on(cluster: SlurmCluster) -> None:
     job = cluster.sbatch("sleep 5", options=("--nodelist=node2",))
     cluster.wait_for(lambda: cluster.processes("node2", "sleep 5"), 20, "the job runs")

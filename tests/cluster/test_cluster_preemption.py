@@ -152,7 +152,8 @@ def bring_to(job: TrainingJob, end: str) -> None:
     said.rename(job.brake)
 
 
-@sbatch_first
+@pytest.mark.chaos
+@both_ways
 def test_stopped_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
     preempt(training, 1)
