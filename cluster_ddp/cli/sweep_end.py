@@ -48,8 +48,9 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
     if not asked and not waiting and not starting and not started_here:
         raise RunError(f"sweep {sweep.id}: nothing of it is alive or waits")
     tell(
-        f"sweep {sweep.id}: {asked} elements asked to save and end, {len(waiting) + len(starting)} taken out of the "
-        f"queue (see: cluster-ddp status {sweep.id}; go on later: cluster-ddp resume {sweep.id})"
+        f"sweep {sweep.id}: {asked} element{'s' * (asked != 1)} asked to save and end, "
+        f"{len(waiting) + len(starting)} taken out of the queue "
+        f"(see: cluster-ddp status {sweep.id}; go on later: cluster-ddp resume {sweep.id})"
     )
 
 

@@ -86,6 +86,11 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
         return RunState.PENDING, in_words(job.reason)
     if job.state in ACTIVE:
         return RunState.RUNNING, "starting"
+    if job.state == "CANCELLED":
+        return (
+            RunState.LOST,
+            f"job {job.job_id} was cancelled before it began; cluster-ddp resume {record.id} starts it",
+        )
     said = f"see slurm-{job.job_id.partition('_')[0]}.out of the sweep"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt began ({said})"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.slurm.refusals import advice
+from cluster_ddp.slurm.shell_options import without_overridden
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
 QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
@@ -98,10 +99,11 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
         sbatch is missing, or refuses.
     """
     require("sbatch")
+    text = ""
+    with contextlib.suppress(OSError, ValueError):  # sbatch says what is wrong with it
+        text = script.read_text()
     try:
-        answer = call(
-            ["sbatch", "--parsable", *options, str(script), *arguments], environment=child_environment(os.environ)
-        )
+        answer = call(["sbatch", "--parsable", *options, str(script), *arguments], environment=environment_for(text))
     except SlurmRefused as error:
         raise SlurmRefused(f"{error}{advice(str(error))}") from error
     return parse_job_id(answer)
@@ -119,7 +121,7 @@ def try_script(text: str, *, seconds: float) -> None:
     """
     command = ["sbatch", "--test-only"]
     try:
-        call_once(command, environment=child_environment(os.environ), seconds=seconds, text=text)
+        call_once(command, environment=environment_for(text), seconds=seconds, text=text)
     except SlurmRefused as error:
         raise SlurmRefused(f"{error}{advice(str(error))}") from error
 
@@ -239,6 +241,11 @@ def require(command: str) -> None:
             f"{command} is not on PATH: there is no Slurm client here.\n"
             "Run this on the cluster's login node (after `module load slurm`?), or train here: cluster-ddp local JOB"
         )
+
+
+def environment_for(script: str) -> dict[str, str]:
+    """The environment to submit a batch script with: nothing in it takes the place of what the script says."""
+    return without_overridden(child_environment(os.environ), script)
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:

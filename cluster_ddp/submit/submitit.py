@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job, slurm_comment
-from cluster_ddp.slurm.commands import SlurmError, child_environment
+from cluster_ddp.slurm.commands import SlurmError, environment_for
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.quote import quote
 from cluster_ddp.submit.script import check_setup, hand_over, job_options, own_comment, preamble
@@ -89,7 +89,7 @@ class SubmititSubmission:
         )
         executor.update_parameters(**self._slurm_parameters(run))
         try:
-            with _environment(child_environment(os.environ)):
+            with _environment(environment_for(self.text)):
                 job = executor.submit(SubmititJob(str(run.path)))
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             raise SlurmError(f"submitit could not submit: {error}") from error

@@ -246,7 +246,7 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     queue = f"101_1|103|RUNNING|n1|None|{mine}\n101_2|101|PENDING||Priority|{mine}\n101_3|101|PENDING||Priority|other\n"
     cluster.queue.write_text(queue)
     said = call("stop", sweep.id)
-    assert "1 elements asked to save and end, 1 taken out of the queue" in said.err
+    assert "1 element asked to save and end, 1 taken out of the queue" in said.err
     assert json.loads(attempt.stop_file.read_text())["reason"] == "person"
     assert (cluster.folder / "cancelled").read_text() == "--state=PENDING 101_2\n"
     assert call("cancel", str(sweep.path)).status == 0
@@ -254,6 +254,10 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     assert (cluster.folder / "cancelled").read_text().splitlines()[1] == "101_1 101_2"
     cluster.queue.write_text(queue.replace("RUNNING", "CANCELLED").replace("PENDING", "CANCELLED"))
     assert [describe(run, {}).state.value for run in (done, running)] == ["COMPLETED", "CANCELLED"]
+    assert (
+        f"job 101_2 was cancelled before it began; cluster-ddp resume {sweep.id} starts it"
+        in call("status", sweep.id).out
+    )
     # What was cancelled stays so; what never began is missing.
     call("sweep", "--no-check", "job.yaml", *GRID)
     assert arrays(cluster) == ["0-3", "2-3"]

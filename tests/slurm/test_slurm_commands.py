@@ -16,6 +16,7 @@ from cluster_ddp.slurm.commands import (
     query_ended_jobs,
     query_jobs,
     submit_script,
+    try_script,
 )
 
 
@@ -166,3 +167,19 @@ def test_a_job_inside_a_job_keeps_how_to_reach_slurm_and_nothing_of_the_parent()
 def test_outside_a_job_the_environment_stays_whole() -> None:
     login = {"SLURM_CONF": "/etc/x", "SLURM_CLUSTERS": "c", "HOME": "/h"}
     assert child_environment(login) == login
+
+
+def test_what_a_script_says_is_not_replaced_by_what_the_shell_holds(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch itself would send the job to partition "theirs", once, and without a warning."""
+    said = {"PARTITION": "theirs", "SIGNAL": "B:KILL@1", "NO_REQUEUE": "1", "ARRAY_INX": "0-9", "WAIT": "1"}
+    kept = {"ACCOUNT": "mine", "CLUSTERS": "big"}
+    for name, value in {**said, **kept}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    stand_in(slurm, "sbatch", f"/usr/bin/env | /usr/bin/grep ^SBATCH_ | /usr/bin/sort >>{tmp_path}/held; echo 123")
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=gpu\n#SBATCH --signal=B:USR1@120\n#SBATCH --requeue\n")
+    submit_script(script)
+    try_script(script.read_text(), seconds=20)
+    assert (tmp_path / "held").read_text() == "SBATCH_ACCOUNT=mine\nSBATCH_CLUSTERS=big\n" * 2

@@ -1,0 +1,40 @@
+"""What the shell that submits has set for sbatch (``SBATCH_PARTITION`` and the like), against what a script says.
+
+sbatch puts its variables before the ``#SBATCH`` lines of a script. Here what a job asks for is what it gets, whatever
+the shell holds; a variable counts where the script says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_VARIABLES = {
+    "account": ("SBATCH_ACCOUNT",),
+    "constraint": ("SBATCH_CONSTRAINT",),
+    "export": ("SBATCH_EXPORT",),
+    "gpus-per-node": ("SBATCH_GPUS_PER_NODE",),
+    "gres": ("SBATCH_GRES",),
+    "job-name": ("SBATCH_JOB_NAME",),
+    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
+    "open-mode": ("SBATCH_OPEN_MODE",),
+    "partition": ("SBATCH_PARTITION",),
+    "qos": ("SBATCH_QOS",),
+    "requeue": ("SBATCH_NO_REQUEUE",),
+    "no-requeue": ("SBATCH_REQUEUE",),
+    "reservation": ("SBATCH_RESERVATION",),
+    "signal": ("SBATCH_SIGNAL",),
+    "time": ("SBATCH_TIMELIMIT",),
+}
+"""By option: the variables that would take its place, or with it ask for what sbatch refuses."""
+
+_NEVER = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_WAIT"})
+"""Of one run several jobs, output that nobody looks for, a submission that lasts as long as the job."""
+
+_DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
+
+
+def without_overridden(environment: Mapping[str, str], script: str) -> dict[str, str]:
+    """The environment without the variables that would take the place of what a batch script says."""
+    said = {variable for option in _DIRECTIVE.findall(script) for variable in _VARIABLES.get(option, ())}
+    return {name: value for name, value in environment.items() if name not in said | _NEVER}
