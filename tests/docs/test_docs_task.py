@@ -11,7 +11,7 @@ from documented import FINDS_RANKS, PROJECT, Call, block, finish, stop_in_the_mi
 from cluster_ddp.train import Task
 
 PAGE = "docs/task.md"
-STEPS = 600
+STEPS = 120
 JOB = f"""\
 name: line
 task: line.py:Line
