@@ -162,7 +162,7 @@ def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
 
 
 def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
-    setup = ["set -euo pipefail", "export GREETING='it works'"]
+    setup = ["set -euo pipefail", "set -o posix", "export GREETING='it works'"]
     stage.does(**{"training.sh": CRASH})
     assert stage.perform(stage.write(launch={"setup": setup})) == 0, stage.output
     assert stage.environment_of_ranks()["GREETING"] == "it works"
