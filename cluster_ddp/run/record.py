@@ -143,6 +143,17 @@ def slurm_comment(run_id: str) -> str:
     return f"{_COMMENT}{run_id}"
 
 
+def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
+    """What the comment of a job may call this run: its folder's name, its sweep's, and the id that it was made with.
+
+    A person may have renamed the folder since. The jobs of a copy beside the original are the original's.
+    """
+    names = {run.id} | ({run.sweep_id} if run.sweep_id else set())
+    if record is not None and not os.path.lexists(run.path.parent / record.id / run.record_file.name):
+        names.add(record.id)
+    return names
+
+
 def run_in_comment(comment: str) -> str | None:
     """The run that the comment of a Slurm job names, before the job file's own comment; None when it names none."""
     words = comment.removeprefix(_COMMENT).split() if comment.startswith(_COMMENT) else []

@@ -21,7 +21,7 @@ from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.metrics import LatestMetrics
 from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
-from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
+from cluster_ddp.run.record import RunRecord, names_in_comments, read_record, run_in_comment
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.starting import failed_start, see_output, waits_for
@@ -188,12 +188,10 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
     What is noted in a folder proves nothing: somebody may have copied it, or written it. A job is the run's when its
     comment, which only its owner and Slurm's administrators can set, names this run.
     """
-    own, known = {run.id, run.sweep_id}, know(run)
-    if known.record is not None and is_mine(run.record_file):  # I may have renamed the folder since
-        own.add(known.record.id)
+    known = know(run)
+    own = names_in_comments(run, known.record if is_mine(run.record_file) else None)
     jobs = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in known.slurm_job_ids if job_id in slurm_jobs]
     living = [job for job in jobs if job.state in ACTIVE | WAITING]
-    own.discard(None)  # a run of its own has no sweep
     return (
         [job for job in living if run_in_comment(job.comment) in own],
         [job for job in living if run_in_comment(job.comment) not in own],
@@ -324,8 +322,7 @@ def _own_jobs(
     run: RunDirectory, record: RunRecord | None, ids: list[str], slurm_jobs: Mapping[str, SlurmJob]
 ) -> list[SlurmJob]:
     """The run's own jobs that Slurm knows; a job id that Slurm has given to another run since is not one."""
-    # No run: submitted by hand. The folder may have been renamed.
-    own = {None, run.id, run.sweep_id, record.id if record else run.id}
+    own = {None, *names_in_comments(run, record)}  # no run: submitted by hand
     known = ((job_id, slurm_jobs[job_id]) for job_id in ids if job_id in slurm_jobs)
     return [job._replace(job_id=job_id) for job_id, job in known if run_in_comment(job.comment) in own]
 

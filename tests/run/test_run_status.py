@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,10 @@ def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDire
     assert state_of(run, {"7": Job("RUNNING", run_id=run.id)}) == "RUNNING"
     stranger = Job("RUNNING", run_id="another-run")
     assert living_jobs(run, {"7": stranger}) == ([], [stranger._replace(job_id="7")])
+    copied = RunDirectory(shutil.copytree(run.path, run.path.with_name("my-copy")))
+    its_original = Job("RUNNING", run_id=run.id)
+    assert state_of(copied, {"7": its_original}) == "STOPPED", "`stop` of a copy would be heard by nobody"
+    assert living_jobs(copied, {"7": its_original}) == ([], [its_original]), "`cancel` of a copy leaves the original"
     renamed = RunDirectory(run.path.rename(run.path.with_name("my-best")))
     assert state_of(renamed, {"7": Job("RUNNING", run_id=run.id)}) == "RUNNING"
 
