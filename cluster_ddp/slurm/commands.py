@@ -170,6 +170,12 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
         raise
 
 
+def query_own_jobs() -> dict[str, SlurmJob]:
+    """All jobs of this user that wait or run, by one call of squeue; `SlurmError` as from `query_jobs`."""
+    require("squeue")
+    return parse_queue(call(["squeue", "--noheader", "--me", "--array", f"--format={QUEUE_FORMAT}"]))
+
+
 def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
     """The ids, sorted, with an array in place of several of its tasks: squeue then tells of all of them."""
     tasks: dict[str, list[str]] = {}

@@ -17,7 +17,8 @@ from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.record import add_slurm_job, slurm_comment
+from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.record import add_slurm_job, run_in_comment, slurm_comment
 from cluster_ddp.run.runs import runs_dir_of, share_with_group
 from cluster_ddp.run.status import RunStatus, know
 from cluster_ddp.run.storage import Storage, replace_file
@@ -33,7 +34,7 @@ from cluster_ddp.run.sweep import (
     with_elements,
 )
 from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
-from cluster_ddp.slurm.commands import query_jobs, require, submit_script
+from cluster_ddp.slurm.commands import query_jobs, query_own_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size
 from cluster_ddp.submit.base import check_writable, note_submitted
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
@@ -185,6 +186,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     """
     require("sbatch")
     check_setup(plan.spec)
+    _take_up_unnoted(plan.sweep)
     record = prepare(plan, "sbatch", at_once)
     try:
         found = find_out(plan.sweep)
@@ -196,6 +198,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
         for offset, tasks in split(numbers, max_array_size()):
             after = job_ids[-1] if job_ids and at_once is not None else None
             options = _options(plan, _ranges(tasks), at_once, after)
+            _announce(plan.sweep, offset)
             job_id = submit_script(plan.sweep.script, str(plan.sweep.path), str(offset), options=options)
             job_ids.append(job_id)
             _note(plan.sweep, SlurmArray(job_id, offset), tasks, begun)
@@ -239,6 +242,32 @@ def _options(plan: SweepPlan, tasks: str, at_once: int | None, after: str | None
         f"--comment={slurm_comment(plan.sweep.id)}{own_comment(plan.spec)}",
     ]
     return [*options, f"--dependency=afterany:{after}"] if after else options
+
+
+def _announce(sweep: SweepDirectory, offset: int) -> None:
+    """Say which array is submitted next, for whoever finds that this process was killed before it noted the array."""
+
+    def announced(record: SweepRecord | None) -> SweepRecord:
+        assert record is not None
+        return replace(record, submitting={**(record.submitting or {}), "offset": offset})
+
+    change_sweep(sweep, announced)
+
+
+def _take_up_unnoted(sweep: SweepDirectory) -> None:
+    """Note the array of a call that was killed behind sbatch: its elements must not be submitted again."""
+    record = read_sweep(sweep) if sweep.exists() else None
+    offset = as_whole((record.submitting or {}).get("offset")) if record is not None else None
+    if record is None or record.busy or offset is None:
+        return
+    unnoted: dict[str, set[int]] = {}
+    for job in query_own_jobs().values():
+        array, _, task = job.job_id.partition("_")
+        if run_in_comment(job.comment) == record.id and task.isdigit():
+            unnoted.setdefault(array, set()).add(int(task))
+    begun = {element.number: element for element in sweep.begun(record.elements)}
+    for job_id in unnoted.keys() - {array.job_id for array in record.arrays}:
+        _note(sweep, SlurmArray(job_id, offset), sorted(unnoted[job_id]), begun)
 
 
 def _note(sweep: SweepDirectory, array: SlurmArray, tasks: Sequence[int], begun: dict[int, Element]) -> None:

@@ -152,6 +152,29 @@ def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -
     assert call("sweep", "--no-check", "job.yaml", *GRID).status == 0  # whoever had it is dead
 
 
+def test_what_a_call_that_was_killed_has_submitted_is_not_submitted_again(
+    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_ARRAY_SIZE", "3")
+    call("sweep", "--no-check", "job.yaml", *GRID)
+    sweep = the_sweep(here)
+    assert arrays(cluster) == ["0-2", "0"]
+    record = json.loads(sweep.record_file.read_text())
+    with subprocess.Popen(["true"]) as dead:  # it died after its second sbatch, before it noted that array
+        dead.wait()
+    record["arrays"].pop()
+    process = {"host": "", "pid": dead.pid, "boot_id": "another-boot", "namespace": "", "started": "1"}
+    record["submitting"] = {**process, "since": 1.0, "offset": 3}
+    sweep.record_file.write_text(json.dumps(record))
+    mine = f"cluster_ddp {sweep.id}"
+    waiting = [f"{job}|{job}|PENDING||Priority|{mine}" for job in ("101_0", "101_1", "101_2", "102_0")]
+    cluster.queue.write_text("\n".join([*waiting, "9_1|9|PENDING||Priority|cluster_ddp other", ""]))
+    said = call("sweep", "--no-check", "job.yaml", *GRID)
+    assert "0 of 4 elements submitted" in said.err
+    assert [array.job_id for array in read_sweep(sweep).arrays] == ["101", "102"]
+    assert [array.offset for array in read_sweep(sweep).arrays] == [0, 3]
+
+
 def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID, "--set", "checkpoint.keep_best={metric: val/accuracy}")
     sweep = the_sweep(here)
