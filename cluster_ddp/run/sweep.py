@@ -131,7 +131,10 @@ def read_sweep(sweep: SweepDirectory) -> SweepRecord:
     except OSError as error:
         raise RunError(f"{sweep.record_file} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise RunError(f"{sweep.record_file} cannot be read: it is not what cluster_ddp writes ({error})") from error
+        raise RunError(
+            f"{sweep.record_file} cannot be read: it is not what cluster_ddp writes ({error}). Move it away and give "
+            "the sweep's command again: it finds the runs that there are"
+        ) from error
 
 
 def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], SweepRecord]) -> SweepRecord:

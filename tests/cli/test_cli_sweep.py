@@ -359,6 +359,7 @@ def test_wrong_values_are_refused_before_anything_is_made(here: Path, cluster: S
 def test_a_damaged_record_is_told_and_harms_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
+    end(start(sweep, 2, "101_2"), "101_2", COMPLETED)
     good = sweep.record_file.read_text()
     for bad in ("{", "[]", good.replace('"0001-', '"../0001-'), good.replace('"offset": 0', '"offset": -1'), "null"):
         sweep.record_file.write_text(bad)
@@ -366,3 +367,5 @@ def test_a_damaged_record_is_told_and_harms_nothing_else(here: Path, cluster: Sl
             said = call(command, sweep.id)
             assert said.status == 2 and "sweep.json cannot be read" in said.err, (command, bad, said)
     assert call("list").status == 0
+    sweep.record_file.unlink()  # as the message says
+    assert "3 of 4 elements submitted" in call("sweep", "--no-check", "job.yaml", *GRID).err
