@@ -1,9 +1,14 @@
-"""How the workers of an own loader start decides whether the server that forks them is protected from signals."""
+"""The workers of an own loader, and the server that may fork them: what signals do to them, and when they end."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
+import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from own_loops import tensors
@@ -11,12 +16,14 @@ from torch.utils.data import DataLoader
 
 from cluster_ddp.train.own.loader_copy import LoaderCopy
 
+PATIENCE = 60.0
+
 
 class Protected(Exception):
     """In place of starting the server."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _server(monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> None:
         raise Protected
@@ -28,13 +35,51 @@ def loader(context: str | None) -> LoaderCopy:
     return LoaderCopy(DataLoader(tensors(), 22, num_workers=1, multiprocessing_context=context))
 
 
+@pytest.mark.usefixtures("_server")
 def test_a_server_that_the_loader_itself_asks_for_is_protected() -> None:
     with pytest.raises(Protected):
         list(loader("forkserver"))
 
 
+@pytest.mark.usefixtures("_server")
 def test_a_server_that_is_the_default_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "forkserver")
     with pytest.raises(Protected):
         list(loader(None))
     assert len(list(loader("fork"))) == 2
+
+
+# Tells its workers, and is killed.
+KILLED = """
+import multiprocessing, os, signal, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from cluster_ddp.train.own.loader_copy import LoaderCopy
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.arange(64.0))
+    batches = iter(LoaderCopy(DataLoader(data, 1, num_workers=1, multiprocessing_context=sys.argv[1])))
+    next(batches)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc, which only Linux has")
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.chaos)])
+def test_workers_end_with_a_rank_that_is_killed(context: str, tmp_path: Path) -> None:
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, program, context], env=environment, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        workers = rank.stdout.readline().split()
+    assert len(workers) == 1
+    end = time.monotonic() + PATIENCE
+    while any(is_alive(worker.decode()) for worker in workers):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(process: str) -> bool:
+    stat = Path("/proc", process, "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import collections
 import itertools
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -135,7 +138,7 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
             num_workers=workers,
             collate_fn=_as_it_is,
             pin_memory=device.type == "cuda",
-            worker_init_fn=ignore_signals,
+            worker_init_fn=set_up_worker,
         )
     )
     processes = [child for child in multiprocessing.active_children() if child not in before]
@@ -183,10 +186,23 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def ignore_signals(worker: int) -> None:
-    """A signal sent to the whole process group is for the rank; a worker that died of it would take the rank along."""
+def set_up_worker(worker: int) -> None:
+    """Let a worker live as long as its rank does, and no longer.
+
+    A signal sent to the whole process group is for the rank; a worker that died of it would take the rank along. And
+    a worker that a fork server has started outlives a rank that is killed: torch sees that its parent is there, which
+    is the server, and the server ends after its last worker.
+    """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    rank = multiprocessing.parent_process()
+    if rank is not None and rank.pid != os.getppid():
+        _thread.start_new_thread(_end_with, (rank,))  # not of `threading`: a set is asked how many threads it has
+
+
+def _end_with(rank: BaseProcess) -> None:
+    connection.wait([rank.sentinel])
+    os._exit(1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

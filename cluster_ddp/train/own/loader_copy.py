@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from cluster_ddp.train.data.loader import ignore_signals, protect_fork_server, see_off
+from cluster_ddp.train.data.loader import protect_fork_server, see_off, set_up_worker
 
 
 class LoaderCopy:
@@ -69,6 +69,6 @@ class _WorkerInit:
         self._own = own
 
     def __call__(self, worker: int) -> None:
-        ignore_signals(worker)
+        set_up_worker(worker)
         if self._own is not None:
             self._own(worker)
