@@ -30,6 +30,7 @@ class Use(enum.IntEnum):
     STEP = 3
     SAMPLE = 4
     EVALUATION = 5
+    EPOCH = 6
 
 
 def mix(word: int) -> int:
@@ -108,14 +109,16 @@ class OwnGenerators:
     ----------
     holders
         Where to search; models and tensors in them are passed over.
+    depth
+        How deep in them.
     """
 
-    def __init__(self, *holders: Any) -> None:
+    def __init__(self, *holders: Any, depth: int = _DEPTH) -> None:
         self._found: list[Any] = []
         seen: set[int] = {id(torch.default_generator)}
         level: list[Any] = list(holders)
         level += [vars(module) for holder in holders if isinstance(holder, nn.Module) for module in holder.modules()]
-        for _ in range(_DEPTH):
+        for _ in range(depth):
             inner: list[Any] = []
             for value in level:
                 if id(value) not in seen:
@@ -125,6 +128,9 @@ class OwnGenerators:
 
     def __bool__(self) -> bool:
         return bool(self._found)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._found)
 
     def seed(self, seed: int) -> None:
         """Seed each: 1 to 20 us."""

@@ -47,8 +47,9 @@ from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
 from cluster_ddp.train.own.mode import TrainingMode
-from cluster_ddp.train.own.other_loaders import OtherLoaders
+from cluster_ddp.train.own.overlooked import watchers_of
 from cluster_ddp.train.own.parts import Echo, Once, Own
+from cluster_ddp.train.own.taking import Taking
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.session import Order, Session, joined_rank
@@ -199,8 +200,10 @@ class ScriptRun:
         geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
         loop = self.take_over(things, geometry)
         loop.expect_data(found.arrange(loop.seed))
-        loop.others = OtherLoaders(found.data, self._session.saving.tell)
-        self._loader = ResumableLoader(loader, found, loop, geometry, self.step)
+        taking = Taking(self._handed.optimizers, self._handed.scalers, self._session.saving.tell)
+        loop.watchers = watchers_of(loop, self._handed, self._session.saving.tell, loader, found.data)
+        as_now = (self._handed.settings, self._kept.as_now)
+        self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, as_now)
         return self._loader
 
     def steps(self, total: int, **things: Any) -> Iterator[int]:
@@ -221,7 +224,7 @@ class ScriptRun:
             A thing that was handed over cannot be kept.
         """
         loop = self.take_over(things, Draws(total))
-        loop.others = OtherLoaders(None, self._session.saving.tell)
+        loop.watchers = watchers_of(loop, self._handed, self._session.saving.tell)
         return loop.steps()
 
     def keep(self, **numbers: Any) -> Kept:
@@ -327,9 +330,13 @@ class ScriptRun:
     def take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
         """Put everything back where the run was left, for whoever runs the loop; `things` as in `resumable`."""
         if self._order is not None:
-            raise TrainError("a run has one loop: resumable(), steps() or resume() was called before")
+            raise TrainError(
+                "a run has one loop: resumable(), steps() or resume() was called before. Give a second training, such "
+                "as a fine-tuning, a program and a run of its own; where an epoch is to have other samples, let a "
+                "sampler with set_epoch(epoch) choose them"
+            )
         loop = Loop(self._session, self._save, order, self._kept)
-        handed = Handed(things, loop, self.world.world_size)
+        self._handed = handed = Handed(things, loop, self.world.world_size)
         for module in handed.wrapped:
             settle_layout(module, self.world.world_size)
         self._loop = loop

@@ -75,6 +75,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=opt, epochs=1)), "outside of its epochs"),
     "iterated twice": (lambda run, model, opt: loop_over(
         run.resumable(plain(), model=model, optimizer=opt, epochs=1), times=2), "twice in an epoch"),
+    "another loader": (lambda run, model, opt: updates(run.resumable(
+        plain(), model=model, optimizer=opt, epochs=1), model, opt, taken=plain()),
+        "an optimizer has stepped in an epoch before a batch was taken from what resumable() returned"),
     "scheduler": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=torch.optim.lr_scheduler.StepLR(opt, 1).optimizer, epochs=1),
         "give scheduler="),
@@ -93,10 +96,15 @@ def loop_over(loader: Any, times: int = 1) -> None:
                 pass
 
 
-def updates(loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int | None = None) -> None:
-    """An ordinary loop; with `batches` it takes so many in each epoch, by an iterator that it keeps."""
+def updates(
+    loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int | None = None, taken: Any = None
+) -> None:
+    """An ordinary loop; with `batches` it takes so many in each epoch, by an iterator that it keeps.
+
+    With `taken` it takes those of that.
+    """
     for _ in loader.epochs():
-        kept = loader.enumerate()
+        kept = enumerate(taken) if taken else loader.enumerate()
         for number, (inputs, labels) in kept:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), labels % 3).backward()

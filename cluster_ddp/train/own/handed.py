@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,6 +120,30 @@ class Handed:
         for optimizer, of_groups in zip(self.optimizers, state["rates"], strict=True):  # last: schedulers set them too
             put_rates(optimizer, of_groups)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept."""
+        yield from (*self.model.parameters(), *self.model.buffers())
+        for thing in self._rest.values():
+            if isinstance(thing, nn.Module):
+                yield from (*thing.parameters(), *thing.buffers())
+            else:
+                yield from _tensors_in(thing.state_dict())
+
+    def settings(self) -> Callable[[], None]:
+        """What puts the settings of the optimizers back, and all that is no module, as they are now."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        of_groups = [copy.deepcopy(_settings_of(group)) for group in groups]
+        others = [thing for thing in self._rest.values() if not isinstance(thing, nn.Module)]
+        states = [copy.deepcopy(thing.state_dict()) for thing in others]
+
+        def put_back() -> None:
+            for thing, state in zip(others, states, strict=True):
+                thing.load_state_dict(state)
+            for group, was in zip(groups, of_groups, strict=True):  # last: schedulers set the rates too
+                _put_settings(group, was)
+
+        return put_back
+
     @staticmethod
     def _refuse_strangers(optimizers: Mapping[str, Optimizer], trained: Mapping[str, nn.Module]) -> None:
         known = {id(weight) for module in trained.values() for weight in module.parameters()}
@@ -156,6 +180,29 @@ def put_rates(optimizer: Optimizer, of_groups: list[float]) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _put_settings(group: dict[str, Any], was: dict[str, Any]) -> None:
+    for key, value in was.items():
+        if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+            group[key].copy_(value)
+        else:
+            group[key] = value
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def _listed(things: Mapping[str, Any]) -> dict[str, Any]:

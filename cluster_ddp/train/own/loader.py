@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Generator, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.own.batches import Batches
 from cluster_ddp.train.own.geometry import Geometry
 from cluster_ddp.train.own.loop import Loop
+from cluster_ddp.train.own.taking import Taking
 
 _END = object()
 
@@ -28,10 +30,27 @@ class ResumableLoader:
         Its batches, as a function of seed and epoch.
     step
         Steps that are finished.
+    taking
+        Sees how the batches are taken.
+    as_now
+        Each gives what puts back, as it was then, something that the code before the batches of an epoch may change.
     """
 
-    def __init__(self, loader: Any, batches: Batches, loop: Loop, geometry: Geometry, step: int) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        batches: Batches,
+        loop: Loop,
+        geometry: Geometry,
+        step: int,
+        taking: Taking,
+        as_now: Sequence[Callable[[], Callable[[], None]]],
+    ) -> None:
         self._loader, self._batches, self._loop, self._geometry = loader, batches, loop, geometry
+        self._taking, self._as_now = taking, as_now
+        self._put_back: list[Callable[[], None]] = []
+        self._given: Callable[[], Any] = lambda: None
+        loop.on_update = lambda: taking.update(self._given())
         self._epoch, within = divmod(step, geometry.steps)
         self._first = within * geometry.accumulate
         if within == 0 and step > 0 and not loop.is_closed:
@@ -40,13 +59,20 @@ class ResumableLoader:
         self._is_open = self._is_through = False
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, by number from 0; use it in place of ``range(epochs)``."""
+        """The epochs that are left, by number from 0; use it in place of ``range(epochs)``.
+
+        What precedes the batches of an epoch is run again where it is resumed in its middle: settings that it has
+        changed before the save are then put back as they were restored.
+        """
         while self._epoch < self._geometry.epochs:
             self._is_open, self._is_through = True, False
+            self._loop.enter(self._epoch)
+            self._put_back = [as_now() for as_now in self._as_now] if self._first else []
             yield self._epoch
             self._is_open = False
             self._epoch, self._first = self._epoch + 1, 0
             self._loop.jump(self._epoch * self._geometry.steps)
+        self._loop.rest(self._geometry.epochs)
 
     def enumerate(self) -> Iterator[tuple[int, Any]]:
         """Each batch with its number in the epoch; ``enumerate(loader)`` would count from 0 after a resume."""
@@ -54,6 +80,11 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of this epoch that are left."""
+        batches = self._left()
+        self._given = weakref.ref(batches)
+        return batches
+
+    def _left(self) -> Generator[Any, None, str | None]:
         if not self._is_open or self._is_through:
             raise TrainError(
                 "the resumable loader is iterated "
@@ -61,7 +92,10 @@ class ResumableLoader:
                 + ": `for epoch in loader.epochs():` and in it, once, `for batch in loader:`. For anything else, such "
                 "as statistics of the data, keep the DataLoader that was given to resumable()"
             )
-        epoch = self._epoch
+        for put_back in self._put_back:
+            put_back()
+        self._put_back = []
+        epoch, first = self._epoch, self._first
         length, accumulate = self._batches.length, self._geometry.accumulate
         left = range(self._first, length)
         self._is_through = True
@@ -83,9 +117,16 @@ class ResumableLoader:
                         self._loop.abandon()
                     raise
                 del batch
+                self._taking.ask()
                 if self._first % accumulate == 0 or self._first == length:
                     self._loop.end(last=self._first == length)
         self._loop.rest(self._epoch)
+        if not first:
+            return None
+        return (  # to whoever calls next() once more
+            f"the batches of epoch {epoch} are through: of {length} there were {length - first} left at this resume. "
+            "Take them by `for batch in loader`, or by next(batches, None), and not len(loader) times"
+        )
 
     def __len__(self) -> int:
         return self._batches.length

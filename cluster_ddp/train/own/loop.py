@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from cluster_ddp.train.distributed import all_gather_object, broadcast_object, f
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.left_out import LeftOutUpdates
-from cluster_ddp.train.own.other_loaders import OtherLoaders
 from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
@@ -75,8 +75,10 @@ class Loop:
         Called before each save: brings what is kept up to date.
     left_out
         Sees that updates are made.
-    others
-        Sees what else is read; None where a framework says what it reads.
+    watchers
+        Called after each step: see what is beside the loop. Empty where a framework says what it does.
+    on_update
+        Called after each update.
     """
 
     def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
@@ -85,8 +87,9 @@ class Loop:
         self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
         self.before_save: Callable[[], None] = lambda: None
         self.left_out = LeftOutUpdates([], 1)
-        self.others: OtherLoaders | None = None
-        self._is_updated = self._save_is_due = False
+        self.watchers: list[Callable[[], None]] = []
+        self.on_update: Callable[[], None] = lambda: None
+        self._is_updated = self._save_is_due = self._awaits_batches = False
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
         self.data: int | None = None
@@ -142,8 +145,21 @@ class Loop:
         self.data = first
 
     def note_update(self, *_: Any) -> None:
-        """Call after each step of an optimizer."""
+        """Call after each step of an optimizer.
+
+        Raises
+        ------
+        TrainError
+            It belongs to no batch.
+        """
+        if self._awaits_batches:
+            raise TrainError(
+                "an optimizer has stepped in an epoch before a batch was taken from what resumable() returned: a "
+                "resume within the epoch would do that again. Iterate that in place of the DataLoader that was given; "
+                "what another loader is to train in an epoch comes after its batches"
+            )
         self._is_updated = True
+        self.on_update()
 
     def begin(self, micro_batch: int) -> None:
         """Call before the computation on a batch, with its number in the step."""
@@ -155,6 +171,7 @@ class Loop:
             self._session.begin_step()
         self._is_updated = self.is_closed = self.is_finished = False
         self.is_dirty = True
+        self._awaits_batches = False
         self._seeds.apply(self._session.step, micro_batch)
 
     def end(self, *, last: bool = False) -> None:
@@ -178,8 +195,8 @@ class Loop:
         """
         decision = self._session.end_step()
         self.left_out.check(self._session.step, updated=self._is_updated)
-        if self.others is not None:
-            self.others.check()
+        for watcher in self.watchers:
+            watcher()
         if decision.level > self._stop.level:
             self._stop = decision
         self._save_is_due |= self._session.save_is_due
@@ -224,8 +241,17 @@ class Loop:
             self._save_is_due = False
             self.save()
 
+    def enter(self, epoch: int) -> None:
+        """Call when an epoch begins: what comes before its batches draws the same numbers after a resume, too.
+
+        All ranks draw the same there, as what is decided for an epoch is decided for all.
+        """
+        self._awaits_batches = True
+        seed_everything(derive(Use.EPOCH, self.seed, epoch))
+
     def rest(self, epoch: int) -> None:
         """Call when the batches of an epoch are through: what comes now draws the same numbers after a resume."""
+        self._awaits_batches = False
         seed = mix(derive(Use.EVALUATION, self.seed, epoch) ^ mix(self._session.world.rank))
         seed_everything(seed)
         self._session.beat.enter(Phase.EVALUATING)
@@ -266,6 +292,11 @@ class KeptNumbers:
                 raise TrainError(f"run.keep({name}=...): {error}") from error
             setattr(self._kept, name, self._restored.get(name, value))
         return self._kept
+
+    def as_now(self) -> Callable[[], None]:
+        """What puts the values back as they are now."""
+        now = copy.deepcopy(vars(self._kept))
+        return lambda: vars(self._kept).update(now)
 
     def gather(self) -> None:
         """Collect the values of all ranks, which call it together, before a save.

@@ -1,0 +1,81 @@
+"""Sees how a loop of one's own takes its batches: what reads ahead of it or counts them begins anew at a resume."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_COUNTING = (enumerate, itertools.islice, itertools.cycle)
+_BETWEEN = (*_COUNTING, GeneratorType, zip, map, filter)  # what may stand between a loop and its loader
+_DEPTH = 4
+_REMEDIES: dict[type, str] = {
+    enumerate: "begins at 0 again when an epoch is resumed in its middle: where the number matters take "
+    "loader.enumerate(), which counts from the place",
+    itertools.islice: "counts from the place of a resume, which is then not exact: leave the epoch by the number that "
+    "loader.enumerate() gives",
+    itertools.cycle: "repeats the batches that it has been given, which no checkpoint holds, so that no resume is "
+    "exact: let the DataLoader's sampler give the samples of an epoch as often as they are wanted",
+}
+
+
+class Taking:
+    """Tells, once, of a loop that has asked for batches which it has not trained on, and of one that counts them.
+
+    Parameters
+    ----------
+    optimizers, scalers
+        By which it is seen whether a batch has been trained on.
+    tell
+        Takes the message.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], scalers: Sequence[torch.amp.GradScaler], tell: Callable[[str], None]
+    ) -> None:
+        self._optimizers, self._scalers, self._tell = optimizers, scalers, tell
+        self._is_asked = self._is_updated = False
+
+    def ask(self) -> None:
+        """Call when a batch is done with, for another is asked for; the first is looked at."""
+        if not self._is_asked and not self._is_trained():
+            self._tell(
+                "the loop asks for its second batch before it has computed gradients of the first, as where a "
+                "prefetcher or a list stands between it and the loader: a save would count batches that are not yet "
+                "trained on, and a resume leave them out. Take each batch when it is trained on; workers, collate_fn "
+                "and pin_memory of the DataLoader read ahead exactly"
+            )
+        self._is_asked = True
+
+    def update(self, batches: Any) -> None:
+        """Call after an update, with the iterator that gives the batches; the first is looked at."""
+        if self._is_updated:
+            return
+        self._is_updated = True
+        for counting in (held for held in gc.get_objects() if type(held) in _COUNTING):
+            if _leads_to(counting, batches, _DEPTH):
+                self._tell(f"{type(counting).__name__}() over the resumable loader {_REMEDIES[type(counting)]}")
+
+    def _is_trained(self) -> bool:
+        return (
+            self._is_updated
+            or any(scaler._scale is not None for scaler in self._scalers)  # scale() has been called
+            or any(
+                weight.grad is not None
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for weight in group["params"]
+            )
+        )
+
+
+def _leads_to(held: Any, wanted: Any, depth: int) -> bool:
+    inner = gc.get_referents(held)
+    return any(part is wanted for part in inner) or (
+        depth > 0 and any(_leads_to(part, wanted, depth - 1) for part in inner if isinstance(part, _BETWEEN))
+    )

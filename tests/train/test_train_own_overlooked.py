@@ -1,0 +1,75 @@
+"""Modules and generators that the steps of a loop change, and that nobody has handed over, are told."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cluster_ddp.train.own.overlooked import Overlooked
+
+
+class Average(nn.Module):
+    """An average of the weights, as many libraries keep it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.average = model, copy.deepcopy(model)
+
+    def update(self) -> None:
+        for kept, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            kept.data.mul_(0.9).add_(weight.data, alpha=0.1)
+
+
+class Options:
+    """Holds what a loop draws from."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+
+def told(handed: bool = True, draw: Any = None, seeded: tuple[Any, ...] = (), options: Any = None) -> list[str]:
+    """What is told of two steps that train a model and an average of it, and draw."""
+    messages: list[str] = []
+    model = nn.Linear(3, 2)
+    teacher, average = nn.Linear(3, 2), Average(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = [*model.parameters(), *(average.parameters() if handed else ())]
+    overlooked = Overlooked(kept, lambda: seeded, messages.append)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.ones(3)) - teacher(torch.ones(3))).square().sum().backward()
+        optimizer.step()
+        average.update()
+        if draw is not None:
+            draw()
+        overlooked.check()
+    return messages
+
+
+def test_an_average_that_is_not_handed_over_is_told_once() -> None:
+    (message,) = told(handed=False)
+    assert "a module that is not handed over (Average)" in message
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw", "name"),
+    [
+        (np.random.default_rng(1), lambda generator: generator.random(), "Generator"),
+        (np.random.RandomState(1), lambda generator: generator.random_sample(), "RandomState"),
+        (random.Random(1), lambda generator: generator.random(), "random.Random"),
+        (torch.Generator(), lambda generator: torch.rand(1, generator=generator), "torch._C.Generator"),
+    ],
+)
+def test_a_generator_of_the_loop_s_own_is_told_once(generator: Any, draw: Any, name: str) -> None:
+    options = Options(generator)
+    (message,) = told(draw=lambda: draw(generator), options=options)
+    assert f"{name})" in message
+    assert told(draw=lambda: draw(generator), options=options, seeded=(generator,)) == []
+    assert told(draw=random.random) == []

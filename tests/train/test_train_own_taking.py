@@ -1,0 +1,138 @@
+"""How a loop of one's own takes its batches, and what it does around them: put back at a resume, or told."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import Images, begin_attempt, digest, failure, interrupt, model_of, new_run
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from train_ranks import run_ranks
+
+from cluster_ddp.train import join_run
+from cluster_ddp.train.own.taking import Taking
+
+
+def passed_on(batches: Iterator[Any]) -> Iterator[Any]:
+    """As tqdm and functions that move batches to a device do."""
+    yield from batches
+
+
+def told_of(wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> list[str]:
+    """What is told at the first updates of a loop that takes its batches through this."""
+    messages: list[str] = []
+    batches = (number for number in range(5))
+    taking = Taking([], [], messages.append)
+    for _ in itertools.takewhile(lambda _: True, wrap(batches)):
+        taking.update(batches)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (enumerate, "enumerate() over the resumable loader begins at 0 again"),
+        (lambda batches: enumerate(passed_on(batches), 1), "loader.enumerate()"),
+        (lambda batches: itertools.islice(batches, 3), "islice() over the resumable loader counts from the place"),
+        (lambda batches: itertools.islice(itertools.cycle(batches), 9), "repeats the batches"),
+    ],
+)
+def test_what_counts_or_repeats_batches_is_told_once(wrap: Callable[..., Any], words: str) -> None:
+    assert words in "".join(told_of(wrap))
+    assert told_of(passed_on) == []
+
+
+def asked_before(what: str) -> list[str]:
+    """What is told of a loop that asks for its second batch when it has done this with the first."""
+    messages: list[str] = []
+    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu")
+    taking = Taking([torch.optim.SGD(model.parameters())], [scaler], messages.append)
+    if what == "gradients":
+        model(torch.ones(2)).sum().backward()
+    elif what == "overflow":  # the update is left out, and the gradients are gone
+        scaler.scale(torch.ones(()))
+    taking.ask()
+    taking.ask()
+    return messages
+
+
+def test_a_loop_that_reads_ahead_of_its_training_is_told() -> None:
+    assert [asked_before(what) for what in ("gradients", "overflow")] == [[], []]
+    (message,) = asked_before("nothing")
+    assert "asks for its second batch before it has computed gradients of the first" in message
+
+
+def around(place: Path, attempt: int, at: tuple[int, int] | None, how: str) -> str | None:
+    """A loop that draws, counts and sets rates before the batches of an epoch, and after the last; its weights."""
+    begin_attempt(place, attempt)
+    model = model_of()
+    is_through = False
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(5)
+        for layer in model.modules():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        kept = run.keep(scale=1.0)
+        things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        loader = run.resumable(DataLoader(Images(), 6, shuffle=True), **things, epochs=3)
+        for epoch in loader.epochs():
+            if epoch:
+                scheduler.step()
+                optimizer.param_groups[0]["weight_decay"] *= 1.5
+            kept.scale *= 1.5
+            drawn = torch.rand(())
+            for number, (inputs, labels) in loader.enumerate():
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs * kept.scale + drawn), labels).backward()
+                optimizer.step()
+                if at == (epoch, number):
+                    interrupt(how)
+        with torch.no_grad():
+            model.get_parameter("0.weight").add_(torch.rand(()))
+        is_through = True
+    return digest(model) if is_through else None
+
+
+def attempts(calm: Path, broken: Path) -> list[str | None]:
+    """A run that is left alone, and one that fails in the middle of an epoch and is stopped in two more."""
+    places = [((1, 4), "crash"), ((1, 6), "stop"), ((2, 7), "stop"), (None, "")]
+    return [around(calm, 0, None, ""), *(around(broken, number, *place) for number, place in enumerate(places))]
+
+
+def test_what_is_done_before_the_batches_of_an_epoch_and_after_the_loop_is_exact(tmp_path: Path) -> None:
+    ((calm, *broken),) = run_ranks(attempts, 1, new_run(tmp_path / "calm").path, new_run(tmp_path / "broken").path)
+    assert calm is not None
+    assert broken == [None, None, None, calm]
+
+
+def by_hand(place: Path) -> None:
+    """Takes as many batches as an epoch has, and is stopped in the second."""
+    for attempt in (0, 1):
+        begin_attempt(place, attempt)
+        with contextlib.suppress(SystemExit), join_run() as run:
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = run.resumable(DataLoader(Images(), 6), model=model, optimizer=optimizer, epochs=3)
+            for epoch in loader.epochs():
+                batches = iter(loader)
+                for number in range(len(loader)):
+                    inputs, labels = next(batches)
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+                    if (attempt, epoch, number) == (0, 1, 4):
+                        interrupt("stop")
+
+
+def test_next_beyond_the_batches_that_are_left_says_so(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(by_hand, 1, run.path)
+    assert "the batches of epoch 1 are through: of 8 there were 3 left at this resume" in failure(run)
