@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -37,8 +38,9 @@ PROGRAMS = {
     "imagenet": (["--epochs", "3", "--workers", "2"], 24, 11, 18),
     "nanogpt": (["19"], 20, 7, 13),
     "accelerated": (["4"], 20, 8, 13),
-    "hf_trainer": (["3"], 18, 13, 15),
-    "lit": (["3"], 18, 7, 9),  # two epochs end after it: what schedulers do there is seen in the last
+    # Two epochs end after the stop: what is done there is seen in the last.
+    "hf_trainer": (["3"], 18, 7, 9),
+    "lit": (["3"], 18, 7, 9),
 }
 # The batch that one rank takes in place of two, where the program says what each rank takes.
 ONE_RANK = {
@@ -111,6 +113,8 @@ def be_rank(
         port = broadcast_object(free_port())
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port)
+    # As ranks of torchrun do. A rank of these tests would have its own fork server, which imports everything again.
+    multiprocessing.set_start_method("fork", force=True)
     begin_attempt(place, attempt)
     os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TORCHELASTIC_RUN_ID="as torchrun sets it")
     updates = Updates(at, number)
