@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import functools
+import inspect
+import io
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -18,9 +23,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.inner_parts import inner_parts
+from cluster_ddp.train.randomness import GENERATORS
 
-_DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists
+_DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists part by part
+_FAR = 1_000_000  # how far in longer ones, where only numbers and strings are seen
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_BEGUN, _GENERATOR = "not begun", "a random generator"
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name"}  # the latter of Lightning's
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 _MOVING = (Optimizer, LRScheduler, _BaseDataLoaderIter)
@@ -58,15 +67,14 @@ class Attributes:
         same = {
             name
             for name in both
-            if _is_same(self.leaves[name], now.leaves[name]) and self._versions.get(name) == now._versions.get(name)
+            if is_same(self.leaves[name], now.leaves[name]) and self._versions.get(name) == now._versions.get(name)
         }
         return sorted((self.leaves.keys() | now.leaves.keys()) - same)
 
     def holds(self, value: Any) -> bool:
         """Whether the same value is among these, under whatever name."""
         return any(
-            _is_same(value, leaf)
-            or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+            is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
             for leaf in self.leaves.values()
         )
 
@@ -82,30 +90,54 @@ class Attributes:
             self._versions[name] = 0 if value.is_inference() else value._version
         elif isinstance(value, (np.ndarray, np.generic)):
             self.leaves[name] = fingerprint(value)
+        elif isinstance(value, GENERATORS):  # where it is follows from the step, once it is there
+            self.leaves[name] = _GENERATOR
         elif isinstance(value, dict):
-            keys = [self._key(key, number) for number, key in enumerate(value)]
+            keys = _positions(value) if _are_hooks(value) else [self._key(key, n) for n, key in enumerate(value)]
             self._look_into(zip(keys, list(value.values()), strict=False), name, depth)
+            self._skim(name, list(islice(value.items(), _WIDTH, _FAR)))
         elif isinstance(value, (list, tuple, collections.deque)):
             self.leaves[f"{name}, its length"] = len(value)
-            self._look_into(((str(number), part) for number, part in enumerate(list(value))), name, depth)
+            self._look_into(zip(_positions(value), list(value), strict=False), name, depth)
+            self._skim(name, list(islice(value, _WIDTH, _FAR)))
+        elif isinstance(value, (set, frozenset)):
+            self.leaves[f"{name}, its elements"] = len(value), hash(frozenset(filter(_is_plain, islice(value, _FAR))))
+        elif isinstance(value, (bytearray, array.array)):
+            self.leaves[name] = bytes(value)
+        elif _is_iterator(value):
+            self.leaves[name] = _NOT_BEGUN if _is_not_begun(value) else _Place()
         elif isinstance(value, nn.Module):
             for prefix, module in value.named_modules():
                 parts = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(parts.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, _MOVING) or not _is_of_library(value):
-            self._look_into(list(getattr(value, "__dict__", {}).items()), name, depth)
+            self._look_into(inner_parts(value), name, depth)
 
     def _look_into(self, parts: Iterable[tuple[str, Any]], name: str, depth: int) -> None:
         for key, part in islice(parts, _WIDTH):
             self._look(f"{name}.{key}", part, depth + 1)
 
+    def _skim(self, name: str, rest: list[Any]) -> None:
+        """Take in the numbers and strings of the rest of a long list or dict, as one."""
+        if rest:
+            self.leaves[f"{name}, the rest"] = hash(tuple(filter(_is_plain, rest)))
+
     def _key(self, key: Any, number: int) -> str:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
 
 
+class _Place:
+    """Where an iterator is, which nobody can see: it has to be taken for another each time."""
+
+    def __repr__(self) -> str:
+        return "somewhere"
+
+
 def of_module(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module itself, without what every module has."""
-    return {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+    """The attributes of a module itself, without what every module has, but with hooks."""
+    return {
+        key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and _are_hooks(value))
+    }
 
 
 def equal_bits(was: Tensor, now: Tensor) -> bool:
@@ -121,11 +153,37 @@ def equal_bits(was: Tensor, now: Tensor) -> bool:
     return torch.equal(parts[0].view(kind), parts[1].view(kind))
 
 
-def _is_same(was: Any, now: Any) -> bool:
-    if isinstance(was, Tensor) or isinstance(now, Tensor):
+def is_same(was: Any, now: Any) -> bool:
+    """Whether two leaves are one value; of tensors, whether they are one tensor."""
+    if isinstance(was, (Tensor, _Place)) or isinstance(now, (Tensor, _Place)):
         return was is now
     return type(was) is type(now) and repr(was) == repr(now)
 
 
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+def _positions(parts: Collection[Any]) -> list[str]:
+    return [str(number) for number in range(len(parts))]
+
+
+def _are_hooks(value: Any) -> bool:
+    """Whether these are hooks of a module or an optimizer; their keys are others in each process."""
+    return type(value) is collections.OrderedDict and all(type(key) is int for key in value)
+
+
+def _is_iterator(value: Any) -> bool:
+    of_python = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+    return of_python and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+
+
+def _is_not_begun(iterator: Any) -> bool:
+    return inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED
+
+
 def _is_of_library(value: Any) -> bool:
-    return isinstance(value, (Dataset, type)) or type(value).__module__.partition(".")[0] in _LIBRARIES
+    if isinstance(value, (functools.partial, MethodType)):
+        return False  # what they hold is looked at in its turn
+    named = value if isinstance(value, FunctionType) else type(value)
+    return isinstance(value, (Dataset, type)) or str(named.__module__).partition(".")[0] in _LIBRARIES

@@ -26,7 +26,8 @@ class Ema:
         self._decay = decay
         self._begun: bool | Tensor = False
         self._model = _copy(model)
-        self._weights, self._held = ([weight.detach() for weight in _averaged(of)] for of in (model, self._model))
+        self._weights = _averaged(model)  # not detached: code of the task may give them other data
+        self._held = [weight.detach() for weight in _averaged(self._model)]
         self._others, self._copies = _places(model), _places(self._model)
         self._with_extra_state = [
             (of_model, copied)

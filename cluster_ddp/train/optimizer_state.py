@@ -15,14 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
-from cluster_ddp.train.attributes import Attributes, equal_bits
+from cluster_ddp.train.attributes import Attributes, equal_bits, is_same
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import check_groups, refuse_broken
 from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
-_TORCHS = frozenset({"_step_count"})  # by which torch's schedulers see the order of calls
+# Not state: what torch's warnings and checks go by, and what a step was told of its own gradients.
+_TORCHS = frozenset(
+    {
+        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
+        "found_inf", "grad_scale",
+    }
+)  # fmt: skip
 _CPU = torch.device("cpu")
 _SHOWN = 5
 
@@ -174,20 +180,21 @@ class OptimizerState:
         for name in sorted(mine.keys() | theirs.keys()):
             was, now = mine.get(name), theirs.get(name)
             if name not in theirs or name not in mine:
-                if isinstance(was, Tensor) or isinstance(now, Tensor):
+                if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
                     yield name, "does not come back" if name in mine else "comes back though it was not there"
             elif isinstance(was, Tensor) and isinstance(now, Tensor):
                 if not equal_bits(was, now):
                     yield name, "other values come back"
-            elif type(was) in (int, float) and type(now) in (int, float) and was != now:
-                yield name, f"{was} now, {now} after a resume"
+            elif not is_same(was, now):
+                yield name, f"{_short(was)} now, {_short(now)} after a resume"
 
     def _hidden(self) -> dict[str, Any]:
         """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
         optimizer, held = self._optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
-        return Attributes(attributes, {id(optimizer.param_groups), *saved, *self._names}, self._names).leaves
+        known = {id(optimizer), id(optimizer.param_groups), *saved, *self._names}
+        return Attributes(attributes, known, self._names).leaves
 
     def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:
         done: dict[tuple[Any, ...], Tensor] = {}  # tensors that were one are one again
@@ -289,6 +296,10 @@ class OptimizerState:
                     found[key] = packed
             changed.append(found)
         return changed
+
+
+def _short(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
 def _named(names: list[str]) -> str:

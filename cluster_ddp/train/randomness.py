@@ -10,13 +10,16 @@ import contextlib
 import enum
 import random
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cluster_ddp.train.inner_parts import inner_parts
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
 _DEPTH, _WIDTH = 6, 100  # how deep in an object generators are searched, and in how long lists
@@ -102,8 +105,7 @@ def _seed_libraries(seed: int) -> None:
 class OwnGenerators:
     """The random generators that an object holds itself, in its attributes or those of what it is made of.
 
-    Seeded together with the global ones they are as exact. One that is in nobody's attributes, such as a variable of a
-    module, is not found.
+    Seeded together with the global ones they are as exact. A variable of a module is not found.
 
     Parameters
     ----------
@@ -115,7 +117,7 @@ class OwnGenerators:
 
     def __init__(self, *holders: Any, depth: int = _DEPTH) -> None:
         self._found: list[Any] = []
-        seen: set[int] = {id(torch.default_generator)}
+        seen: set[int] = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
         level: list[Any] = list(holders)
         level += [vars(module) for holder in holders if isinstance(holder, nn.Module) for module in holder.modules()]
         for _ in range(depth):
@@ -145,7 +147,7 @@ class OwnGenerators:
                 generator.seed(word & _HALF_WORD)
 
     def _visit(self, value: Any, inner: list[Any]) -> None:
-        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        if isinstance(value, GENERATORS):
             self._found.append(value)
         elif isinstance(value, dict):
             if len(value) <= _WIDTH:
@@ -153,9 +155,8 @@ class OwnGenerators:
         elif isinstance(value, (list, tuple)):
             if len(value) <= _WIDTH:
                 inner += value
-        elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType, FunctionType)):
-            with contextlib.suppress(TypeError):
-                inner += vars(value).values()
+        elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType)):
+            inner += (part for _, part in inner_parts(value))
 
 
 class StepSeeds:

@@ -342,7 +342,7 @@ class ScriptRun:
         self._loop = loop
         loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
         state = State(handed.model, handed.optimizers[0], also=handed)
-        loop.generators = OwnGenerators(handed.model)
+        loop.generators = OwnGenerators(handed.model, *handed.optimizers)
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.optimizers, order, order.total, fresh)
         for optimizer in handed.optimizers:

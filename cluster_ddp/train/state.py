@@ -192,6 +192,10 @@ class State:
             for name, module in self._modules
             for key, value in of_module(module).items()
         }
+        for name, weight in self._by_name.items():
+            for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+                if hooks:
+                    holders[f"model.{name}, its hooks"] = hooks
         if isinstance(self._also, Task):
             holders |= {f"task.{key}": value for key, value in vars(self._also).items()}
         known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}

@@ -186,7 +186,7 @@ class Trainer:
 
         order = self.stream.order if isinstance(self.stream, MapStream) else None
         self.single_samples = SingleSamples(self.model, order, self.plan)
-        self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task, self.model))
+        self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task, self.model, self.optimizer))
         self.evaluated = evaluated_weights(self.model, self.optimizer) if self.ema is None else None
         averages = self.ema or self.evaluated
         self.state = State(self.model, self.optimizer, scaler=scaler, ema=averages, also=self.task)

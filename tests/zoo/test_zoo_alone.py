@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+from zoo_awkward import COUNTED
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
 from zoo_training import Case, ZooTask, judge
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.status import describe
+from cluster_ddp.train import update
 
 
 @pytest.mark.parametrize("case", [*OF_OPTIMIZERS, *OF_MODELS, *OF_DATA, *OF_STEPS], ids=str)
@@ -95,6 +97,24 @@ def test_what_no_checkpoint_holds_is_told_by_name(tmp_path: Path, capfd: pytest.
     assert "training changes task.before, task.calls, task.losses, task.scheduler, which" in told[0]
     for record in tmp_path.rglob("run.json"):
         assert "training changes task.before" in describe(RunDirectory(record.parent), {}).warnings[0]
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_a_model_counts_is_told_wherever_it_is(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(model=f"counts in {kind}", train={"steps": 3, "ema_decay": None}), tmp_path)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert f"{kind}, task.losses, which" in told[0]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD momentum fused", "AdamW"])
+def test_an_answer_on_the_device_is_no_state_of_the_optimizer(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a fused optimizer is told by a tensor whether to leave its update out."""
+    monkeypatch.setattr(update, "any_not_finite", update.any_not_finite_on_device)
+    assert str(judge(Case(optimizer), tmp_path)) == "exact"
 
 
 def test_what_the_task_keeps_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -84,6 +85,98 @@ class Draws(nn.Module):
         return self.layers(inputs)
 
 
+class Slots:
+    __slots__ = ("count", "generator")
+
+    def __init__(self) -> None:
+        self.count, self.generator = 0, torch.Generator()
+
+
+class DrawsSomehow(nn.Module):
+    """Draws from generators in a partial, in what a function has closed over, and in an object with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator()
+        self.layers, self.slots = mlp(), Slots()
+        self.first = partial(torch.randn, FEATURES, generator=torch.Generator())
+        self.second = lambda: torch.randn(FEATURES, generator=generator)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            inputs = inputs + self.first() + self.second() + torch.randn(FEATURES, generator=self.slots.generator)
+        return self.layers(inputs)
+
+
+class Clamps(nn.Module):
+    """Gives its first weight other data in each forward pass, as a clamp of weights does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.layers[0].weight.data = self.layers[0].weight.data.clamp(-0.1, 0.1)
+        return self.layers(inputs)
+
+
+class Counts(nn.Module):
+    """Counts its forward passes, and its scores depend on the count; `kind` says where that is."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers, self.kind, count = mlp(), kind, [0]
+        self.slots, self.long, self.array, self.set = Slots(), [0.0] * 200, bytearray(1), {-1}
+        self.numbers = dict.fromkeys(range(200), 0.0)
+
+        def times_count(*given: Any) -> Any:
+            count[0] += 1
+            return given[-1] * count[0]
+
+        if kind == "cycle":
+            self.cycle = itertools.cycle((1.0, 2.0, 3.0))
+        elif kind == "closure":
+            self.closure = times_count
+        elif kind == "_forward_hooks":
+            self.layers.register_forward_hook(times_count)
+        elif kind == "its hooks":
+            self.layers[0].weight.register_hook(times_count)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.layers(inputs)
+        return scores * self._factor(scores) if self.training else scores
+
+    def _factor(self, scores: Tensor) -> Any:
+        if self.kind == "slots":
+            self.slots.count += 1
+            return self.slots.count
+        if self.kind == "long":
+            self.long[150] += 1
+            return self.long[150]
+        if self.kind == "numbers":
+            self.numbers[150] += 1
+            return self.numbers[150]
+        if self.kind == "array":
+            self.array[0] += 1
+            return self.array[0]
+        if self.kind == "set":
+            self.set.add(len(self.set))
+            return len(self.set)
+        if self.kind == "cycle":
+            return next(self.cycle)
+        if self.kind == "closure":
+            return self.closure(1)
+        if self.kind == "generator" and not hasattr(self, "generator"):
+            self.generator = torch.Generator()
+        return torch.rand((), generator=self.generator) if self.kind == "generator" else 1
+
+
+COUNTED = (
+    "slots", "long", "numbers", "array", "set", "cycle", "closure", "generator", "_forward_hooks", "its hooks",
+)  # fmt: skip
+
+
 class Changes(nn.Module):
     """Freezes its BatchNorm, or replaces its head, in one forward pass; the count is a buffer."""
 
@@ -144,9 +237,12 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     **{kind: partial(WithoutExtra, kind) for kind in ("buffer that is not persistent", "buffer replaced")},
     "extra state that is no tensor": partial(WithState, "extra state that is no tensor"),
     "a generator of its own": Draws,
+    "generators in functions and slots": DrawsSomehow,
+    "parameter.data replaced": Clamps,
     "BatchNorm frozen in training": partial(Changes, "BatchNorm frozen in training"),
 }
 REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{f"counts in {kind}": partial(Counts, kind) for kind in COUNTED},
     **{
         kind: partial(WithoutExtra, kind)
         for kind in (

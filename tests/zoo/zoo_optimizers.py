@@ -190,6 +190,44 @@ class Around(SGD):
         super().step()
 
 
+class Remembers(SGD):
+    """Its updates depend on an attribute that no state holds: `kind` says of which kind that is."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, kind: str) -> None:
+        super().__init__(parameters, lr=lr)
+        self.kind, self.word, self.before = kind, "first", None
+        self.generator, self.numbers = torch.Generator(), [0.0] * 200
+        self.iterator = iter(range(100)) if kind == "an iterator in itself" else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        first: nn.Parameter = self.param_groups[0]["params"][0]
+        assert first.grad is not None
+        gradient = first.grad.clone()
+        if self.kind == "a generator in itself":
+            first.grad += torch.randn(first.shape, generator=self.generator)
+        elif self.kind == "a word in itself":
+            first.grad *= len(self.word)
+            self.word = "later"
+        elif self.kind == "a tensor that comes later":
+            first.grad += gradient if self.before is None else self.before
+            self.before = gradient
+        elif self.kind == "a number that comes later":
+            self.count = getattr(self, "count", 0) + 1
+            first.grad *= self.count
+        elif self.kind == "a long list in itself":
+            self.numbers[150] += 1
+            first.grad *= self.numbers[150]
+        elif self.iterator is not None:
+            first.grad *= next(self.iterator)
+        super().step()
+
+
+REMEMBERED = (
+    "a word in itself", "a tensor that comes later", "a number that comes later", "a long list in itself",
+    "an iterator in itself",
+)  # fmt: skip
+
 KEPT = (
     "fp32 master", "uint8", "list of tensors", "one tensor twice", "dict of tensors", "key with a dot", "global state",
     "tensor in the group", "own extras",
@@ -250,6 +288,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     **{
         kept: partial(lambda model, lr, kept: Around(trainable(model), lr, kept), kept=kept)
         for kept in ("an optimizer in itself", "a dict in itself", "state of what it does not hold")
+    },
+    **{
+        kind: partial(lambda model, lr, kind: Remembers(trainable(model), lr, kind), kind=kind)
+        for kind in ("a generator in itself", *REMEMBERED)
     },
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
 }

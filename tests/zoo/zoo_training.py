@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -67,14 +68,21 @@ class Crash(Exception):
     """What ends an attempt in the middle of an epoch."""
 
 
+_MADE: WeakKeyDictionary[Task, Optimizer] = WeakKeyDictionary()
+
+
 class ZooTask(Task):
     """A case as a task; `crash` is the step that raises."""
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         self.case, self.crash = case, crash
         self.losses: dict[int, float] = {}
-        self.made: Optimizer | None = None
         self.trainer: Trainer | None = None
+
+    @property
+    def made(self) -> Optimizer:
+        """The optimizer; kept apart, because what a task holds is searched, and most do not hold it."""
+        return _MADE[self]
 
     def model(self) -> nn.Module:
         return {**MODELS, **AWKWARD, **REFUSED_MODELS}[self.case.model]()
@@ -83,8 +91,8 @@ class ZooTask(Task):
         return {**DATA, **REFUSED_DATA}[self.case.data]()
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        self.made = OPTIMIZERS[self.case.optimizer](model, lr)
-        return self.made
+        _MADE[self] = OPTIMIZERS[self.case.optimizer](model, lr)
+        return _MADE[self]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         assert self.trainer is not None
@@ -196,7 +204,7 @@ def _last_line(error: BaseException) -> str:
 
 def live_state(task: ZooTask) -> dict[str, Any]:
     """What is in the live model and optimizer: a digest for each tensor and number by its name."""
-    assert task.trainer is not None and task.made is not None
+    assert task.trainer is not None
     model = task.trainer.model
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     found = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()}
