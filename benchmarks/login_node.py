@@ -88,7 +88,7 @@ def measure_runs(count: int, checkouts: list[Path], rounds: int, folder: Path) -
         for command in ("status", "list"):
             measured[f"{command} {checkout.name}"] = lambda _, name=command, at=checkout: call((name,), at, folder)[0]
     wall, _, slurm = alternate(measured, rounds, count)[f"status {checkouts[0].name}"]
-    return count < TARGET_RUNS or (wall <= TARGET_STATUS and slurm.count("squeue") <= 1 and slurm.count("sacct") <= 1)
+    return count != TARGET_RUNS or (wall <= TARGET_STATUS and slurm.count("squeue") <= 1 and slurm.count("sacct") <= 1)
 
 
 def measure_sweep(count: int, rounds: int, folder: Path) -> bool:
@@ -107,7 +107,7 @@ def measure_sweep(count: int, rounds: int, folder: Path) -> bool:
         "sweep --dry-run": lambda number: sweep(number, "--no-check", "--dry-run"),
     }
     wall, _, slurm = alternate(measured, rounds, count)["sweep, which imports the task"]
-    return count < TARGET_RUNS or (wall <= TARGET_SWEEP and slurm.count("sbatch") == 1)
+    return count != TARGET_RUNS or (wall <= TARGET_SWEEP and slurm.count("sbatch") == 1)
 
 
 def repository() -> Path:
