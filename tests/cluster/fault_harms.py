@@ -71,6 +71,13 @@ def warn(scene: Scene) -> None:
     scene.cluster.send_signal(scene.run.job, name, batch=True)
 
 
+def shorten_time_limit(scene: Scene) -> None:
+    """Leave it less time than the keeper lets pass until it asks Slurm again when the job ends."""
+    scene.cluster.run("scontrol", "update", f"JobId={scene.run.job}", "TimeLimit=2")
+    scene.run.wait_for_restart(1)
+    scene.cluster.run("scontrol", "update", f"JobId={scene.run.job}", "TimeLimit=20")
+
+
 def preempt(scene: Scene) -> None:
     scene.cluster.preempt(scene.run.job)
 

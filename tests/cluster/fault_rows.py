@@ -29,6 +29,7 @@ from fault_harms import (
     reboot,
     remove_cgroup,
     requeue_and_hold,
+    shorten_time_limit,
     stand_still,
     stop,
     suspend,
@@ -117,6 +118,13 @@ ROWS: dict[str, Row] = {
         lost=2 * EVERY_STEPS,  # KillWait is 5 s here
         words=("time-limit",),
         job={"requeue": {"warning": "1s"}},
+        task=_paced(seconds=2.5),  # Slurm looks at time limits every half a minute
+    ),
+    "time limit made shorter (`scontrol update TimeLimit=`)": Row(
+        "Slurm's warning goes by the new one: saved, requeued",
+        shorten_time_limit,
+        words=("stopped: time-limit",),
+        job={"requeue": {"warning": "20s"}},
         task=_paced(seconds=2.5),  # Slurm looks at time limits every half a minute
     ),
     "preemption with grace": Row(
