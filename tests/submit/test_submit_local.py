@@ -378,3 +378,16 @@ def test_modules_in_the_current_folder_do_not_replace_pythons_own(call: Call, tm
     command = [sys.executable, "-c", program, "local", "job.yaml", "--set", "args=[1]"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_interpreter_that_the_job_names_is_used_here_too(tmp_path: Path) -> None:
+    other, used = tmp_path / "other-python", tmp_path / "used"
+    other.write_text(f'#!/bin/sh\necho "$@" >> {used}\nexit 3\n')
+    other.chmod(0o755)
+    spec = JobSpec(name="a", script="train.py", launch={"python": str(other)}, runs_dir=str(tmp_path / "runs"))
+    with (tmp_path / "shown").open("w") as show:
+        local.start_local(local.plan_local(spec, procs=1, gpus="none"), show=show)
+    assert used.read_text().startswith("-m cluster_ddp.launch.node ")
+    missing = spec.model_copy(update={"launch": spec.launch.model_copy(update={"python": "/no/python"})})
+    with pytest.raises(SubmitError, match=r"launch\.python: /no/python is not on this machine"):
+        local.plan_local(missing)
