@@ -39,5 +39,5 @@ def test_every_page_of_the_docs_is_linked_from_the_readme() -> None:
 def test_benchmarks_exist() -> None:
     pages = [(PROJECT / "docs" / page).read_text() for page in ("performance.md", "scale.md")]
     named = re.findall(r"`python (benchmarks/\w+\.py)", "".join(pages))
-    assert len(set(named)) == 7
+    assert len(set(named)) == 8
     assert [name for name in named if not (PROJECT / name).is_file()] == []
