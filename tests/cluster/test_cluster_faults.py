@@ -14,6 +14,7 @@ from training_job import TrainingJob, write_job
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.chaos  # without Slurm: test_launch_node.py
 def test_killed_rank_is_restarted_inside_the_allocation(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     fault = {"fault": "kill", "at": 30, "marker": str(tmp_path / "struck")}
     training = submit(cluster, tmp_path, fault=fault, launch={"max_restarts": 1})

@@ -183,9 +183,8 @@ def newest(run: Path) -> int:
 
 @FINDS_RANKS
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "epochs", "every"), [("ddp", 60, 50), pytest.param("lit", 20, 10, marks=pytest.mark.chaos)]
-)
+@pytest.mark.chaos  # on Slurm, by the same commands: test_cluster_scripts.py
+@pytest.mark.parametrize(("name", "epochs", "every"), [("ddp", 60, 50), ("lit", 20, 10)])
 def test_a_changed_program_goes_on_exactly_by_the_commands(
     name: str, epochs: int, every: int, tmp_path: Path, call: Call
 ) -> None:
