@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.described import PATIENCE_SECONDS
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
@@ -16,10 +17,11 @@ from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
+from cluster_ddp.submit.taking_up import take_up_run
 
 
 def command(run: RunOrSweep) -> None:
-    """Cancel a run, or all of a sweep: it ends at once and no trap or requeue starts it again. Only `resume` does."""
+    """End a run, or all of a sweep, at once and for good: no requeue starts it again, only `resume` does."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
         cancel_sweep(sweep, _mark)
@@ -68,16 +70,16 @@ def _stop_last_attempt(run: RunDirectory, history: History) -> None:
 
 def _cancel_jobs(run: RunDirectory) -> list[str]:
     job_ids = slurm_job_ids(run)
-    if not job_ids:
-        return []
     try:
+        take_up_run(run, seconds=PATIENCE_SECONDS)
+        job_ids = slurm_job_ids(run)
         own, others = living_jobs(run, query_jobs(job_ids))
         for job in own:
             cancel_job(job.job_id)
     except SlurmError as error:
+        which = f"its Slurm job {job_ids[-1]}" if job_ids else "a Slurm job of it"
         raise SlurmError(
-            f"run {run.id} is marked as cancelled and no new attempt will begin, but its Slurm job {job_ids[-1]} may "
-            f"go on: {error}"
+            f"run {run.id} is marked as cancelled and no new attempt will begin, but {which} may go on: {error}"
         ) from error
     for job in others:
         named = run_in_comment(job.comment)

@@ -16,7 +16,8 @@ from cluster_ddp.run.remembered import EndedRun
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts
-from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs, query_jobs
+from cluster_ddp.run.unnoted import ask_about, with_unnoted
+from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
 _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
@@ -38,9 +39,10 @@ def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
 
 def describe_with(known: Sequence[K], jobs: SlurmJobs, describe: Callable[[K, SlurmJobs], S]) -> list[S]:
     """The state of each run with what squeue says; where that leaves a doubt, with what the accounting knows, too."""
-    found = [describe(run, jobs) for run in known]
     if jobs is None:
-        return found
+        return [describe(run, jobs) for run in known]
+    known = with_unnoted(known, jobs)
+    found = [describe(run, jobs) for run in known]
     doubtful = {s.slurm_job_id for s in found if s.slurm_job_id is not None and s.state in _DOUBTFUL}
     forgotten = frozenset(doubtful.difference(jobs))
     ended = _ended_jobs(forgotten)
@@ -56,9 +58,8 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
 
 def ask_slurm(known: Sequence[KnownRun | EndedRun | NotBegun]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be asked."""
-    job_ids = {job_id for run in known for job_id in run.slurm_job_ids}
     try:
-        return query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
+        return ask_about(known, seconds=PATIENCE_SECONDS)
     except SlurmError as error:
         first_line = str(error).splitlines()[0]
         tell(f"cluster-ddp: told from the run directories alone: {first_line}")

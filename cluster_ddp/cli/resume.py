@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Annotated
 
 import typer
 
 from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
-from cluster_ddp.cli.described import describe_runs, report_ended
+from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, report_ended
 from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.sweep import find_sweep
+from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit import local, resume
+from cluster_ddp.submit.taking_up import take_up_run
 
 
 def command(
@@ -27,7 +30,7 @@ def command(
     ] = None,
     as_json: JsonLine = False,
 ) -> None:
-    """Go on with a run from its last checkpoint, or with a sweep: in the queue, or here if it is a local one."""
+    """Continue a run from its last checkpoint, or a sweep: in the queue, or on this machine if it is a local one."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
         from cluster_ddp.cli.sweep import go_on
@@ -39,6 +42,8 @@ def command(
             )
         raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
+    with contextlib.suppress(SlurmError):  # the look at its state tells of that
+        take_up_run(found, seconds=PATIENCE_SECONDS)
     seen = read_history(found)  # before it is judged: what happens from here on was not seen, and is not forgiven
     (status,) = describe_runs([found])
     plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs)

@@ -41,7 +41,7 @@ _LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
 def command(
     runs: Runs = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing is left to happen.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; of several runs a list.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; for several runs, a list.")] = False,
 ) -> None:
     """Show where runs stand: state, step, checkpoint, metrics, lost time."""
     look = Look(runs or [])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from cluster_ddp.cli.answer import tell, told_if_slow
-from cluster_ddp.cli.described import describe_runs
+from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
@@ -17,6 +19,7 @@ from cluster_ddp.run.status import RunStatus, living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
+from cluster_ddp.submit.taking_up import take_up_run
 
 _OF_A_SCRIPT = (
     "Its script reports nothing to cluster-ddp. It is sent SIGTERM, or the signal of requeue.signal, if it handles one "
@@ -32,6 +35,8 @@ def command(run: RunOrSweep) -> None:
         return
     with told_if_slow("cluster-ddp: the storage or Slurm does not answer yet: the run hears of this once it does"):
         found = find_run_to_change(run, runs_dir_of(None))
+        with contextlib.suppress(SlurmError):  # the look at its state tells of that
+            take_up_run(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
         _stop(found, status)
 

@@ -17,6 +17,7 @@ from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, rea
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
+from cluster_ddp.submit.taking_up import take_up_sweep
 
 
 def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], None]) -> None:
@@ -76,6 +77,7 @@ def cancel_sweep(sweep: SweepDirectory, mark: Callable[[RunDirectory], None]) ->
 def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, Sequence[SlurmJob]]]:
     """Each element, where it stands, and those of its jobs that wait or run and are surely its own."""
     limit_umask(sweep.path)
+    take_up_sweep(sweep, seconds=PATIENCE_SECONDS)
     known = know_elements(sweep, read_sweep(sweep), know)
     job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
     jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}

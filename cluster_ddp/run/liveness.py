@@ -7,13 +7,17 @@ A process id alone says little: ids are reused, machines restart, containers num
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from cluster_ddp.run.reading import as_time
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME_FIELD = 22  # of /proc/<pid>/stat, counted from 1: clock ticks since boot
 _FIRST_FIELD_AFTER_NAME = 3
+_CLAIM_SECONDS = 300.0  # after which one from a host that cannot be seen is taken for dead
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,20 @@ def is_alive(process: ProcessIdentity) -> bool | None:
     if not process.boot_id and process.host != os.uname().nodename:
         return None
     return _start_time(process.pid) == process.started
+
+
+def claim() -> dict[str, Any]:
+    """This process as the one that is at something, since now, in its JSON form."""
+    return {**asdict(identify(os.getpid())), "since": time.time()}
+
+
+def is_claimed(claim: dict[str, Any] | None) -> bool:
+    """Whether the process of a `claim` is still at it; of one on a host that cannot be seen, for some minutes."""
+    process = read_identity(claim or {})
+    if claim is None or process is None:
+        return False
+    alive, since = is_alive(process), as_time(claim.get("since")) or 0.0
+    return alive if alive is not None else time.time() - since < _CLAIM_SECONDS
 
 
 def _boot_id() -> str:

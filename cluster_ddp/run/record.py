@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import MAX_RECORD, as_size, as_time, as_whole, read_file
 from cluster_ddp.run.storage import Storage, json_bytes, write_json
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
+QUEUED = ("sbatch", "submitit")
+"""The values of `RunRecord.via` of runs that a batch system starts."""
+
 _COMMENT = "cluster_ddp "  # begins the comment of a job of ours; the run's id follows
 
 
@@ -48,6 +52,23 @@ class RunRecord:
     nodes: int | None = None
     procs: int | None = None
     global_batch: int | None = None  # samples per step, resolved at the first attempt and kept for the life of the run
+    # The process that gives a job to a batch system, and since when, until the job's id is noted. When nobody is at it
+    # any more, the job may be in the queue or not
+    submitting: dict[str, Any] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a process is giving a job of the run to a batch system."""
+        return is_claimed(self.submitting)
+
+
+@dataclass(frozen=True)
+class Unnoted:
+    """How squeue knows a job that may have been submitted for a run, and whose id nobody has noted."""
+
+    names: frozenset[str]  # one of which its comment gives: the run's, or the sweep's
+    task: int | None = None  # of the sweep's array
+    noted_arrays: frozenset[str] = frozenset()  # of the sweep, which begin with other elements
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
@@ -66,6 +87,7 @@ def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
         versions=package_versions(),
         nodes=spec.slurm.nodes,
         procs=procs if isinstance(procs, int) else None,
+        submitting=claim() if via in QUEUED else None,
     )
 
 
@@ -108,6 +130,7 @@ def _check_kinds(record: RunRecord) -> None:
             for name in ("nodes", "procs")
         },
         "global_batch": optional(lambda value: (as_whole(value) or 0) > 0, record.global_batch),
+        "submitting": optional(lambda value: isinstance(value, dict), record.submitting),
         "slurm_job_ids": isinstance(record.slurm_job_ids, (list, tuple))
         and all(is_job_id(str(job_id)) for job_id in record.slurm_job_ids),
     }
@@ -127,15 +150,20 @@ def update_record(run: RunDirectory, **changes: Any) -> None:
 
 
 def add_slurm_job(run: RunDirectory, job_id: str) -> None:
-    """Note another Slurm job of the run; see `update_record`."""
+    """Note another Slurm job of the run, which is no longer being submitted then; see `update_record`."""
     _change(
         run,
         lambda record: (
             record
             if job_id in record.slurm_job_ids
-            else dataclasses.replace(record, slurm_job_ids=(*record.slurm_job_ids, job_id))
+            else dataclasses.replace(record, slurm_job_ids=(*record.slurm_job_ids, job_id), submitting=None)
         ),
     )
+
+
+def announce_submission(run: RunDirectory) -> None:
+    """Note that this process is about to give a job of the run to a batch system, until its id is noted."""
+    update_record(run, submitting=claim())
 
 
 def slurm_comment(run_id: str) -> str:
@@ -152,6 +180,16 @@ def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
     if record is not None and not os.path.lexists(run.path.parent / record.id / run.record_file.name):
         names.add(record.id)
     return names
+
+
+def unnoted_job(run: RunDirectory, record: RunRecord) -> Unnoted | None:
+    """How a job is known that was being submitted when the process that did was killed; None where none was.
+
+    The name of an element, which its own job's comment gives, may be that of one of another sweep as well.
+    """
+    if record.submitting is None or record.busy or run.sweep_id is not None:
+        return None
+    return Unnoted(frozenset(names_in_comments(run, record)))
 
 
 def run_in_comment(comment: str) -> str | None:

@@ -123,7 +123,8 @@ def _is_alone(slurm_job_ids: list[str], slurm_jobs: Mapping[str, SlurmJob] | Non
 
 def _has_ended(known: KnownRun, status: RunStatus) -> bool:
     over = bool(known.attempts) and known.attempts[-1].ended is not None
-    return over and known.record is not None and status.state in _ENDED
+    settled = known.record is not None and known.record.submitting is None
+    return over and settled and status.state in _ENDED
 
 
 def _cache_folder() -> Path:

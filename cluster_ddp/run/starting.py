@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import NODE_STARTED, REQUEUED, RESUMED, START_FAILED, STARTED
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
@@ -12,6 +13,21 @@ def see_output(record: RunRecord | None, job_id: str) -> str:
     """Where a job's output is, for people: the file's name in the run directory."""
     via_submitit = record is not None and record.via == "submitit"
     return f"(see {f'submitit/{job_id}_0_log.out' if via_submitit else f'slurm-{job_id}.out'})"
+
+
+def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
+    """State and reason of a run that somebody submits, or was about to when he was stopped; no job is known of it.
+
+    Parameters
+    ----------
+    answered
+        Whether Slurm could be asked.
+    """
+    if record.busy:
+        return RunState.PENDING, "not submitted yet"
+    if not answered:
+        return RunState.PENDING, "Slurm cannot be asked from here whether it was submitted"
+    return RunState.LOST, f"it was to be submitted, and is not in the queue; cluster-ddp resume {record.id} submits it"
 
 
 def failed_start(history: History, record: RunRecord | None, job_id: str, *, queued: bool) -> str | None:

@@ -21,10 +21,18 @@ from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.metrics import LatestMetrics
 from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
-from cluster_ddp.run.record import RunRecord, names_in_comments, read_record, run_in_comment
+from cluster_ddp.run.record import (
+    QUEUED,
+    RunRecord,
+    Unnoted,
+    names_in_comments,
+    read_record,
+    run_in_comment,
+    unnoted_job,
+)
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
 from cluster_ddp.run.silence import silent_nodes
-from cluster_ddp.run.starting import failed_start, see_output, waits_for
+from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
 from cluster_ddp.run.stopfile import read_stop
 from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.reasons import in_words
@@ -49,13 +57,15 @@ class KnownRun:
     record: RunRecord | None  # None when run.json cannot be read
     unreadable: str | None  # why it cannot be
     attempts: tuple[AttemptRecord, ...]
+    unnoted: Unnoted | None = None  # set where whoever submitted it was killed, or had no clear answer
+    found: tuple[str, ...] = ()  # the jobs that squeue knows so: see `cluster_ddp.run.unnoted`
 
     @property
     def slurm_job_ids(self) -> list[str]:
         """Every Slurm job of the run."""
         noted = list(self.record.slurm_job_ids) if self.record else []
         begun = [attempt.slurm_job_id for attempt in self.attempts if attempt.slurm_job_id]
-        return list(dict.fromkeys([*noted, *begun]))
+        return list(dict.fromkeys([*noted, *begun, *self.found]))
 
 
 @dataclass(frozen=True)
@@ -103,9 +113,10 @@ def know(run: RunDirectory) -> KnownRun:
     """Read what squeue is to be asked about a run by."""
     attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
     try:
-        return KnownRun(run, read_record(run), None, attempts)
+        record = read_record(run)
     except RunError as error:
         return KnownRun(run, None, str(error), attempts)
+    return KnownRun(run, record, None, attempts, unnoted_job(run, record))
 
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:
@@ -270,11 +281,13 @@ def _never_began(
         state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
         where = see_output(record, job.job_id)
         return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began {where}"
+    if record is not None and record.submitting is not None:
+        return not_in_queue(record, answered=answered)
     if ids and answered:
         return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and it has not begun an attempt since"
     if ids:
         return RunState.PENDING, f"Slurm cannot be asked about job {ids[-1]} from here"
-    if record is not None and record.via in ("sbatch", "submitit"):
+    if record is not None and record.via in QUEUED:
         return RunState.PENDING, "not submitted yet"
     if record is not None and record.via == "launch":
         return RunState.PENDING, "its nodes wait for each other, or have to be started"

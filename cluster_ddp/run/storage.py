@@ -167,6 +167,15 @@ def is_mine(path: Path) -> bool:
         return False
 
 
+def is_mine_alone(folder: Path) -> bool:
+    """Whether a folder belongs to who calls this, and nobody else may write in it."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def open_append(path: Path) -> int:
     """Open a regular file for reading and appending, made if it is not there; see `open_without_links`."""
     return open_without_links(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)

@@ -23,7 +23,7 @@ from typing import Any
 from cluster_ddp.job.limits import MAX_ELEMENTS
 from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
-from cluster_ddp.run.liveness import identify, is_alive, read_identity
+from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_time, as_whole, read_file
 from cluster_ddp.run.runs import list_runs
@@ -35,7 +35,6 @@ _MAX_LABEL = 120  # characters of what differs, in a name
 _MAX_BYTES = 32 << 20  # of sweep.json
 _MAX_TASKS = 100 * MAX_ELEMENTS  # of all arrays: each may be to start every element
 _NAME = re.compile(r"[0-9]{4,}-[A-Za-z0-9._+=-]{1,200}")
-_SUBMITTING_SECONDS = 300.0  # after which a submission from a host that cannot be seen is taken for dead
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,12 @@ class SweepRecord:
     mode: str = "max"
     at_once: int | None = None  # how many may run at the same time; None for as many as there is room for
     submitting: dict[str, Any] | None = None  # the process that is submitting or running elements, and since when
+    announced: int | None = None  # the element that is task 0 of an array that was given to sbatch and is not noted yet
 
     @property
     def busy(self) -> bool:
         """Whether another process is submitting elements, or running them here."""
-        process = read_identity(self.submitting or {})
-        if self.submitting is None or process is None:
-            return False
-        alive, since = is_alive(process), as_time(self.submitting.get("since")) or 0.0
-        return alive if alive is not None else time.time() - since < _SUBMITTING_SECONDS
+        return is_claimed(self.submitting)
 
 
 @dataclass(frozen=True)
@@ -170,14 +166,17 @@ def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Seq
 
 
 def claimed(record: SweepRecord) -> SweepRecord:
-    """The record with this process as the one that submits; a `RunError` while another does."""
+    """The record with this process as the one that submits; a `RunError` while another does.
+
+    What another was about to submit when it was killed is forgotten: whoever claims the sweep has taken that up before.
+    """
     if record.busy:
         who = record.submitting or {}
         raise RunError(
             f"sweep {record.id} is being submitted by process {who['pid']} on {who['host']}, and nothing is started "
             f"twice.\nSee how it goes on: cluster-ddp status {record.id}"
         )
-    return replace(record, submitting={**asdict(identify(os.getpid())), "since": time.time()})
+    return replace(record, submitting=claim(), announced=None)
 
 
 def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
@@ -231,6 +230,9 @@ def _checked(value: dict[str, Any]) -> SweepRecord:
         raise ValueError("the value of its id, its time of creation or its metric")
     if at_once is not None and not as_whole(at_once):
         raise ValueError("at_once is no number of elements")
+    announced = value.get("announced")
+    if announced is not None and as_whole(announced) is None:
+        raise ValueError("announced is no number of an element")
     return SweepRecord(
-        value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting
+        value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting, announced
     )

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
-from cluster_ddp.run.record import run_in_comment
+from cluster_ddp.run.record import Unnoted, run_in_comment
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
 from cluster_ddp.slurm.reasons import in_words
@@ -30,12 +30,16 @@ class NotBegun:
     sweep: SweepDirectory
     record: SweepRecord
     element: Element
+    # unnoted, found: as those of a `KnownRun`
+    unnoted: Unnoted | None = None
+    found: tuple[str, ...] = ()
 
     @property
     def slurm_job_ids(self) -> list[str]:
         """The tasks of Slurm's arrays that may be to start it, the latest last."""
         number = self.element.number
-        return [f"{array.job_id}_{number - array.offset}" for array in self.record.arrays if number >= array.offset]
+        noted = [f"{array.job_id}_{number - array.offset}" for array in self.record.arrays if number >= array.offset]
+        return [*noted, *self.found]
 
 
 def know_elements(
@@ -49,10 +53,19 @@ def know_elements(
         Reads that of one that has a run: `cluster_ddp.run.status.know`, or what knows more.
     """
     begun = {element.name for element in sweep.begun(record.elements)}
-    return [
-        know_run(sweep.run(element)) if element.name in begun else NotBegun(sweep, record, element)
-        for element in record.elements
-    ]
+    offset = None if record.busy else record.announced
+    noted = frozenset(array.job_id for array in record.arrays)
+
+    def known(element: Element) -> K | NotBegun:
+        unnoted = None
+        if offset is not None and element.number >= offset:
+            unnoted = Unnoted(frozenset({record.id}), element.number - offset, noted)
+        if element.name not in begun:
+            return NotBegun(sweep, record, element, unnoted)
+        run = know_run(sweep.run(element))
+        return replace(run, unnoted=unnoted) if unnoted is not None and isinstance(run, KnownRun) else run
+
+    return [known(element) for element in record.elements]
 
 
 def tasks_of(known: NotBegun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
@@ -77,7 +90,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
     if job is None:
         if record.busy:
             return RunState.PENDING, "waits for its turn"
-        if record.arrays and not answered:
+        if (record.arrays or record.announced is not None) and not answered:
             return RunState.PENDING, "Slurm cannot be asked about it from here"
         return RunState.LOST, f"has not begun, and no job is to start it; cluster-ddp resume {record.id} does"
     if job.held:

@@ -170,10 +170,11 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
         raise
 
 
-def query_own_jobs() -> dict[str, SlurmJob]:
-    """All jobs of this user that wait or run, by one call of squeue; `SlurmError` as from `query_jobs`."""
+def query_own_jobs(*, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
+    """All jobs of this user that Slurm knows, by one call of squeue; `SlurmError` as from `query_jobs`."""
     require("squeue")
-    return parse_queue(call(["squeue", "--noheader", "--me", "--array", f"--format={QUEUE_FORMAT}"]))
+    command = ["squeue", "--noheader", "--states=all", "--array", "--me", f"--format={QUEUE_FORMAT}"]
+    return parse_queue(call(command, seconds=seconds))
 
 
 def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:

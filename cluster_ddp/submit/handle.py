@@ -14,7 +14,8 @@ from cluster_ddp.printing import say
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe_known, know
-from cluster_ddp.slurm.commands import SlurmError, query_jobs
+from cluster_ddp.run.unnoted import ask_about, with_unnoted
+from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
 from cluster_ddp.submit.local import VIA as LOCAL
 from cluster_ddp.submit.preflight import check_before_queue
@@ -65,9 +66,10 @@ class RunHandle:
         """
         known = know(self._run)
         try:
-            jobs = query_jobs(known.slurm_job_ids, seconds=_QUEUE_SECONDS) if known.slurm_job_ids else {}
+            jobs = ask_about([known], seconds=_QUEUE_SECONDS)
         except SlurmError:
             return describe_known(known, None)
+        (known,) = with_unnoted([known], jobs)
         return describe_known(known, jobs)
 
     @property

@@ -132,6 +132,12 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
             f"run {run.id} is HELD: {status.reason}\n"
             f"To start it in another job instead, take this one out of the queue first: cluster-ddp cancel {run.id}"
         )
+    if status.record is not None and status.record.busy:
+        who = status.record.submitting or {}
+        raise SubmitError(
+            f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; resume does not do it twice.\n"
+            f"See how it goes on: cluster-ddp status {run.id}"
+        )
     if status.state.alive or in_queue:
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
         raise SubmitError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from cluster_ddp.slurm.commands import SlurmError, cancel_job, require, submit_script
+from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job, require, submit_script
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
 
 if TYPE_CHECKING:
@@ -59,14 +59,17 @@ class SbatchSubmission:
 
     def send(self, run: RunDirectory) -> str:
         """Call sbatch, once for each job of the chain, and note the jobs in the run's record; the id of the first."""
-        from cluster_ddp.run.record import add_slurm_job
+        from cluster_ddp.run.record import add_slurm_job, announce_submission, update_record
 
         job_ids: list[str] = []
         after = self._after
         for _ in range(self._chain):
+            announce_submission(run)
             try:
                 job_id = submit_script(run.script, str(run.path), options=self.options(run, after))
-            except SlurmError:
+            except SlurmError as error:
+                # Whether there is a job is found out later; it is not while somebody seems to be at it.
+                update_record(run, submitting={} if isinstance(error, SubmissionUnclear) else None)
                 for queued in job_ids:
                     cancel_job(queued)
                 raise

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.record import add_slurm_job, slurm_comment
+from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_comment, update_record
 from cluster_ddp.slurm.commands import SlurmError, environment_for
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.quote import quote
@@ -78,6 +78,7 @@ class SubmititSubmission:
         if self.to_slurm:
             return self._send_to_slurm(run, folder)
         self._send_to_local(run, folder)
+        update_record(run, submitting=None)  # no job of Slurm's is to come
         return None
 
     def _send_to_slurm(self, run: RunDirectory, folder: Path) -> str:
@@ -88,10 +89,12 @@ class SubmititSubmission:
             folder=folder, python=self._batch_python(), max_num_timeout=self._spec.requeue.max_requeues
         )
         executor.update_parameters(**self._slurm_parameters(run))
+        announce_submission(run)
         try:
             with _environment(environment_for(self.text)):
                 job = executor.submit(SubmititJob(str(run.path)))
         except (FailedJobError, FailedSubmissionError, OSError) as error:
+            update_record(run, submitting={})  # perhaps it is in the queue all the same
             raise SlurmError(f"submitit could not submit: {error}") from error
         add_slurm_job(run, str(job.job_id))
         return str(job.job_id)

@@ -17,8 +17,7 @@ from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.reading import as_whole
-from cluster_ddp.run.record import add_slurm_job, run_in_comment, slurm_comment
+from cluster_ddp.run.record import slurm_comment
 from cluster_ddp.run.runs import runs_dir_of, share_with_group
 from cluster_ddp.run.status import RunStatus, know
 from cluster_ddp.run.storage import Storage, replace_file
@@ -34,16 +33,19 @@ from cluster_ddp.run.sweep import (
     with_elements,
 )
 from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
-from cluster_ddp.slurm.commands import query_jobs, query_own_jobs, require, submit_script
+from cluster_ddp.slurm.commands import query_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size
-from cluster_ddp.submit.base import check_writable, note_submitted
+from cluster_ddp.submit.base import check_writable
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
+from cluster_ddp.submit.taking_up import note_array, take_up_sweep
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
 
 _TRAINED = ("name", "task", "params", "script", "args", "train")
 """The keys of a job by which a sweep is the same; what is asked of Slurm, say, may change on the way."""
+
+_QUEUE_SECONDS = 100.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,8 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     """
     require("sbatch")
     check_setup(plan.spec)
-    _take_up_unnoted(plan.sweep)
+    if plan.sweep.exists():
+        take_up_sweep(plan.sweep, seconds=_QUEUE_SECONDS)
     record = prepare(plan, "sbatch", at_once)
     try:
         found = find_out(plan.sweep)
@@ -201,7 +204,8 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
             _announce(plan.sweep, offset)
             job_id = submit_script(plan.sweep.script, str(plan.sweep.path), str(offset), options=options)
             job_ids.append(job_id)
-            _note(plan.sweep, SlurmArray(job_id, offset), tasks, begun)
+            elements = (begun.get(offset + task) for task in tasks)
+            note_array(plan.sweep, SlurmArray(job_id, offset), [element for element in elements if element is not None])
     finally:
         release(plan)
     return Submitted(tuple(job_ids), len(numbers), tuple(found))
@@ -249,41 +253,9 @@ def _announce(sweep: SweepDirectory, offset: int) -> None:
 
     def announced(record: SweepRecord | None) -> SweepRecord:
         assert record is not None
-        return replace(record, submitting={**(record.submitting or {}), "offset": offset})
+        return replace(record, announced=offset)
 
     change_sweep(sweep, announced)
-
-
-def _take_up_unnoted(sweep: SweepDirectory) -> None:
-    """Note the array of a call that was killed behind sbatch: its elements must not be submitted again."""
-    record = read_sweep(sweep) if sweep.exists() else None
-    offset = as_whole((record.submitting or {}).get("offset")) if record is not None else None
-    if record is None or record.busy or offset is None:
-        return
-    unnoted: dict[str, set[int]] = {}
-    for job in query_own_jobs().values():
-        array, _, task = job.job_id.partition("_")
-        if run_in_comment(job.comment) == record.id and task.isdigit():
-            unnoted.setdefault(array, set()).add(int(task))
-    begun = {element.number: element for element in sweep.begun(record.elements)}
-    for job_id in unnoted.keys() - {array.job_id for array in record.arrays}:
-        _note(sweep, SlurmArray(job_id, offset), sorted(unnoted[job_id]), begun)
-
-
-def _note(sweep: SweepDirectory, array: SlurmArray, tasks: Sequence[int], begun: dict[int, Element]) -> None:
-    """Note an array in the sweep, and its tasks in the runs that there are already."""
-
-    def noted(record: SweepRecord | None) -> SweepRecord:
-        assert record is not None
-        return replace(record, arrays=(*record.arrays, array))
-
-    change_sweep(sweep, noted)
-    for task in tasks:
-        element = begun.get(array.offset + task)
-        if element is not None:
-            job_id = f"{array.job_id}_{task}"
-            add_slurm_job(sweep.run(element), job_id)
-            note_submitted(sweep.run(element), "sbatch", job_id)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -164,7 +164,7 @@ def test_what_a_call_that_was_killed_has_submitted_is_not_submitted_again(
         dead.wait()
     record["arrays"].pop()
     process = {"host": "", "pid": dead.pid, "boot_id": "another-boot", "namespace": "", "started": "1"}
-    record["submitting"] = {**process, "since": 1.0, "offset": 3}
+    record |= {"submitting": {**process, "since": 1.0}, "announced": 3}
     sweep.record_file.write_text(json.dumps(record))
     mine = f"cluster_ddp {sweep.id}"
     waiting = [f"{job}|{job}|PENDING||Priority|{mine}" for job in ("101_0", "101_1", "101_2", "102_0")]

@@ -1,0 +1,58 @@
+"""Jobs in Slurm that no folder tells of: whoever submitted them was killed before noting their ids.
+
+Their comments name the run or the sweep that they are for, so squeue tells of them when it is asked about all jobs of
+this user. It is asked so only where a submission was cut off; then that takes the place of the call by job ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from cluster_ddp.run.record import run_in_comment
+from cluster_ddp.run.remembered import EndedRun
+from cluster_ddp.run.status import KnownRun
+from cluster_ddp.run.storage import is_mine_alone
+from cluster_ddp.run.sweep_status import NotBegun
+from cluster_ddp.slurm.commands import query_jobs, query_own_jobs
+from cluster_ddp.slurm.states import SlurmJob
+
+Known = KnownRun | EndedRun | NotBegun
+K = TypeVar("K", bound=Known)
+
+
+def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
+    """What squeue says about the jobs of runs and elements, noted or not, by one call; `SlurmError` as `query_jobs`.
+
+    Only where a submission was cut off, and others have runs among these, theirs take a second one.
+    """
+    known = list(known)
+    if not any(isinstance(entry, KnownRun | NotBegun) and entry.unnoted for entry in known):
+        return query_jobs({job_id for entry in known for job_id in entry.slurm_job_ids}, seconds=seconds)
+    jobs = query_own_jobs(seconds=seconds)
+    mine = {folder: is_mine_alone(folder) for folder in {_folder(entry) for entry in known}}
+    others = {job_id for entry in known if not mine[_folder(entry)] for job_id in entry.slurm_job_ids}
+    return {**query_jobs(others - jobs.keys(), seconds=seconds), **jobs}
+
+
+def with_unnoted(known: Sequence[K], jobs: Mapping[str, SlurmJob]) -> list[K]:
+    """The same runs and elements, with the jobs that their folders do not tell of among theirs."""
+    by_name: dict[tuple[str | None, str], list[str]] = {}
+    for job_id in dict.fromkeys(job.job_id for job in jobs.values()):
+        by_name.setdefault((run_in_comment(jobs[job_id].comment), job_id.partition("_")[2]), []).append(job_id)
+    return [_with_unnoted(entry, by_name) for entry in known]
+
+
+def _with_unnoted(entry: K, by_name: Mapping[tuple[str | None, str], list[str]]) -> K:
+    if isinstance(entry, EndedRun) or entry.unnoted is None:
+        return entry
+    task = "" if entry.unnoted.task is None else str(entry.unnoted.task)
+    ids = (job_id for name in sorted(entry.unnoted.names) for job_id in by_name.get((name, task), ()))
+    noted = {*entry.slurm_job_ids, *entry.unnoted.noted_arrays}
+    return replace(entry, found=tuple(job_id for job_id in ids if noted.isdisjoint((job_id, job_id.partition("_")[0]))))
+
+
+def _folder(entry: Known) -> Path:
+    return entry.sweep.path if isinstance(entry, NotBegun) else entry.run.path

@@ -1,0 +1,59 @@
+"""Noting what a submission that was cut off has left in Slurm's queue, before anybody acts on a run or a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.status import know
+from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, SweepRecord, change_sweep, read_sweep
+from cluster_ddp.run.sweep_status import know_elements
+from cluster_ddp.run.unnoted import ask_about, with_unnoted
+from cluster_ddp.submit.base import note_submitted
+
+
+def take_up_run(run: RunDirectory, *, seconds: float) -> None:
+    """Note the jobs of a run that are in the queue, and that whoever submitted them was killed before noting.
+
+    Raises
+    ------
+    SlurmError
+        squeue is missing, or the controller does not answer within so many seconds.
+    """
+    known = know(run)
+    if known.unnoted is None or known.record is None:
+        return
+    (found,) = with_unnoted([known], ask_about([known], seconds=seconds))
+    for job_id in found.found:
+        add_slurm_job(run, job_id)
+        note_submitted(run, known.record.via, job_id)
+
+
+def take_up_sweep(sweep: SweepDirectory, *, seconds: float) -> None:
+    """Note the array of a sweep that is in the queue, as `take_up_run` does the jobs of a run."""
+    record = read_sweep(sweep)
+    if record.announced is None or record.busy:
+        return
+    known = know_elements(sweep, record, know)
+    tasks: dict[str, list[Element]] = {}
+    for element, entry in zip(record.elements, with_unnoted(known, ask_about(known, seconds=seconds)), strict=True):
+        for job_id in entry.found:
+            tasks.setdefault(job_id.partition("_")[0], []).append(element)
+    for job_id, elements in tasks.items():
+        note_array(sweep, SlurmArray(job_id, record.announced), sweep.begun(elements))
+
+
+def note_array(sweep: SweepDirectory, array: SlurmArray, begun: Sequence[Element]) -> None:
+    """Note an array in the sweep, and its tasks in the runs of those of its elements that have one already."""
+
+    def noted(record: SweepRecord | None) -> SweepRecord:
+        assert record is not None
+        return replace(record, arrays=(*record.arrays, array), announced=None)
+
+    change_sweep(sweep, noted)
+    for element in begun:
+        job_id = f"{array.job_id}_{element.number - array.offset}"
+        add_slurm_job(sweep.run(element), job_id)
+        note_submitted(sweep.run(element), "sbatch", job_id)
