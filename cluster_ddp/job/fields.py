@@ -63,6 +63,13 @@ def line(value: object) -> str:
     return text
 
 
+def _no_number(value: object) -> str:
+    """Return a line of which a bare number is more likely a slip than meant, such as a folder."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise refused("is a number", allowed="a string of one line; in quotes, if the number is meant")
+    return line(value)
+
+
 def _any_string(value: object) -> str:
     """Return any string that a process can be given as an argument or an environment value."""
     text = _string(value, "a string")
@@ -175,7 +182,11 @@ def _sequence(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+NO_NUMBER = "no number"
+"""Marks a string for which a bare number is not taken as written."""
+
 Line = Annotated[str, PlainValidator(line)]
+Text = Annotated[str, PlainValidator(_no_number), NO_NUMBER]
 Name = Annotated[str, PlainValidator(_name)]
 Seconds = Annotated[int, PlainValidator(partial(_duration, parse=parse_duration, forms=DURATION_FORMS))]
 SlurmTime = Annotated[int, PlainValidator(partial(_duration, parse=parse_slurm_time, forms=SLURM_TIME_FORMS))]

@@ -29,6 +29,7 @@ from cluster_ddp.job.templates import is_path, template_file
 from cluster_ddp.job.units import format_slurm_time
 
 _PATHS = (("runs_dir",), ("task",), ("script",), ("launch", "python"), ("launch", "container", "image"))
+_FEW_MEGABYTES = 1024  # that a node does not train with: whoever asks for so few means gigabytes
 _IMAGE_FILES = (".sif", ".sqsh", ".simg", ".img")
 
 
@@ -77,7 +78,7 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
     file = _find_file(source)
     spec, root = _with_overrides(over_site(read_extended((file,))), overrides, file)
     refuse(spec, root)
-    warnings = _check_target(spec, root) if check_target else ()
+    warnings = _warnings(spec, root, check_target=check_target)
     return LoadedJob(spec, warnings, tuple(_origins(root)))
 
 
@@ -113,7 +114,7 @@ def load_variants(
     file = _find_file(source)
     root = _prepared(apply_overrides(over_site(read_extended((file,))), overrides), file)
     found = _checked(root, variants, file, at_first)
-    warnings = _check_target(found.first.spec, root) if check_target else ()
+    warnings = _warnings(found.first.spec, root, check_target=check_target)
     return replace(found, first=replace(found.first, warnings=warnings))
 
 
@@ -287,6 +288,14 @@ def _check_batch(spec: JobSpec, root: Node) -> None:
     except BatchError as error:
         place = find(root, ("train", "global_batch")).place
         raise fault(place, f"train.global_batch: {error}") from error
+
+
+def _warnings(spec: JobSpec, root: Node, *, check_target: bool) -> tuple[str, ...]:
+    memory = spec.slurm.mem or ""
+    doubtful = memory.isdigit() and 0 < int(memory) < _FEW_MEGABYTES
+    where = f"{without_value(find(root, ('slurm', 'mem')).place)}: slurm.mem: {memory}"
+    units = (f"{where} is {memory} MB on each node, as for sbatch; for gigabytes: {memory}G",) if doubtful else ()
+    return (*units, *(_check_target(spec, root) if check_target else ()))
 
 
 def _check_target(spec: JobSpec, root: Node) -> tuple[str, ...]:

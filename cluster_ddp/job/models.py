@@ -66,7 +66,7 @@ class SlurmSpec(Section):
 class ContainerSpec(Section):
     """The container that the node program and the ranks run in."""
 
-    image: fields.Line
+    image: fields.Text
     runtime: Literal["apptainer", "pyxis", "enroot"] = "apptainer"
     mounts: fields.Strings = ()
 
@@ -76,7 +76,7 @@ class LaunchSpec(Section):
 
     procs_per_node: fields.PositiveIntOrAuto = "auto"  # auto: one per GPU, or one where there is none
     setup: fields.Strings = ()  # lines of bash, run before anything else
-    python: fields.Line | None = None  # the interpreter of the ranks; None: the one that submitted
+    python: fields.Text | None = None  # the interpreter of the ranks; None: the one that submitted
     port: fields.PortOrAuto = "auto"
     join_timeout: fields.Seconds = 600
     max_restarts: fields.NonNegativeInt = 0
@@ -91,7 +91,7 @@ class NetworkSpec(Section):
     profile: Literal["auto", "ethernet", "infiniband", "roce"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: train.distributed.choose_backend
     ib_disable: bool | None = None
-    socket_ifname: fields.Line | None = None
+    socket_ifname: fields.Text | None = None
     timeout: fields.Seconds | None = None  # of the process group
     debug: Literal["off", "warn", "info", "detail"] | None = None
     env: dict[str, fields.AnyString] = Field(default_factory=dict)
@@ -235,7 +235,7 @@ class TrainSpec(Section):
 class KeepBestSpec(Section):
     """The checkpoint that is kept for being the best."""
 
-    metric: fields.Line  # such as val/accuracy
+    metric: fields.Text  # such as val/accuracy
     mode: Literal["max", "min"] = "max"
 
 
@@ -285,7 +285,7 @@ class StorageSpec(Section):
 class NotifySpec(Section):
     """A command of the user's that is told how a run has ended."""
 
-    command: fields.Line  # a line of bash, which gets the object of `status --json` on its standard input
+    command: fields.Text  # a line of bash, which gets the object of `status --json` on its standard input
     on: fields.Occasions = ("completed", "failed", "stalled")
 
 
@@ -293,10 +293,10 @@ class JobSpec(Section):
     """A whole job."""
 
     name: fields.Name
-    runs_dir: fields.Line | None = None  # None: $CLUSTER_DDP_RUNS, else ./runs
+    runs_dir: fields.Text | None = None  # None: $CLUSTER_DDP_RUNS, else ./runs
     task: fields.Target | None = None  # "package.module:Class" or "/path/to/file.py:Class"
     params: fields.Params = Field(default_factory=dict)  # handed to the task
-    script: fields.Line | None = None
+    script: fields.Text | None = None
     args: fields.Strings = ()  # handed to the script
     args_on_resume: fields.Strings = ()  # handed to it after these, in every attempt but the first
     not_secret: fields.Strings = ()  # keys that are taken for a secret's and are none, such as params.api_key

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from cluster_ddp import __version__
 from cluster_ddp.job.document import Node, fault, plain
+from cluster_ddp.job.fields import NO_NUMBER
 from cluster_ddp.job.models import JobSpec, Section
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "off", "auto", [], {})
@@ -35,7 +38,7 @@ def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
     """Return the job with the numbers that stand where a string is expected as they were written.
 
     ``account: 0123`` is the account "0123" and ``env: {X: 1e-3}`` the value "1e-3", not 123 and "0.001". In a list or
-    mapping of strings the same holds for true and false.
+    mapping of strings the same holds for true and false. Where a number makes no sense (`fields.Text`), it stays one.
     """
     if not isinstance(node.value, dict):
         return node
@@ -46,7 +49,7 @@ def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
         if section is not None:
             entries[key] = as_written(below, section)
         else:
-            entries[key] = _as_strings(below) if field is not None and _takes_strings(field.annotation) else below
+            entries[key] = _as_strings(below) if field is not None and _takes_numbers(field) else below
     return replace(node, value=entries)
 
 
@@ -94,6 +97,13 @@ def _section(annotation: Any) -> type[Section] | None:
     # In Python 3.10 dict[str, str] passes for a type, but issubclass refuses it.
     classes = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and not get_origin(kind)]
     return next((kind for kind in classes if issubclass(kind, Section)), None)
+
+
+def _takes_numbers(field: FieldInfo) -> bool:
+    """Say whether a key takes strings, also such as are written as a number."""
+    kinds = get_args(field.annotation)
+    marks = [*field.metadata, *(mark for kind in kinds for mark in getattr(kind, "__metadata__", ()))]
+    return _takes_strings(field.annotation) and NO_NUMBER not in marks
 
 
 def _takes_strings(annotation: Any) -> bool:

@@ -98,6 +98,39 @@ def test_where_a_text_is_expected_a_number_is_taken_as_written(job: WriteJob) ->
     assert spec.slurm.mem == "4000"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "runs_dir: 3",
+        "script: 3",
+        "launch: {python: 3.11}",
+        "launch: {container: {image: 3}}",
+        "checkpoint: {keep_best: {metric: 1}}",
+        "notify: {command: 7}",
+        "network: {socket_ifname: 0}",
+    ],
+)
+def test_a_number_is_no_path_and_no_command(job: WriteJob, text: str) -> None:
+    program = "" if text.startswith("script") else "task: cluster_ddp.tasks.digits:Digits\n"
+    with pytest.raises(JobFileError, match=r"job.yaml:\d: [a-z_.]+: [0-9.]+ is a number\n    allowed: .* in quotes"):
+        load_job(str(job(f"{program}{text}\n")))
+
+
+def test_a_number_in_quotes_is_a_path(job: WriteJob) -> None:
+    file = job('task: cluster_ddp.tasks.digits:Digits\nruns_dir: "3"\nlaunch: {python: "3.11"}\n')
+    spec = load_job(str(file)).spec
+    assert (spec.runs_dir, spec.launch.python) == (str(file.parent / "3"), "3.11")
+    file.write_text(dump_resolved(spec))
+    assert load_resolved(file) == spec
+
+
+@pytest.mark.parametrize(("memory", "warned"), [("64", True), ("0", False), ("4000", False), ("64G", False)])
+def test_so_few_megabytes_are_told(job: WriteJob, memory: str, warned: bool) -> None:
+    text = f"task: cluster_ddp.tasks.digits:Digits\nslurm: {{mem: {memory}}}\n"
+    warnings = load_job(str(job(text)), check_target=False).warnings
+    assert [" is 64 MB on each node, as for sbatch; for gigabytes: 64G" in text for text in warnings] == [True] * warned
+
+
 def test_nothing_means_the_default(job: WriteJob) -> None:
     spec = load_job(str(job("slurm: {partition: , nodes: , time: ~}\ntrain:\nnetwork: {env: {A: }}\n"))).spec
     assert (spec.slurm.partition, spec.slurm.nodes, spec.slurm.time, spec.network.env) == (None, 1, None, {})
