@@ -27,7 +27,9 @@ from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, runs_
 
 def command(
     runs: Runs = None,
-    older: Annotated[str, typer.Option(metavar="AGE", help="Only runs in which nothing changed for so long.")] = "30d",
+    older: Annotated[
+        str, typer.Option(metavar="AGE", help="Only runs in which nothing has changed for this long.")
+    ] = "30d",
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="Keep only the best checkpoint, not the last, where there is a best.")
     ] = False,
@@ -35,9 +37,11 @@ def command(
         bool, typer.Option("--resumable", help="Also runs that have not completed and could be resumed.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Keep no checkpoint at all.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it is only shown what would be.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove them. Without it, only show what would be removed.")
+    ] = False,
 ) -> None:
-    """Remove the checkpoints of old runs but the last and the best; shows what it would remove, unless --yes."""
+    """Remove the checkpoints of old, complete runs except the last and the best. Without --yes, only show which."""
     age = _seconds(older)
     runs_dir = runs_dir_of(None)
     found = [run for name in runs for run in _named(name, runs_dir)] if runs else _all(runs_dir)

@@ -35,10 +35,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command; start nothing.")] = False,
     as_json: JsonLine = False,
 ) -> None:
-    """Train on several machines without Slurm: call it on each of them. The same commands again go on with the run.
-
-    Example: cluster-ddp launch job.yaml --run first --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
-    """
+    """Train on several machines without Slurm: start it on each of them. The same commands again continue the run."""
     from cluster_ddp.job import load_job
     from cluster_ddp.submit import manual
     from cluster_ddp.submit.base import SubmitError

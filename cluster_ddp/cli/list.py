@@ -15,7 +15,7 @@ from cluster_ddp.run.status import RunSummary
 
 
 def command(as_json: JsonList = False) -> None:
-    """List the runs in the runs folder ($CLUSTER_DDP_RUNS, else ./runs), the oldest first."""
+    """List the runs in $CLUSTER_DDP_RUNS, else in the site file's runs_dir, else in ./runs, the oldest first."""
     runs_dir = runs_dir_of(None)
     overview = Overview(runs_dir)
     known = overview.know()

@@ -28,18 +28,18 @@ _POLL_SECONDS = 1.0
 def command(
     run: Run,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on, over requeues, until the run is over.")
+        bool, typer.Option("--follow", "-f", help="Follow, through requeues, until the run is over.")
     ] = False,
-    attempt: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of this attempt. Default: the last.")] = None,
-    node: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of this node only.")] = None,
-    rank: Annotated[int | None, typer.Option(metavar="R", min=0, help="Of this rank only, without marks.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Only this attempt. Default: the last.")
+    ] = None,
+    node: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this node.")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="R", min=0, help="Only this rank, without the brackets.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The error of the rank that failed first.")] = False,
 ) -> None:
     """Show what the ranks and nodes of a run print.
 
-    Each line begins with its rank in brackets, and err in them for standard error.
-
-    Example: cluster-ddp logs digits -f --rank 0
+    Each line begins with its rank in brackets; [rank 3 err] is the standard error of rank 3.
     """
     found = find_run(run, runs_dir_of(None))
     number = _attempt(found, attempt)

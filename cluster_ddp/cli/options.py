@@ -49,5 +49,5 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting: train.lr=0.1. Repeatable.")
 ]
 JsonLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
-JsonList = Annotated[bool, typer.Option("--json", help="A JSON list.")]
-NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not check the task, the storage and the cluster before.")]
+JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
+NoCheck = Annotated[bool, typer.Option("--no-check", help="Skip the checks of the task, the storage and the cluster.")]

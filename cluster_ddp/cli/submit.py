@@ -31,7 +31,7 @@ class Via(str, Enum):
 def command(
     job: Job,
     settings: Settings = None,
-    via: Annotated[Via, typer.Option(help="Submit our own batch script, or through submitit.")] = Via.SBATCH,
+    via: Annotated[Via, typer.Option(help="Submit our own batch script, or go through submitit.")] = Via.SBATCH,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script that would be sent; write nothing.")
     ] = False,

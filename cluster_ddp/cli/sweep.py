@@ -36,7 +36,7 @@ def command(
     ] = None,
     at_once: Annotated[
         int | None,
-        typer.Option(min=1, metavar="K", help="How many may run at the same time. Default: no limit; here: 1."),
+        typer.Option(min=1, metavar="K", help="How many may run at the same time. Default: no limit; with --local: 1."),
     ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="Run it on this machine, without Slurm, in the foreground.")
@@ -53,7 +53,7 @@ def command(
     as_json: JsonLine = False,
     no_check: NoCheck = False,
 ) -> None:
-    """Start a job once for each combination of settings, as one Slurm array. Again: start what is missing or failed."""
+    """Start a job for each combination of settings, as one Slurm array. Again, start only what is missing or failed."""
     from cluster_ddp.job.grid import elements_of, read_list
 
     elements = elements_of(grid or (), read_list(list_file) if list_file else ())
