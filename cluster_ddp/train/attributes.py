@@ -7,6 +7,8 @@ import collections
 import functools
 import inspect
 import io
+import itertools
+import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
@@ -105,7 +107,7 @@ class Attributes:
         elif isinstance(value, (bytearray, array.array)):
             self.leaves[name] = bytes(value)
         elif _is_iterator(value):
-            self.leaves[name] = _NOT_BEGUN if _is_not_begun(value) else _Place()
+            self.leaves[name] = _place_of(value)
         elif isinstance(value, nn.Module):
             for prefix, module in value.named_modules():
                 parts = {**of_module(module), **module._parameters, **module._buffers}
@@ -120,14 +122,15 @@ class Attributes:
     def _skim(self, name: str, rest: list[Any]) -> None:
         """Take in the numbers and strings of the rest of a long list or dict, as one."""
         if rest:
-            self.leaves[f"{name}, the rest"] = hash(tuple(filter(_is_plain, rest)))
+            plain = (None if part != part else part for part in filter(_is_plain, rest))  # no NaN has the same hash
+            self.leaves[f"{name}, the rest"] = hash(tuple(plain))
 
     def _key(self, key: Any, number: int) -> str:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
 
 
 class _Place:
-    """Where an iterator is, which nobody can see: it has to be taken for another each time."""
+    """Where an iterator is that does not show it: it has to be taken for another each time."""
 
     def __repr__(self) -> str:
         return "somewhere"
@@ -178,8 +181,14 @@ def _is_iterator(value: Any) -> bool:
     return of_python and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
 
 
-def _is_not_begun(iterator: Any) -> bool:
-    return inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED
+def _place_of(iterator: Any) -> Any:
+    """Where an iterator is, without moving it on: those of lists and ranges show how much is left."""
+    if inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:
+        return _NOT_BEGUN
+    if type(iterator) is itertools.count:
+        return repr(iterator)
+    left = operator.length_hint(iterator, -1)
+    return _Place() if left < 0 else left
 
 
 def _is_of_library(value: Any) -> bool:

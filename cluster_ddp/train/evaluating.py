@@ -93,11 +93,22 @@ def evaluated_weights(model: nn.Module, optimizer: Optimizer) -> EvaluatedWeight
 
 
 class BeforeEvaluation:
-    """The state that an evaluation may change, to be put back when it is abandoned: it will be done again."""
+    """The state that an evaluation may change, to be put back when it is abandoned: it will be done again.
 
-    def __init__(self, model: nn.Module, buffers: Buffers, task: Task) -> None:
+    Parameters
+    ----------
+    model
+        The model that is trained.
+    evaluated
+        The one that is evaluated: the same, or the average. Its weights change where an embedding has ``max_norm``. The
+        copies of them take the room of the gradients, of which there are none then.
+    """
+
+    def __init__(self, model: nn.Module, evaluated: nn.Module, buffers: Buffers, task: Task) -> None:
         self._buffers, self._task = buffers, task
         buffers.keep()
+        self._weights = [weight.detach() for weight in evaluated.parameters() if weight.requires_grad]
+        self._kept = [weight.clone() for weight in self._weights]
         self._extra_state = [
             (module, copy.deepcopy(module.get_extra_state()))
             for module in model.modules()
@@ -106,7 +117,8 @@ class BeforeEvaluation:
         self._task_state = copy.deepcopy(dict(task.state_dict()))
 
     def put_back(self) -> None:
-        """Make buffers, modules and task what they were."""
+        """Make weights, buffers, modules and task what they were."""
+        torch._foreach_copy_(self._weights, self._kept)
         self._buffers.put_back(True)
         for module, state in self._extra_state:
             module.set_extra_state(state)

@@ -20,6 +20,7 @@ from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
+from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.task import Task
 
 
@@ -65,6 +66,7 @@ class Evaluation:
         data = task.eval_data()
         if data is None:
             return None
+        refuse_loader(data, "eval_data()")
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise DataError("eval_data() gave a set without a length; give a map-style set, or None for no evaluation")
         return cls(task, data, train, plan, world, precision, device)

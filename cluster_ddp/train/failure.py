@@ -19,6 +19,7 @@ from cluster_ddp.run import events
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.refusals import SECOND_DERIVATIVES
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0
@@ -121,4 +122,6 @@ def _advice(error: BaseException, text: str) -> str | None:
             "a BatchNorm was given a single sample: set train.drop_last: true, or choose train.batch_size so that no "
             "rank is left with one sample of a last batch"
         )
+    if "create_graph" in text:
+        return f"the optimizer {SECOND_DERIVATIVES}"
     return None

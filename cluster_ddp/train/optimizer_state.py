@@ -61,6 +61,7 @@ class OptimizerState:
             or kind.load_state_dict is not Optimizer.load_state_dict
             or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
         )
+        self._seen: Attributes | None = None
         self._first: list[dict[str, tuple[Any, Any]]] = [
             {key: (value, _packed_or_none(value)) for key, value in group.items() if key not in _NOT_STATE}
             for group in optimizer.param_groups
@@ -176,7 +177,7 @@ class OptimizerState:
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
         """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one."""
-        mine, theirs = self._hidden(), other._hidden()
+        mine, theirs = self._hidden().leaves, other._hidden().leaves
         for name in sorted(mine.keys() | theirs.keys()):
             was, now = mine.get(name), theirs.get(name)
             if name not in theirs or name not in mine:
@@ -185,16 +186,28 @@ class OptimizerState:
             elif isinstance(was, Tensor) and isinstance(now, Tensor):
                 if not equal_bits(was, now):
                     yield name, "other values come back"
-            elif not is_same(was, now):
+            elif not is_same(was, now) and not (_is_device(was) and _is_device(now)):  # it is compared on the CPU
                 yield name, f"{_short(was)} now, {_short(now)} after a resume"
 
-    def _hidden(self) -> dict[str, Any]:
+    def changed_later(self) -> set[str]:
+        """Attributes that have changed since the last call and that a checkpoint does not hold; at the first call none.
+
+        What changes in the first steps is compared by `hidden_differences`.
+        """
+        was, self._seen = self._seen, self._hidden()
+        if was is None:
+            return set()
+        now, saved = self._seen.leaves, Attributes({"saved": self._optimizer.state_dict()})
+        names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
+        return {self._seen.holders.get(name) or was.holders[name] for name in names}
+
+    def _hidden(self) -> Attributes:
         """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
         optimizer, held = self._optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
         known = {id(optimizer), id(optimizer.param_groups), *saved, *self._names}
-        return Attributes(attributes, known, self._names).leaves
+        return Attributes(attributes, known, self._names)
 
     def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:
         done: dict[tuple[Any, ...], Tensor] = {}  # tensors that were one are one again
@@ -300,6 +313,13 @@ class OptimizerState:
 
 def _short(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(torch.device(value))
+    except RuntimeError:
+        return False
 
 
 def _named(names: list[str]) -> str:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import all_gather, all_gather_object
-from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.errors import DataError, TaskError
 
 _SHOWN = 5  # names of what differs
 MODULE_BUFFERS = "buffers of modules"  # key for what ranks may have each its own of, as BatchNorm's statistics
@@ -26,16 +27,35 @@ _MAX_TEXT = 60  # characters of a value that is shown
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
-def refuse_closures(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for an optimizer whose ``step`` evaluates the model itself, several times, by a closure."""
+def refuse_other_passes(optimizer: Optimizer) -> None:
+    """Raise a `TaskError` for an optimizer that needs other passes than the one forward and one backward of a step."""
+    kind = type(optimizer)
     # Of the class: a scheduler puts a method of its own in the place of the optimizer's.
-    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    _, *parameters = inspect.signature(kind.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
     if needed or _takes_two_passes(optimizer):
         raise TaskError(
-            f"optimizer() gave {type(optimizer).__name__}, whose step() needs a closure that computes the loss again: "
+            f"optimizer() gave {kind.__name__}, whose step() needs a closure that computes the loss again: "
             "the trainer computes each loss once; give an optimizer that needs the gradients only"
+        )
+    if any(parameter.name == "hessian" for parameter in parameters):  # AdaHessian, SophiaH, some only in later steps
+        raise TaskError(f"optimizer() gave {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
+    if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
+        raise TaskError(
+            f"optimizer() gave {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "
+            "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
+            "the gradients only"
+        )
+
+
+def refuse_loader(data: object, method: str) -> None:
+    """Raise a `DataError` when a method of the task gave a DataLoader in the place of a data set."""
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"{method} gave a {type(data).__name__}; give its data set: the trainer makes the batches itself, by "
+            "train.batch_size, train.workers and collate() of the task. What a sampler chooses, as by weights, a set "
+            "can draw in __getitem__"
         )
 
 
@@ -244,6 +264,11 @@ def _shown(of_rank_0: str | int | None, other: str | int | None, rank: int) -> s
         return f" ({of_rank_0} on rank 0, {other} on rank {rank})"
     return f" (other on rank {rank} than on rank 0)"
 
+
+SECOND_DERIVATIVES = (
+    "needs second derivatives, by loss.backward(create_graph=True): the trainer keeps no graph of the gradients; give "
+    "an optimizer that needs the gradients only, or train in a loop of your own by join_run(), which may keep it"
+)
 
 _CALL_IT = (
     "on several ranks only model(...) sums the gradients, so loss() has to call it, not a method of it, model.module "

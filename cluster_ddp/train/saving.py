@@ -174,7 +174,7 @@ class Saving:
             self.tell_unsaved(state)
 
     def tell_unsaved(self, state: State) -> None:
-        """Say what has changed in model and task and is in no checkpoint; a step may depend on it."""
+        """Say what has changed in model, task and optimizer and is in no checkpoint; a step may depend on it."""
         names = state.unsaved() if self._rank == 0 and self._checkpointer is not None else []
         if names := [name for name in names if name not in self._told]:
             self._told.update(names)
@@ -182,7 +182,7 @@ class Saving:
             self.tell(
                 f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
                 "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
-                "state_dict() and load_state_dict() of the task"
+                "state_dict() and load_state_dict() of the task (an optimizer: of its own)"
             )
 
     def tell(self, message: str) -> None:

@@ -177,14 +177,18 @@ class State:
         self._watched = self._attributes()
 
     def unsaved(self) -> list[str]:
-        """Attributes of model and task that have changed since `watch`, and that a checkpoint does not hold; once."""
+        """Attributes that have changed since `watch`, and that a checkpoint does not hold; each change once.
+
+        Those of model and task; of the optimizer those that change after the first call, when it has been compared.
+        """
         if self._watched is None:
             return []
         was, self._watched = self._watched, self._attributes()
         saved = Attributes({"task": self._task_state(), "model": self._model_state()[1]})
         now = self._watched.leaves
         changed = [name for name in was.changed(self._watched) if name not in now or not saved.holds(now[name])]
-        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed})
+        of_optimizer = {f"optimizer.{name}" for name in self._optimizer.changed_later()}
+        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizer)
 
     def _attributes(self) -> Attributes:
         holders = {

@@ -5,6 +5,7 @@ It reads from top to bottom: the run and its loop, what is built, what is resume
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ from cluster_ddp.train.precision import choose_precision, make_scaler, set_backe
 from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_closures
+from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_other_passes
 from cluster_ddp.train.saving import synchronise_buffers
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
@@ -172,7 +173,7 @@ class Trainer:
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
         self.optimizer = make_optimizer(self.task, self.model, lr)
-        refuse_closures(self.optimizer)
+        refuse_other_passes(self.optimizer)
         self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.stream.total_steps)
         scaler = make_scaler(train, self.precision)
         parameters = list(self.model.parameters())  # also those that are frozen now
@@ -261,12 +262,10 @@ class Trainer:
         self.log.flush()
         self.session.beat.enter(Phase.EVALUATING)
         synchronise_buffers(self.model)
-        before = BeforeEvaluation(self.model, self.buffers, self.task)
-        if self.ema is not None:
-            values = self.evaluation.run(self.ema.model(), self.session.goes_on())
-        else:
-            with weights_to_evaluate(self.optimizer):
-                values = self.evaluation.run(self.model, self.session.goes_on())
+        evaluated = self.model if self.ema is None else self.ema.model()
+        before = BeforeEvaluation(self.model, evaluated, self.buffers, self.task)
+        with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
+            values = self.evaluation.run(evaluated, self.session.goes_on())
         if values is None:
             before.put_back()
         else:

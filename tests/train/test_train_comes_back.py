@@ -21,6 +21,7 @@ from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, Task, TaskError, Trainer, broadcast_object, is_main_process, join_run
 from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.optimizer_state import OptimizerState
 
 
 def run_of(spec: JobSpec, folder: Path) -> RunDirectory:
@@ -265,3 +266,19 @@ def test_extra_state_that_a_checkpoint_cannot_hold_is_refused_at_the_start() -> 
     spec = job(train={"steps": 3, "global_batch": 24})
     with pytest.raises(ClusterDDPError, match=r"extra\.side\._extra_state\.call is a builtins\.function"):
         Trainer(spec, Extra({"call": lambda: 0}))
+
+
+def keeping_a_word(word: str) -> OptimizerState:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = SGD([weight], lr=0.1)
+    optimizer.word = word  # type: ignore[attr-defined]
+    return OptimizerState(optimizer, {id(weight): "weight"})
+
+
+def test_the_device_in_an_attribute_of_an_optimizer_is_no_state() -> None:
+    """What is trained on a GPU is compared with what is made once more on the CPU."""
+    trained = keeping_a_word("cuda:0")
+    assert list(trained.hidden_differences(keeping_a_word("cpu"))) == []
+    assert list(trained.hidden_differences(keeping_a_word("later"))) == [
+        ("word", "'cuda:0' now, 'later' after a resume")
+    ]

@@ -121,6 +121,15 @@ class OfDraws(Stopping):
         return Draws()
 
 
+class OfWeights(Stopping):
+    """Its evaluation changes weights, as an embedding with max_norm does in each forward pass."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        for weight in model.parameters():
+            weight.mul_(0.99)
+        return super().evaluate(model, batch)
+
+
 class ScheduleFree(SGD):
     """Trains where it interpolates to a fast sequence, and evaluates elsewhere (Defazio 2024, arXiv:2405.15682)."""
 
@@ -171,12 +180,18 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
     )
 
 
-@pytest.mark.parametrize("make", [OfCalls, OfItsMetric, OfDraws, OfModes])
-def test_an_evaluation_that_was_cut_short_leaves_no_trace(make: type[Stopping], tmp_path: Path) -> None:
-    calm = new_run(tmp_path / "calm", **SETTINGS)
-    whole, _ = train(make(), job(**SETTINGS), calm)
-    broken = stopped_in_an_evaluation(make, tmp_path / "broken")
-    resumed, outcome = train(make(), job(**SETTINGS), broken, attempt=1)
+@pytest.mark.parametrize(
+    ("make", "ema"), [(OfCalls, None), (OfItsMetric, None), (OfDraws, None), (OfModes, None), (OfWeights, None),
+                      (OfWeights, 0.9)]
+)  # fmt: skip
+def test_an_evaluation_that_was_cut_short_leaves_no_trace(
+    make: type[Stopping], ema: float | None, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {**SETTINGS, "train": {**SETTINGS["train"], "ema_decay": ema}}
+    calm = new_run(tmp_path / "calm", **sections)
+    whole, _ = train(make(), job(**sections), calm)
+    broken = stopped_in_an_evaluation(make, tmp_path / "broken", **sections)
+    resumed, outcome = train(make(), job(**sections), broken, attempt=1)
     assert outcome.completed
     assert differences(final_state(whole), final_state(resumed)) == []
     assert losses(broken) == losses(calm)

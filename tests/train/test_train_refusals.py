@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from train_ranks import run_ranks
 from train_tasks import CLASSES, FEATURES, SAMPLES, Plain, job, samples, train
 
@@ -19,6 +19,7 @@ from cluster_ddp.checkpoint.errors import RanksDiverged
 from cluster_ddp.job import ClusterDDPError, JobSpec
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Task, TaskError, barrier, broadcast_object, is_main_process, load_task
+from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.failure import explain
 
 
@@ -207,9 +208,26 @@ class Sharpness(SGD):
         pass
 
 
-class InTwoPasses(Plain):
+class OfSecondOrder(SGD):
+    """As AdaHessian and SophiaH of pytorch_optimizer: it takes second derivatives, in some steps only."""
+
+    def step(self, closure: Any = None, hessian: list[Tensor] | None = None) -> None:  # type: ignore[override]
+        pass
+
+
+class InBackward(SGD):
+    """As LOMO and AdaLOMO, which change weights while the backward pass runs."""
+
+    def fused_backward(self, loss: Tensor, lr: float) -> None:
+        pass
+
+
+class With(Plain):
+    def __init__(self, kind: type[SGD]) -> None:
+        self.kind = kind
+
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        return Sharpness(model.parameters(), lr=lr)
+        return self.kind(model.parameters(), lr=lr)
 
 
 class Sparse(Plain):
@@ -246,7 +264,9 @@ class Normed(Plain):
     ("task", "settings", "words"),
     [
         (ByClosure(), {}, "LBFGS, whose step() needs a closure"),
-        (InTwoPasses(), {}, "Sharpness, whose step() needs a closure"),
+        (With(Sharpness), {}, "Sharpness, whose step() needs a closure"),
+        (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
+        (With(InBackward), {}, "InBackward, which changes weights while its fused_backward() runs"),
         (Sparse(), {"clip_norm": 1.0}, "train.clip_norm: torch cannot limit the norm of sparse gradients"),
         (Half(), {"precision": "fp16"}, "model() gives parameters in fp16"),
         (Normed(images=False), {"global_batch": 49, "drop_last": False}, "leaves 1 sample for the last batch"),
@@ -258,6 +278,29 @@ def test_what_cannot_be_trained_is_refused_before_the_first_update(
     with pytest.raises(TaskError) as raised:
         train(task, job(train={"steps": 6, "global_batch": 24, **settings}))
     assert words in str(raised.value)
+
+
+class OfLoaders(Plain):
+    """As in a loop of one's own: DataLoaders in the place of data sets."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def train_data(self) -> Any:
+        data = TensorDataset(*samples())
+        sampler = WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES)
+        return DataLoader(data, batch_size=4, sampler=sampler) if self.method == "train_data()" else data
+
+    def eval_data(self) -> Any:
+        data = TensorDataset(*samples())
+        return DataLoader(data, batch_size=4) if self.method == "eval_data()" else data
+
+
+@pytest.mark.parametrize("method", ["train_data()", "eval_data()"])
+def test_a_loader_in_the_place_of_a_data_set_is_refused(method: str) -> None:
+    with pytest.raises(DataError) as raised:
+        train(OfLoaders(method), job(train={"steps": 6, "global_batch": 24}))
+    assert f"{method} gave a DataLoader; give its data set" in str(raised.value)
 
 
 def test_a_batchnorm_that_has_enough_values_of_one_sample_is_trained() -> None:
@@ -291,6 +334,12 @@ def test_a_single_sample_of_a_set_without_a_length_is_explained() -> None:
     with pytest.raises(ValueError, match="more than 1 value") as raised:
         nn.BatchNorm1d(3)(torch.ones(1, 3))
     assert "train.drop_last: true" in explain(raised.value)
+
+
+def test_a_graph_that_the_trainer_does_not_keep_is_explained() -> None:
+    """torch_optimizer's Adahessian shows what it needs only by an error of its first step."""
+    error = RuntimeError("When calling loss.backward(), make sure the option create_graph is set to True.")
+    assert "the optimizer needs second derivatives" in explain(error)
 
 
 def test_compiled_blocks_are_not_computed_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -97,6 +98,30 @@ def test_what_no_checkpoint_holds_is_told_by_name(tmp_path: Path, capfd: pytest.
     assert "training changes task.before, task.calls, task.losses, task.scheduler, which" in told[0]
     for record in tmp_path.rglob("run.json"):
         assert "training changes task.before" in describe(RunDirectory(record.parent), {}).warnings[0]
+
+
+@pytest.mark.parametrize("optimizer", ["a number in itself that changes later", "state: own extras", "SGD momentum"])
+def test_what_changes_in_an_optimizer_only_later_is_told_at_the_end(
+    optimizer: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(optimizer), tmp_path, ZooTask)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert any("optimizer.late" in line for line in told) == (optimizer == "a number in itself that changes later")
+    assert not any("optimizer.extra" in line for line in told)
+
+
+class HoldsIterators(ZooTask):
+    """Holds iterators that no step moves on."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.iterators = iter([1, 2]), iter(range(3)), itertools.count(4)
+
+
+def test_an_iterator_that_nobody_moves_on_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, HoldsIterators)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert "training changes task.losses, which" in told[0]
 
 
 @pytest.mark.parametrize("kind", COUNTED)

@@ -53,6 +53,13 @@ class Named(Augmented):
         return {"inputs": inputs, "labels": label}
 
 
+class ByWeights(Augmented):
+    """Draws which item it gives, as a WeightedRandomSampler does."""
+
+    def __getitem__(self, index: int) -> Item:
+        return super().__getitem__(int(torch.multinomial(1.0 + self.labels, 1)))
+
+
 class ByBatch(Augmented):
     """Fetched by `__getitems__`, without augmentation."""
 
@@ -290,6 +297,7 @@ DATA: dict[str, MakeData] = {
     "dicts": Named,
     "subset": lambda: Subset(Augmented(), list(range(40))[::-1]),
     "subset of a subset": lambda: Subset(Subset(Augmented(), list(range(40))), list(range(0, 40, 2)) * 2),
+    "drawn by weights": ByWeights,
     "concatenated": lambda: ConcatDataset([Augmented(), Augmented()]),
     "__getitems__": ByBatch,
     "__getitems__ of a whole batch": WholeBatch,

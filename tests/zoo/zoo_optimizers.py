@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -223,6 +224,34 @@ class Remembers(SGD):
         super().step()
 
 
+class Holds(SGD):
+    """Holds what none of its updates touches, and what an optimizer that is made again has at the same place."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.iterators = iter([1, 2]), iter(range(3)), itertools.count(4)
+        self.numbers = [float("nan") for _ in range(200)]
+        next(self.iterators[2])
+
+
+class RemembersLate(SGD):
+    """Its updates depend on an attribute that changes once, in the fifth; how many there were is in the group."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.late = 0
+        self.param_groups[0]["updates"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["updates"] += 1
+        self.late += group["updates"] == 5
+        for parameter in group["params"]:
+            parameter.grad *= 1 + self.late
+        super().step()
+
+
 REMEMBERED = (
     "a word in itself", "a tensor that comes later", "a number that comes later", "a long list in itself",
     "an iterator in itself",
@@ -293,5 +322,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         kind: partial(lambda model, lr, kind: Remembers(trainable(model), lr, kind), kind=kind)
         for kind in ("a generator in itself", *REMEMBERED)
     },
+    "a number in itself that changes later": lambda model, lr: RemembersLate(trainable(model), lr),
+    "iterators and NaN in itself, unchanged": lambda model, lr: Holds(trainable(model), lr),
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
 }

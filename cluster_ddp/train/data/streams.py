@@ -17,6 +17,7 @@ from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_ba
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use
+from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.state import Counts
 from cluster_ddp.train.task import Task
 
@@ -72,9 +73,11 @@ def open_stream(task: Task, train: TrainSpec, plan: BatchPlan, world: World, dev
     Raises
     ------
     DataError
-        The set is shorter than a global batch, or has no length and the job file does not say how many steps.
+        The set is shorter than a global batch, or has no length and the job file does not say how many steps; or it is
+        a DataLoader.
     """
     data = task.train_data()
+    refuse_loader(data, "train_data()")
     if isinstance(data, IterableDataset):
         from cluster_ddp.train.data.iterable import IterableStream
 
