@@ -197,7 +197,7 @@ class OptimizerState:
         was, self._seen = self._seen, self._hidden()
         if was is None:
             return set()
-        now, saved = self._seen.leaves, Attributes({"saved": self._optimizer.state_dict()})
+        now, saved = self._seen.leaves, Attributes(self._optimizer.state_dict() if self._own_methods else {})
         names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
         return {self._seen.holders.get(name) or was.holders[name] for name in names}
 
@@ -206,7 +206,8 @@ class OptimizerState:
         optimizer, held = self._optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
-        known = {id(optimizer), id(optimizer.param_groups), *saved, *self._names}
+        groups = optimizer.param_groups
+        known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}
         return Attributes(attributes, known, self._names)
 
     def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,8 +10,9 @@ import pytest
 from cli_stage import Call, Slurm
 
 from cluster_ddp.job import load_job, load_resolved
+from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import read_events
+from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import read_record
 
 
@@ -29,6 +30,24 @@ def test_a_dry_run_prints_the_script_alone_and_writes_nothing(call: Call, here: 
     assert "2 x 1 = 2" in said.err
     assert "NCCL_DEBUG=WARN" in said.err
     assert sorted(here.rglob("*")) == before
+
+
+SCALED = ["--set", "train.lr=0.003", "--set", "train.lr_scaling=linear", "--set", "train.base_batch=32"]
+
+
+def test_a_dry_run_says_ranks_batch_and_peak_rate(call: Call, here: Path, no_slurm: None) -> None:
+    setup = "2 ranks, global batch 64 (2 ranks x 32 samples), peak lr 0.006"
+    assert f"  training:       {setup}\n" in call("submit", "job.yaml", "--dry-run", *SCALED).err
+    assert f"# {setup}\n" in call("local", "job.yaml", "--dry-run", "--nodes=2", "--procs=1", *SCALED).err
+
+
+def test_status_shows_how_a_run_trains(call: Call, here: Path, slurm: Slurm) -> None:
+    call("submit", "job.yaml")
+    run = only_run(here)
+    begin_attempt(run, slurm_job_id="101", host="n1", pid=0, nodes=2, procs=1)
+    setup = "2 ranks, global batch 64 (2 ranks x 32 samples), peak lr 0.006"
+    EventWriter(run, "rank-0").write("started", attempt=0, step=0, world_size=2, training=setup)
+    assert f"\n  training         {setup}\n" in call("status", run.id).out
 
 
 def test_what_is_sent_is_what_the_dry_run_shows(call: Call, here: Path, slurm: Slurm) -> None:

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from own_loops import LOADERS, begin_attempt, failure, model_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 from train_ranks import run_ranks
 
@@ -17,6 +19,7 @@ from cluster_ddp.job import CheckpointSpec, JobSpec, LogSpec, NetworkSpec
 from cluster_ddp.job.models import KeepBestSpec, WandbSpec
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.record import read_record
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import join_run
 
@@ -51,7 +54,12 @@ def test_the_best_checkpoint_of_a_loop_is_kept_and_its_metrics_logged(tmp_path: 
     run_ranks(validated, 1, run.path)
     kept = sorted(path.name for path in run.checkpoints.glob("step-*"))
     assert kept == ["step-00000016", "step-00000032"]  # of the second epoch, and the last
-    assert list(run.path.rglob("*tfevents*")) and list(run.path.rglob("*.wandb"))
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("val/accuracy")]
+    assert shown == [(8 * epoch, pytest.approx(value)) for epoch, value in enumerate(ACCURACIES, start=1)]
+    wandb_id = read_record(run).wandb_id
+    assert [path.name for path in run.path.rglob("*.wandb")] == [f"run-{wandb_id}.wandb"]
 
 
 def test_a_metric_that_is_never_logged_is_told_of(tmp_path: Path) -> None:

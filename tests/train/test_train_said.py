@@ -1,0 +1,52 @@
+"""What a training says at its start, and what it measures of a GPU."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from train_tasks import Plain, attentive, job, new_run, train
+
+from cluster_ddp.run.reading import parse_lines
+from cluster_ddp.run.status import describe
+from cluster_ddp.train import StopSignals, Trainer
+from cluster_ddp.train.metrics import log
+from cluster_ddp.train.metrics.losses import StepLoss
+
+
+def test_ranks_batch_and_peak_rate_are_said_at_the_start_and_kept_for_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scaled = {"lr": 0.003, "lr_scaling": "linear", "base_batch": 8}
+    sections = {"train": {"steps": 4, "global_batch": 24, "accumulation_steps": 2, **scaled}}
+    run = new_run(tmp_path, **sections)
+    train(Plain(), job(**sections), run)
+    setup = "1 rank, global batch 24 (1 rank x 2 passes x 12 samples), peak lr 0.009"
+    assert capfd.readouterr().out.splitlines()[:2] == [setup, f"rank 0: cpu on {platform.node()}"]
+    assert describe(run, {}).training == setup
+
+
+def test_the_peak_of_gpu_memory_is_a_metric_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training stays on the CPU; only the log believes that it is on a GPU."""
+    sections = {"train": {"steps": 3, "global_batch": 24}, "log": {"every_steps": 1}}
+    run = new_run(tmp_path, **sections)
+    trainer = Trainer(job(**sections), Plain(), run, process=attentive(StopSignals()))
+    gpu, peaks = torch.device("cuda", 1), iter((3 << 29, 3 << 30, 5 << 30))
+    monkeypatch.setattr(trainer.log, "_device", gpu)
+    monkeypatch.setattr(log, "StepLoss", lambda device: StepLoss(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks) if device == gpu else 0)
+    trainer.run()
+    rows = [row for row in parse_lines(run.metrics_file.read_bytes()) if "train/loss" in row]
+    assert [row["gpu_memory_peak_gib"] for row in rows] == [1.5, 3.0, 5.0]
+    assert describe(run, {}).metrics["gpu_memory_peak_gib"] == 5.0
+
+
+def test_without_a_gpu_no_memory_of_one_is_logged(tmp_path: Path) -> None:
+    sections = {"train": {"steps": 2, "global_batch": 24}, "log": {"every_steps": 1}}
+    run = new_run(tmp_path, **sections)
+    train(Plain(), job(**sections), run)
+    assert "gpu_memory_peak_gib" not in describe(run, {}).metrics
