@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster_ddp.cli.answer import tell
-from cluster_ddp.cli.described import PATIENCE_SECONDS
+from cluster_ddp.cli.described import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
@@ -11,7 +11,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.record import read_record, run_in_comment
+from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
@@ -27,14 +27,14 @@ def command(run: RunOrSweep) -> None:
         cancel_sweep(sweep, _mark)
         return
     found = find_run_to_change(run, runs_dir_of(None))
-    _say_if_unreadable(found)
+    record = _record_of(found)
     if read_history(found).current(COMPLETED):
         tell(f"run {found.id} is complete: there is nothing to cancel")
         return
     _mark(found)
     ended = _cancel_jobs(found)
     jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
-    tell(f"cancelled {found.id}{jobs} (to take it up again: cluster-ddp resume {found.id})")
+    tell(f"cancelled {found.id}{jobs} (to take it up again: {how_to_go_on(found.id, record)})")
 
 
 def _mark(found: RunDirectory) -> None:
@@ -50,11 +50,13 @@ def _mark(found: RunDirectory) -> None:
     _stop_last_attempt(found, history)
 
 
-def _say_if_unreadable(run: RunDirectory) -> None:
+def _record_of(run: RunDirectory) -> RunRecord | None:
+    """The run's record; says so where it cannot be read."""
     try:
-        read_record(run)
+        return read_record(run)
     except RunError as error:
         tell(f"cluster-ddp: {error}. Slurm jobs that are noted only there are not cancelled")
+        return None
 
 
 def _stop_last_attempt(run: RunDirectory, history: History) -> None:

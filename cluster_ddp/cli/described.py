@@ -12,6 +12,7 @@ from cluster_ddp.cli.answer import tell
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remembered import EndedRun
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known, know
@@ -89,7 +90,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
         *(("warning", one_line(text)) for text in status.warnings),
         ("directory", status.directory),
         ("see more", f"cluster-ddp status {name}"),
-        ("go on", "" if status.state is RunState.COMPLETED else _how_to_go_on(name, status)),
+        ("go on", "" if status.state is RunState.COMPLETED else how_to_go_on(name, status.record)),
         ("logs", str(run.attempt(status.attempts - 1).path) if failed else ""),
     ]
     with contextlib.suppress(OSError):
@@ -98,8 +99,9 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
     return _EXIT_STATUS.get(status.state, _FAILED_STATUS)
 
 
-def _how_to_go_on(name: str, status: RunStatus) -> str:
-    by_hand = status.record is not None and status.record.via == "launch"
+def how_to_go_on(name: str, record: RunRecord | None) -> str:
+    """How a person has a run go on that is over, by the name that he calls it by."""
+    by_hand = record is not None and record.via == "launch"
     return "start the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from cluster_ddp.cli.answer import tell, told_if_slow
-from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs
+from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
@@ -44,9 +44,7 @@ def command(run: RunOrSweep) -> None:
 def _stop(found: RunDirectory, status: RunStatus) -> None:
     """Stop one run."""
     if not status.state.alive:
-        raise RunError(
-            f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status.state, found.id)}"
-        )
+        raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
     history = read_history(found)
     last = history.last
     if last is None or attempt_is_alive(history, last) is False:
@@ -57,7 +55,7 @@ def _stop(found: RunDirectory, status: RunStatus) -> None:
     number = _ask(found, last.number)
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
     _take_out_the_rest(found, last.slurm_job_id)
-    see = f"(see: cluster-ddp status {found.id}; go on later: cluster-ddp resume {found.id})"
+    see = f"(see: cluster-ddp status {found.id}; go on later: {how_to_go_on(found.id, status.record)})"
     if history.reports_nothing:
         tell(f"asked attempt {number} of {found.id} to end {see}", _OF_A_SCRIPT)
     else:
@@ -94,7 +92,8 @@ def _take_out_the_rest(run: RunDirectory, alive: str | None) -> None:
         tell(f"cluster-ddp: other jobs of its chain may still wait in the queue: {error}")
 
 
-def _advice(state: RunState, run_id: str) -> str:
-    if state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
-        return f" It waits to start; to take it out of the queue for good: cluster-ddp cancel {run_id}"
-    return "" if state is RunState.COMPLETED else f" To go on with it: cluster-ddp resume {run_id}"
+def _advice(status: RunStatus) -> str:
+    if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
+        return f" It waits to start; to take it out of the queue for good: cluster-ddp cancel {status.run_id}"
+    go_on = how_to_go_on(status.run_id, status.record)
+    return "" if status.state is RunState.COMPLETED else f" To go on with it: {go_on}"

@@ -241,6 +241,17 @@ def test_a_run_that_was_started_by_hand(call: Call, here: Path, slurm: Slurm) ->
     assert set(re.findall("cluster-ddp ([a-z]+)", said.err)) <= COMMANDS.keys()
 
 
+def test_what_is_said_of_a_run_of_launch_is_what_helps(call: Call, here: Path, no_slurm: None) -> None:
+    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="launch", script=None)
+    begin_attempt(made, host="here", pid=os.getpid(), nodes=2, procs=1)
+    for command in ("stop", "cancel"):
+        said = call(command, made.id)
+        assert said.status == 0, said.err
+        assert "start the same commands again, on every node" in said.err and "resume" not in said.err
+    end_attempt(made.attempt(0))
+    assert "To go on with it: start the same commands again" in call("stop", made.id).err
+
+
 def stopped_here(folder: Path) -> RunDirectory:
     """A local run with one attempt, which a person has stopped."""
     made = create_run(load_job("job.yaml").spec, runs_dir=folder / "runs", via="local", script=None)

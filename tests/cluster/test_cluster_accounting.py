@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slurm_accounting import QOS_GRACE
-from slurm_cluster import SlurmCluster
+from slurm_cluster import CHECKOUT, SlurmCluster
 from small_job import ONE_RANK, PATIENCE, STEPS, submit
 
 from cluster_ddp.run.directory import RunDirectory
@@ -52,6 +52,19 @@ def test_cancelled_within_the_grace_of_a_qos(accounting_cluster: SlurmCluster, t
     assert cluster.state(training.job) == "CANCELLED", training.story()
     assert training.status()["state"] == "CANCELLED", training.story()
     assert (request := read_stop(RunDirectory(training.run).attempt(0))) is not None and request.reason == "cancel"
+
+
+@pytest.mark.parametrize("key", ["account", "qos"])
+@pytest.mark.parametrize("check", [(), ("--no-check",)])
+def test_an_account_or_a_qos_of_others_is_refused(
+    accounting_cluster: SlurmCluster, tmp_path: Path, key: str, check: tuple[str, ...]
+) -> None:
+    job, runs = str(CHECKOUT / "job_templates" / "cpu.yaml"), tmp_path / "runs"
+    asked = ("submit", job, *check, "--set", f"slurm.{key}=nosuch", "--set", f"runs_dir={runs}")
+    done = accounting_cluster.cli(*asked, check=False, timeout=250)
+    assert done.returncode == 3 and f"Invalid {key}" in done.stderr, done.stderr
+    assert f"What to do: slurm.{key}: those that are yours: sacctmgr show assoc" in done.stderr
+    assert not runs.exists() or not list(runs.iterdir())
 
 
 @pytest.mark.newest

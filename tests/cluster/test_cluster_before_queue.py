@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,6 +55,30 @@ def test_commands_given_at_once_or_from_a_folder_that_is_gone(cluster: SlurmClus
     done = cluster.call("bash", "-c", gone, "-", sys.executable, "-m", "cluster_ddp", *submit, timeout=200)
     assert done.returncode == 2 and "folder" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert len(cluster.queue()) == 2
+
+
+@pytest.mark.parametrize("words", [("submit",), ("sweep", "--grid", "train.lr=1e-2,1e-3")])
+def test_jobs_of_a_submission_that_was_killed_are_seen_and_cancelled(
+    cluster: SlurmCluster, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Whoever submits is killed when Slurm has the job, and before he hears of it."""
+    job, runs = str(CHECKOUT / "job_templates" / "cpu.yaml"), tmp_path / "runs"
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    path = cluster.env["PATH"]
+    sbatch.write_text(f'#!/bin/bash\nPATH={path} sbatch "$@" >/dev/null\nkill -KILL $PPID\n')
+    sbatch.chmod(0o755)
+    settings = ("--set", "slurm.extra.hold=true", "--set", f"runs_dir={runs}")
+    killed = {**cluster.env, "PATH": f"{sbatch.parent}:{path}"}
+    done = cluster.cli(words[0], job, "--no-check", *words[1:], *settings, check=False, timeout=200, env=killed)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    jobs = set(cluster.run("squeue", "--noheader", "--me", "--array", "--format=%i").split())
+    (folder,) = runs.iterdir()
+    found = json.loads(cluster.cli("status", str(folder), "--json", timeout=200).stdout)
+    rows = found if isinstance(found, list) else [found]
+    assert {row["slurm_job_id"] for row in rows} == jobs and {row["state"] for row in rows} == {"HELD"}, rows
+    cluster.cli("cancel", str(folder), timeout=200)
+    assert cluster.queue() == []
 
 
 def test_the_first_files_run_as_they_are(cluster: SlurmCluster, tmp_path: Path) -> None:
