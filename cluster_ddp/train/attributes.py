@@ -121,9 +121,9 @@ class Attributes:
 
     def _skim(self, name: str, rest: list[Any]) -> None:
         """Take in the numbers and strings of the rest of a long list or dict, as one."""
-        if rest:
-            plain = (None if part != part else part for part in filter(_is_plain, rest))  # no NaN has the same hash
-            self.leaves[f"{name}, the rest"] = hash(tuple(plain))
+        plain = (None if part != part else part for part in filter(_is_plain, rest))  # no NaN has the same hash
+        if seen := tuple(plain):  # not of parameters with empty states, which do not come back and need not
+            self.leaves[f"{name}, the rest"] = hash(seen)
 
     def _key(self, key: Any, number: int) -> str:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)

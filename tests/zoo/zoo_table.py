@@ -35,6 +35,9 @@ OF_OPTIMIZERS = [
     if model != "bf16 parameters" or optimizer in _IN_BF16
 ]
 
+# Of parameters for which they keep nothing, more than are looked at one by one.
+OF_OPTIMIZERS += [Case(f"state: {kept}", "300 parameters") for kept in ("global state", "tensor in the group")]
+
 OF_MODELS = [
     Case(optimizer=optimizer, model=model)
     for model in [*MODELS, *AWKWARD]
