@@ -233,12 +233,15 @@ def describe_failure(event: Event) -> str:
 
 
 def _last_words(error: str) -> str:
-    """The first line; of a traceback, the first below its last frame: a message may go on for more lines."""
+    """The first line, and the next where it introduces that; of a traceback, those below its last frame."""
     lines = error.splitlines()
     last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
-    if last_frame is None:
-        return lines[0]
-    return next((line for line in lines[last_frame + 1 :] if line and not line[0].isspace()), lines[-1])
+    begin = 0
+    if last_frame is not None:
+        below = range(last_frame + 1, len(lines))
+        begin = next((n for n in below if lines[n] and not lines[n][0].isspace()), len(lines) - 1)
+    introduces = lines[begin].endswith(":") and begin + 1 < len(lines)
+    return f"{lines[begin]} {lines[begin + 1].strip()}" if introduces else lines[begin]
 
 
 def _is_surroundings(event: Event) -> bool:

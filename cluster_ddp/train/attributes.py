@@ -95,7 +95,7 @@ class Attributes:
         elif isinstance(value, GENERATORS):  # where it is follows from the step, once it is there
             self.leaves[name] = _GENERATOR
         elif isinstance(value, dict):
-            keys = _positions(value) if _are_hooks(value) else [self._key(key, n) for n, key in enumerate(value)]
+            keys = _positions(value) if are_hooks(value) else [self._key(key, n) for n, key in enumerate(value)]
             self._look_into(zip(keys, list(value.values()), strict=False), name, depth)
             self._skim(name, list(islice(value.items(), _WIDTH, _FAR)))
         elif isinstance(value, (list, tuple, collections.deque)):
@@ -138,9 +138,7 @@ class _Place:
 
 def of_module(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module itself, without what every module has, but with hooks."""
-    return {
-        key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and _are_hooks(value))
-    }
+    return {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
 
 
 def equal_bits(was: Tensor, now: Tensor) -> bool:
@@ -163,17 +161,17 @@ def is_same(was: Any, now: Any) -> bool:
     return type(was) is type(now) and repr(was) == repr(now)
 
 
+def are_hooks(value: Any) -> bool:
+    """Whether these are hooks of a module or an optimizer; their keys are others in each process."""
+    return type(value) is collections.OrderedDict and all(type(key) is int for key in value)
+
+
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
 def _positions(parts: Collection[Any]) -> list[str]:
     return [str(number) for number in range(len(parts))]
-
-
-def _are_hooks(value: Any) -> bool:
-    """Whether these are hooks of a module or an optimizer; their keys are others in each process."""
-    return type(value) is collections.OrderedDict and all(type(key) is int for key in value)
 
 
 def _is_iterator(value: Any) -> bool:

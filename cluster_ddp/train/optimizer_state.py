@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
-from cluster_ddp.train.attributes import Attributes, equal_bits, is_same
+from cluster_ddp.train.attributes import Attributes, are_hooks, equal_bits, is_same
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import check_groups, refuse_broken
 from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
@@ -176,8 +176,11 @@ class OptimizerState:
             self._optimizer.state[key] = value
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
-        """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one."""
-        mine, theirs = self._hidden().leaves, other._hidden().leaves
+        """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one.
+
+        What its hooks keep is left out: those that log or profile count as well. `changed_later` names it.
+        """
+        mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
         for name in sorted(mine.keys() | theirs.keys()):
             was, now = mine.get(name), theirs.get(name)
             if name not in theirs or name not in mine:
@@ -201,11 +204,15 @@ class OptimizerState:
         names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
         return {self._seen.holders.get(name) or was.holders[name] for name in names}
 
-    def _hidden(self) -> Attributes:
+    def _hidden(self, *, hooks: bool = True) -> Attributes:
         """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
         optimizer, held = self._optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
-        attributes = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS}
+        attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in _TORCHS and (hooks or not are_hooks(value))
+        }
         groups = optimizer.param_groups
         known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}
         return Attributes(attributes, known, self._names)

@@ -110,6 +110,26 @@ def test_what_changes_in_an_optimizer_only_later_is_told_at_the_end(
     assert not any("optimizer.extra" in line for line in told)
 
 
+class Watched(ZooTask):
+    """Its optimizer has a hook that counts updates, as a profiler or a logger has."""
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        optimizer, count = super().optimizer(model, lr), [0]
+
+        def counts(*_: Any) -> None:
+            count[0] += 1
+
+        optimizer.register_step_post_hook(counts)
+        return optimizer
+
+
+def test_what_a_hook_of_the_optimizer_counts_is_told_and_not_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert str(judge(Case(), tmp_path, Watched)) == "exact"
+    assert "optimizer._optimizer_step_post_hooks" in capfd.readouterr().err
+
+
 class HoldsIterators(ZooTask):
     """Holds iterators that no step moves on."""
 
