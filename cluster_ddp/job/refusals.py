@@ -1,4 +1,4 @@
-"""What would be valid but is not taken from a person: secrets, and orders to sbatch that go around the job file's keys.
+"""What would be valid but is not taken from a person: secrets, and what sbatch refuses or takes for something else.
 
 These checks are not in the models: a run that was submitted before there was such a check goes on with its job.
 """
@@ -58,6 +58,8 @@ def refuse(spec: JobSpec, root: Node, *, before: Node | None = None) -> None:
 def _refusals(spec: JobSpec) -> Iterator[_Refusal]:
     for path, what in secrets_in(spec):
         yield _Refusal(path, what, _ADVICE.format(key=".".join(path)))
+    if "." in (spec.slurm.mem or ""):
+        yield _Refusal(("slurm", "mem"), "a fraction, which sbatch refuses", 'a whole number, such as "1536M" for 1.5G')
     for name in spec.slurm.extra:
         if meant := meant_by(name):
             yield _Refusal(("slurm", "extra", name), f"is short for {meant} to sbatch", "the whole name of an option")

@@ -124,6 +124,14 @@ def test_a_number_in_quotes_is_a_path(job: WriteJob) -> None:
     assert load_resolved(file) == spec
 
 
+def test_memory_that_sbatch_does_not_take_is_refused_but_not_in_a_run_that_there_is(job: WriteJob) -> None:
+    file = job("task: cluster_ddp.tasks.digits:Digits\nslurm: {mem: 1.5G}\n")
+    with pytest.raises(JobFileError, match=r'job.yaml:2: slurm.mem: a fraction, .*\n    allowed: .* "1536M"'):
+        load_job(str(file))
+    file.write_text(f"name: x\n{file.read_text()}")
+    assert load_run_job(file, ["train.workers=1"]).spec.slurm.mem == "1.5G"
+
+
 @pytest.mark.parametrize(("memory", "warned"), [("64", True), ("0", False), ("4000", False), ("64G", False)])
 def test_so_few_megabytes_are_told(job: WriteJob, memory: str, warned: bool) -> None:
     text = f"task: cluster_ddp.tasks.digits:Digits\nslurm: {{mem: {memory}}}\n"
