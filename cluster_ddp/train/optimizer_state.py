@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.attributes import Attributes, are_hooks, equal_bits, is_same
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.only_written import is_only_written
 from cluster_ddp.train.optimizer import check_groups, refuse_broken
 from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
 
@@ -62,6 +63,7 @@ class OptimizerState:
             or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
         )
         self._seen: Attributes | None = None
+        self._unread: set[str] = set()
         self._first: list[dict[str, tuple[Any, Any]]] = [
             {key: (value, _packed_or_none(value)) for key, value in group.items() if key not in _NOT_STATE}
             for group in optimizer.param_groups
@@ -182,24 +184,20 @@ class OptimizerState:
         """
         mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
         for name in sorted(mine.keys() | theirs.keys()):
-            was, now = mine.get(name), theirs.get(name)
-            if name not in theirs or name not in mine:
-                if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
-                    yield name, "does not come back" if name in mine else "comes back though it was not there"
-            elif isinstance(was, Tensor) and isinstance(now, Tensor):
-                if not equal_bits(was, now):
-                    yield name, "other values come back"
-            elif not is_same(was, now) and not (_is_device(was) and _is_device(now)):  # it is compared on the CPU
-                yield name, f"{_short(was)} now, {_short(now)} after a resume"
+            how = _difference(name, mine, theirs)
+            if how is not None and is_only_written(type(self._optimizer), name):
+                self._unread.add(name)  # code elsewhere may read it
+            elif how is not None:
+                yield name, how
 
     def changed_later(self) -> set[str]:
-        """Attributes that have changed since the last call and that a checkpoint does not hold; at the first call none.
+        """Attributes that have changed since the last call and that a checkpoint does not hold.
 
-        What changes in the first steps is compared by `hidden_differences`.
+        At the first call those that `hidden_differences` has passed over, because the optimizer never reads them.
         """
         was, self._seen = self._seen, self._hidden()
         if was is None:
-            return set()
+            return self._unread
         now, saved = self._seen.leaves, Attributes(self._optimizer.state_dict() if self._own_methods else {})
         names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
         return {self._seen.holders.get(name) or was.holders[name] for name in names}
@@ -317,6 +315,19 @@ class OptimizerState:
                     found[key] = packed
             changed.append(found)
         return changed
+
+
+def _difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    was, now = mine.get(name), theirs.get(name)
+    if name not in theirs or name not in mine:
+        if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
+            return "does not come back" if name in mine else "comes back though it was not there"
+    elif isinstance(was, Tensor) and isinstance(now, Tensor):
+        if not equal_bits(was, now):
+            return "other values come back"
+    elif not is_same(was, now) and not (_is_device(was) and _is_device(now)):  # it is compared on the CPU
+        return f"{_short(was)} now, {_short(now)} after a resume"
+    return None
 
 
 def _short(value: Any) -> str:

@@ -203,7 +203,9 @@ class Remembers(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         first: nn.Parameter = self.param_groups[0]["params"][0]
-        assert first.grad is not None
+        if first.grad is None:  # of a layer that is frozen
+            super().step()
+            return
         gradient = first.grad.clone()
         if self.kind == "a generator in itself":
             first.grad += torch.randn(first.shape, generator=self.generator)
@@ -232,6 +234,15 @@ class Holds(SGD):
         self.iterators = iter([1, 2]), iter(range(3)), itertools.count(4)
         self.numbers = [float("nan") for _ in range(200)]
         next(self.iterators[2])
+
+
+class OnlyWrites(SGD):
+    """Keeps something from each update that none of its methods reads."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.before = float(self.param_groups[0]["params"][0].sum())
 
 
 class RemembersLate(SGD):
@@ -322,6 +333,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         kind: partial(lambda model, lr, kind: Remembers(trainable(model), lr, kind), kind=kind)
         for kind in ("a generator in itself", *REMEMBERED)
     },
+    "a number in itself that it never reads": lambda model, lr: OnlyWrites(trainable(model), lr),
     "a number in itself that changes later": lambda model, lr: RemembersLate(trainable(model), lr),
     "iterators and NaN in itself, unchanged": lambda model, lr: Holds(trainable(model), lr),
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
