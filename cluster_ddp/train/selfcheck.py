@@ -64,7 +64,9 @@ def check_comes_back(state: State, step: int, collected: Collected, plan: SavePl
         ) from error
     differing = [
         *_tensors_that_differ(tensors, again),
-        *_scalars_that_differ(scalars, scalars_again),
+        *_scalars_that_differ(
+            {**scalars, "requires_grad": state.trained()}, {**scalars_again, "requires_grad": other.trained()}
+        ),
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
     ]
     if not differing and plan.aliases != (aliases := find_aliases(again)):

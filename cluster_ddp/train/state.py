@@ -158,6 +158,10 @@ class State:
         _, _, replicated = describe(tensors)
         return {name: tensors[name] for name in sorted(replicated)}
 
+    def trained(self) -> dict[str, bool]:
+        """Which parameters are trained now; a checkpoint holds what of it has changed since this was made."""
+        return {name: parameter.requires_grad for name, parameter, _ in self._parameters}
+
     def live(self) -> dict[str, Tensor]:
         """The tensors to fill in place at a restore: the model's and the average's."""
         return self._model_state()[0]

@@ -134,6 +134,42 @@ def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
     assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
 
 
+def unfreezing(place: Path, attempt: int, at: int | None = None) -> dict[str, Any]:
+    """A loop that trains its head first, then all, then without the head, as a fine-tuning does."""
+    begin_attempt(place, attempt)
+    done: dict[str, Any] = {"status": None}
+    try:
+        with join_run() as run:
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+            body, _, head = model
+            body.requires_grad_(False)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for step in run.steps(12, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                if step == 3:
+                    body.requires_grad_(True)
+                if step == 8:
+                    head.requires_grad_(False)
+                if step == at:
+                    interrupt("crash")
+        done["digest"] = digest(model)
+    except SystemExit as end:
+        done["status"] = end.code
+    return done
+
+
+def test_a_loop_that_freezes_and_unfreezes_layers_goes_on_exactly(tmp_path: Path) -> None:
+    (whole,) = run_ranks(unfreezing, 1, new_run(tmp_path / "calm").path, 0)
+    run = new_run(tmp_path / "broken").path
+    statuses = [run_ranks(unfreezing, 1, run, attempt, at)[0]["status"] for attempt, at in enumerate((7, 10))]
+    (last,) = run_ranks(unfreezing, 1, run, 2)
+    assert (whole["status"], statuses) == (None, [1, 1])
+    assert last["digest"] == whole["digest"]
+
+
 @pytest.mark.parametrize("more", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
 def test_the_settled_layout_is_the_one_that_ddp_keeps(more: dict[str, Any]) -> None:
     """The layout matters with three ranks: where this fails, DDP's reducer has changed beneath `settle_layout`."""
