@@ -23,11 +23,12 @@ from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpa
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
-# Not state: what torch's warnings and checks go by, and what a step was told of its own gradients.
+# Not state: what torch's warnings and checks go by, what a step was told of its own gradients, and
+# how many elements the parameters of LBFGS have.
 _TORCHS = frozenset(
     {
         "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
-        "found_inf", "grad_scale",
+        "found_inf", "grad_scale", "_numel_cache",
     }
 )  # fmt: skip
 _CPU = torch.device("cpu")
