@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 from cluster_ddp.checkpoint.format import Layout
 from cluster_ddp.checkpoint.plan import TORCH_DTYPES
 from cluster_ddp.printing import say
+
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK of madvise(2), for which mmap has no name
 
 
 class Staging:
@@ -99,11 +102,13 @@ class Staging:
         self.release()  # first, so that there are never two buffers
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         memory = mmap.mmap(-1, size, **private)
-        # Large pages make the first copy several times faster. Data loading workers are forked from this process:
-        # without DONTFORK every save after that would copy the pages they share.
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        # Large pages make the first copy several times faster. Data loading workers are forked from this process: every
+        # save after that would copy the pages they share, so that theirs are empty. (With MADV_DONTFORK they would have
+        # none: a worker that frees this object would free what has been put in that place since.)
+        for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
             with contextlib.suppress(AttributeError, OSError):  # advice only: not every system and kernel takes it
-                memory.madvise(getattr(mmap, advice))
+                if advice is not None:
+                    memory.madvise(advice)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
         self._flat.zero_()  # the system finds the memory here rather than during the first copy
         self._to_be_pinned = pinned

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -38,6 +40,19 @@ def staging_for(seed: int, size: int = 20) -> tuple[Staging, dict[str, torch.Ten
     staging = Staging()
     staging.prepare(make_plan(*describe(tensors), (0,)).layouts[0], pinned=True)
     return staging, tensors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux empties memory in forked processes")
+def test_a_forked_worker_has_empty_memory_in_the_place_of_the_copy() -> None:
+    """With none there, a worker that frees this object would free what it has got in that place since."""
+    tensors, staging = state(1, 20), Staging()
+    staging.prepare(make_plan(*describe(tensors), (0,)).layouts[0], pinned=False)
+    staging.copy(tensors, frozenset())
+    worker = os.fork()
+    if not worker:
+        os._exit(any(staging.shard()))
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+    assert any(staging.shard())
 
 
 def test_a_save_is_carried_out_on_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
