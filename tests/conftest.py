@@ -6,11 +6,16 @@ import os
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import settings
 from slurm_cluster import SlurmCluster, why_unavailable
 
 # Small tasks on few cores: threads that wait for each other would cost more than they bring. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CLUSTER_DDP_CONFIG"] = ""  # no defaults of the site where the tests run
+
+# Beside other tests on few cores any example may take long; each test has its own bound.
+settings.register_profile("tests", settings.default, deadline=None)
+settings.load_profile("tests")
 
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM", "") not in ("", "0")
 RUNNING: list[SlurmCluster] = []

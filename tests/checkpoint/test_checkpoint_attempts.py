@@ -324,7 +324,7 @@ def _check_chain(run: RunDirectory, newest: Attempt, why: str) -> None:
 Act = tuple[str, int, bool]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["begin", "save", "save", "save"]), st.integers(0, 2), st.booleans()), max_size=14

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster_ddp.job import BatchError, BatchPlan, TrainSpec, plan_batch
@@ -61,7 +61,6 @@ def test_large_batches_are_planned_at_once() -> None:
     assert plan_batch(TrainSpec(batch_size=7), 1, global_batch=prime) == BatchPlan(prime, 1, prime, 1)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 64),
     st.integers(1, 64),

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster_ddp.job.document import MAX_BYTES, Place, dump, parse, plain, read_document
@@ -185,7 +185,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(VALUES)
 def test_what_is_written_is_read_back(value: object) -> None:
     text = dump({"value": value})

@@ -131,25 +131,25 @@ def mutated_trees(draw: st.DrawFn) -> str:
     return dump(tree)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(mutated_texts())
 def test_a_job_file_with_a_damaged_text(text: str) -> None:
     check(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(mutated_trees())
 def test_a_job_file_with_damaged_settings(text: str) -> None:
     check(text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_any_text(text: str) -> None:
     check(text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(st.sampled_from([".".join(path) for tree in TREES for path in paths(tree)]), SCALARS.map(str)),
@@ -164,7 +164,7 @@ LINES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=15)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     params=st.dictionaries(WORDS, VALUES, max_size=3),
     line=LINES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster_ddp.job.units import format_slurm_time, parse_duration, parse_slurm_time
@@ -70,13 +70,11 @@ def test_sixty_minutes_behind_a_colon_are_a_slip(text: str) -> None:
         parse_slurm_time(text)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_units_round_trip(seconds: int) -> None:
     assert parse_slurm_time(format_slurm_time(seconds)) == seconds
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20))
 def test_any_text_is_a_duration_or_a_value_error(text: str) -> None:
     for parse in (parse_duration, parse_slurm_time):

@@ -27,7 +27,7 @@ from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe
 
 SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
-FIRM = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FIRM = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 seconds = st.floats(min_value=1, max_value=200).map(round)
 words = st.sampled_from(sorted(KILLS))

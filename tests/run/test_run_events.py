@@ -92,7 +92,7 @@ ROWS = st.lists(
 PLACES = st.dictionaries(st.integers(0, 3), st.none() | st.integers(0, 12), max_size=4)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS, in_order=st.booleans(), places=PLACES, damage=st.sampled_from([b"", b"{torn}\n", b'{"step": 1']))
 def test_the_end_of_the_metrics_tells_the_same_as_all_of_them(
     run: RunDirectory,
@@ -194,7 +194,7 @@ JSON = st.recursive(
 EVENTS = st.sampled_from(["started", "checkpoint", "failed", "rank-failed", "completed", "stopped", "resume-requested"])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(SHARED_FILES),
     content=st.binary(max_size=200)

@@ -71,7 +71,7 @@ ITEM = st.tuples(
 
 
 @pytest.mark.skipif(shutil.which("scontrol") is None, reason="apt-get install slurm-client")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(items=st.lists(st.one_of(ITEM, st.sampled_from(["z1", "login", "m[3,1]"])), min_size=1, max_size=4))
 def test_the_hosts_are_those_of_scontrol(items: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     conf = tmp_path_factory.getbasetemp() / "slurm.conf"

@@ -99,7 +99,6 @@ def files(folder: Path) -> set[Path]:
 
 @settings(
     max_examples=DRAWS,
-    deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )

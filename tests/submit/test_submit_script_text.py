@@ -89,7 +89,7 @@ def test_no_line_is_too_long_to_read() -> None:
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
-@settings(max_examples=25, deadline=None, phases=UNSHRUNK, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, phases=UNSHRUNK, suppress_health_check=[HealthCheck.too_slow])
 @given(value=TEXT, argument=TEXT, script=LINE, python=LINE, ifname=LINE, runs=st.integers(0, 3))
 def test_hostile_values_arrive_as_text_and_nothing_is_run(
     value: str, argument: str, script: str, python: str, ifname: str, runs: int
@@ -119,7 +119,7 @@ def test_hostile_values_arrive_as_text_and_nothing_is_run(
 
 
 @needs_shellcheck
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(values=st.lists(TEXT, min_size=3, max_size=6), line=LINE)
 def test_shellcheck_reads_hostile_values_as_text(values: list[str], line: str) -> None:
     spec = job(
@@ -175,7 +175,7 @@ def test_sbatch_itself_reads_hostile_directives_as_text(tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXT)
 def test_quote_makes_one_word(value: str) -> None:
     done = subprocess.run(
@@ -184,7 +184,7 @@ def test_quote_makes_one_word(value: str) -> None:
     assert done.stdout == value.encode() + b"\0"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(TEXT, TEXT)
 def test_quote_around_expands_the_marks_and_nothing_else(before: str, after: str) -> None:
     word = quote_around(f"{before}\0x\0{after}", {"\0x\0": "$x", "\0y\0": "$y"})

@@ -18,13 +18,13 @@ def plan(global_batch: int, world_size: int, accumulation: int = 1) -> BatchPlan
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_permutation_has_every_element_once(size: int, key: int) -> None:
     assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 2**61), position=st.integers(0, 2**61))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_positions_of_huge_sets_cost_nothing(size: int, position: int) -> None:
     found = Permutation(size, 7)(np.array([position % size]))
     assert 0 <= found[0] < size
@@ -64,7 +64,7 @@ def test_epochs_differ_and_repeat() -> None:
     count=st.integers(1, 30),
     accumulation=st.sampled_from([1, 2]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_world_size_sees_the_same_global_batches(
     samples: int, drop_last: bool, start: int, count: int, accumulation: int
 ) -> None:

@@ -96,7 +96,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([path] if path else []), *(place for key, part in inner for place in places(part, (*path, key)))]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(data=st.data())
 def test_any_scalars_are_damaged_or_can_be_loaded(data: st.DataObject) -> None:
     (tensors, plan), scalars = stored()

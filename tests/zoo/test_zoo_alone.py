@@ -193,7 +193,7 @@ def test_composed_case_is_exact(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500, suppress_health_check=list(HealthCheck))
 @given(case=st.randoms(use_true_random=False).map(compose))
 def test_any_composed_case_is_exact(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert str(judge(case, tmp_path_factory.mktemp("composed"))) == "exact"
