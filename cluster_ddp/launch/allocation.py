@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cluster_ddp.launch.bad_hosts import enough_others, host_list
@@ -56,10 +57,10 @@ class Allocation(Protocol):
     def why_it_ends(self, seconds: float) -> str | None:
         """Why a signal came: one of the words of `cluster_ddp.slurm.shown`; None without an answer in `seconds`."""
 
-    def end(self, since: float) -> tuple[str, float | None] | None:
+    def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
         """Why the allocation ends, by a word of `cluster_ddp.slurm.shown`, and the seconds from now until SIGKILL.
 
-        These are at the least, and None where nobody knows. None without an answer in seconds. `since` is when the
+        These are at the least, and None where nobody knows. None without an answer in `seconds`. `since` is when the
         signal came, on the monotonic clock.
         """
 
@@ -82,6 +83,20 @@ class Allocation(Protocol):
 
     def keep_from(self, bad: Sequence[str]) -> bool:
         """Keep the job, which is queued again, from the bad hosts; whether that was accepted."""
+
+
+@contextlib.contextmanager
+def _unharmed() -> Iterator[None]:
+    """Let what is started in here outlive Slurm's SIGTERM, which goes to all of a job, and the warning.
+
+    It inherits that they are blocked. This process takes those that come meanwhile afterwards, if not in other threads.
+    """
+    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class SlurmAllocation:
@@ -108,6 +123,7 @@ class SlurmAllocation:
     def environment(self) -> dict[str, str]:
         return step_environment(os.environ)
 
+    @_unharmed()
     def ask_ahead(self) -> bool:
         job = self._show()
         self._learn_kill_wait()
@@ -115,12 +131,14 @@ class SlurmAllocation:
             return False
         return is_ending(job)
 
+    @_unharmed()
     def why_it_ends(self, seconds: float) -> str | None:
         job = self._show(seconds)
         return None if job is None else why_it_ends(job, self._start.restart_count, self._grace_end)
 
-    def end(self, since: float) -> tuple[str, float | None] | None:
-        job = self._show()
+    @_unharmed()
+    def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
+        job = self._show(seconds)
         if job is None:
             return None
         self._learn_kill_wait()
@@ -145,9 +163,11 @@ class SlurmAllocation:
                 self._grace_end = unseen_grace_end(job, grace_time(self._start.partition, job.qos))
         return job
 
+    @_unharmed()
     def queue_again(self) -> None:
         requeue_job(self._start.task)
 
+    @_unharmed()
     def stay_ended(self) -> None:
         """See `Allocation`. A site may have exit statuses that do so, and a preemption with grace leaves a mark.
 
@@ -160,6 +180,7 @@ class SlurmAllocation:
         with contextlib.suppress(SlurmError):
             forbid_requeue(self._start.task)
 
+    @_unharmed()
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         start = self._start
         try:
@@ -168,6 +189,7 @@ class SlurmAllocation:
             return False
         return enough_others(usable, bad=bad, excluded=excluded, nodes=start.nodes)
 
+    @_unharmed()
     def keep_from(self, bad: Sequence[str]) -> bool:
         try:
             exclude_hosts(self._start.task, bad)

@@ -20,9 +20,9 @@ _POLL_SECONDS = 5.0  # should a SIGCHLD be lost
 _ASK_PAUSE_SECONDS = 2.0
 _ASK_AHEAD_SECONDS = 300.0  # a time limit may be changed while the job runs
 _SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended by Slurm
-_ENDLESS_SECONDS = 24 * 3600.0  # of trying to be queued again as long as nobody ends the job
 _QUICK_SECONDS = 5.0  # for an answer that can be done without
 _PATIENT_SECONDS = 40.0  # for one that decides whether the run goes on
+_LOOK_SECONDS = 1.0  # for a person's stop, while nothing else is to be done
 
 
 class EndOfJob:
@@ -59,9 +59,8 @@ class EndOfJob:
         self._host.listen(self._warning, signal.SIGTERM, signal.SIGCHLD)
 
     def stop_listening(self) -> None:
-        """From here on no signal may end a call of Slurm's commands; those that have come count."""
+        """All is decided: from here on signals change nothing, and end nothing that is started."""
         self._host.ignore(self._warning, signal.SIGTERM)
-        self.react_to_all()
 
     def ask_ahead(self) -> None:
         """Ask what Slurm knows of the end, now and then: when it is, and whether it has been announced already.
@@ -98,6 +97,16 @@ class EndOfJob:
         while (news := self._host.next_news(0.0)) is not None:
             self._react(news)
 
+    def pause(self, seconds: float) -> None:
+        """Wait so long at the most: what a signal, Slurm or a person says of the end meanwhile is not waited out."""
+        until, before = self._host.now() + seconds, (self._unanswered, self.reason)
+        while (left := until - self._host.now()) > 0 and before == (self._unanswered, self.reason):
+            if self.unwanted():
+                return
+            news = self._host.next_news(min(left, _LOOK_SECONDS))
+            if news is not None:
+                self._react(news)
+
     def _react(self, news: News) -> None:
         if isinstance(news, Answer):
             if news.signal.number == signal.SIGTERM:
@@ -131,7 +140,9 @@ class EndOfJob:
         """Ask until Slurm answers, and never in the way of what has to be done meanwhile."""
 
         def ask() -> None:
-            while (answer := self._allocation.end(signalled.since)) is None:
+            seconds = _QUICK_SECONDS  # a call may be lost, and on a busy site each takes long
+            while (answer := self._allocation.end(signalled.since, seconds)) is None:
+                seconds = min(4 * seconds, _PATIENT_SECONDS)
                 self._host.sleep(_ASK_PAUSE_SECONDS)
             self._host.post(Answer(signalled, *answer))
 
@@ -162,12 +173,16 @@ class EndOfJob:
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
-    @property
     def known(self) -> str | None:
-        """The reason as far as it is sure: a SIGTERM that Slurm has not explained may be the owner's cancel."""
-        ends_at = self._allocation.ends_at
-        over = ends_at is not None and self._host.unix_time() >= ends_at
-        return None if self._unanswered is not None and not over else self.reason
+        """The reason as far as it is sure; None where the owner may have cancelled the job, for all that is known.
+
+        A SIGTERM that Slurm has not explained may be a cancel, also one that comes at the end of the time limit: that
+        may have been changed. After a SIGTERM that it has explained, no other is heard: a cancel of a job that was let
+        run, or had a long grace, shows only when Slurm is asked. As long as there was none, there was no cancel.
+        """
+        self.react_to_all()
+        in_grace = self._decide_at is not None and self._decide_at - self._host.now() > _PATIENT_SECONDS
+        return None if self._unanswered is not None or self.lets_it_run or in_grace else self.reason
 
     def out_of_time(self) -> bool:
         """Whether SIGKILL is so near that nothing may be waited for."""
@@ -179,15 +194,13 @@ class EndOfJob:
             return self.lets_it_run
         return self._allocation.why_it_ends(_PATIENT_SECONDS) == TERMINATED
 
-    def give_up_at(self) -> float:
+    def give_up_at(self) -> float | None:
         """When trying to be queued again ends, on the monotonic clock: shortly before the allocation does.
 
-        The time limit, which may have been changed since it was last heard, does not end it: that takes the controller,
-        which then answers as well.
+        None as long as nobody ends the job. The time limit, which may have been changed since it was last heard, does
+        not end it: that takes the controller, which then answers as well.
         """
-        if self._decide_at is not None:
-            return self._decide_at + _MARGIN_SECONDS - 1.0
-        return self._host.now() + _ENDLESS_SECONDS
+        return None if self._decide_at is None else self._decide_at + _MARGIN_SECONDS - 1.0
 
     def find_out_why(self) -> None:
         """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again."""

@@ -140,6 +140,7 @@ class Keeper:
         return kept
 
     def _stay_ended(self) -> None:
+        self._end.stop_listening()
         self._allocation.stay_ended()
         self._host.within(NOTICE_SECONDS + _RECORD_SECONDS, lambda: give_notice(self._run, writer=self._writer))
 
@@ -150,7 +151,7 @@ class Keeper:
             return self._start_again(None, bad, "hosts that failed more than once")
         attempt = self._begin()
         self._train(attempt)
-        self._end.stop_listening()
+        self._end.react_to_all()
         if is_superseded(attempt):
             return Kept("end", "stop", "a newer attempt has begun: what this one did beyond its place does not count")
         self._end.find_out_why()
@@ -239,16 +240,15 @@ class Keeper:
 
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> Kept:
         """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""
-        self._host.ignore(signal.SIGTERM)  # what Slurm sends for the requeue would end scontrol, too
         try:
             queued = self._end.reason in (REQUEUED, NODE_FAILURE) or queue_again(  # Slurm has queued it again already
                 self._allocation,
                 known=self._end.known,
-                until=self._end.give_up_at(),
+                until=self._end.give_up_at,
                 delayed=self._say_delayed,
                 unwanted=self._end.unwanted,
                 clock=self._host.now,
-                sleep=self._host.sleep,
+                sleep=self._end.pause,
             )
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])

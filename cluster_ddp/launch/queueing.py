@@ -12,13 +12,16 @@ from collections.abc import Callable
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
-from cluster_ddp.slurm.shown import CANCEL, REQUEUED, TERMINATED
+from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED
 
 _REFUSALS = 3  # a controller that has just started may say no to what it takes a moment later
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit gives KillWait, 30 s by default
 _ASIDE_SECONDS = 5.0  # for an answer that can be done without
 _ANSWER_SECONDS = 60.0  # a busy site may take 40 s for one
+_ENDLESS_SECONDS = 24 * 3600.0  # of trying as long as nobody ends the job
+_UNSURE = (None, TERMINATED)
+_QUEUED = {REQUEUED, NODE_FAILURE}
 
 
 class RequeueFailed(ClusterDDPError):
@@ -28,8 +31,8 @@ class RequeueFailed(ClusterDDPError):
 def queue_again(
     allocation: Allocation,
     *,
-    known: str | None,
-    until: float,
+    known: Callable[[], str | None],
+    until: Callable[[], float | None],
     delayed: Callable[[str], None],
     unwanted: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
@@ -42,10 +45,10 @@ def queue_again(
     Parameters
     ----------
     known
-        Why the allocation ends, as far as is known. Where nothing is known, the job is not queued again without
-        Slurm's word that it was not cancelled.
+        Why the allocation ends, as far as that is sure by now. Where nothing is, the job is not queued again without
+        Slurm's word that it was not cancelled: a Slurm that gives none would not queue it either.
     until
-        When to give up, on the clock.
+        When to give up, on the clock, as far as that is known by now.
     delayed
         Called once, with the reason, when it does not work at the first try.
     unwanted
@@ -57,14 +60,16 @@ def queue_again(
         It was refused, or there was no answer in all that time.
     """
     refusals, pause, said = 0, _FIRST_PAUSE, "Slurm's controller does not answer"
-    explained = known not in (None, TERMINATED)
+    endless = clock() + _ENDLESS_SECONDS
     while True:
-        now = allocation.why_it_ends(_ASIDE_SECONDS if explained else _ANSWER_SECONDS)
-        if now == CANCEL or unwanted():
+        patient = known() in _UNSURE and pause > _FIRST_PAUSE  # what it waits for is told first
+        now = allocation.why_it_ends(_ANSWER_SECONDS if patient else _ASIDE_SECONDS)
+        why = known()
+        if CANCEL in (now, why) or unwanted():
             return False
-        if now == REQUEUED:  # a call that was given up had been accepted
+        if _QUEUED & {now, why}:  # by Slurm itself, or by a call that was given up and had been accepted
             return True
-        if now is not None or explained:
+        if now is not None or why not in _UNSURE:
             try:
                 allocation.queue_again()
             except SlurmRefused as error:
@@ -73,7 +78,7 @@ def queue_again(
                 said = str(error)
             else:
                 return True
-        if refusals >= _REFUSALS or clock() + pause > until:
+        if refusals >= _REFUSALS or clock() + pause > (until() or endless):
             raise RequeueFailed(f"Slurm has not queued the job again: {said}")
         if pause == _FIRST_PAUSE:
             delayed(said.splitlines()[0])

@@ -68,6 +68,10 @@ class Life:
         What becomes of each question about the job: "ok", "late", "half" of a line, "none"; after these, "ok".
     requeues
         What becomes of each requeue: "ok", "unheard" (accepted, but nobody hears of it), "away", "refused"; then "ok".
+    silent
+        Seconds from and until which no question is answered; what is asked for is done all the same.
+    limit
+        Seconds until the end of the time limit as it was last heard; it may have been changed. None without one.
     """
 
     events: tuple[tuple[float, str], ...] = ()
@@ -76,6 +80,8 @@ class Life:
     saves_in: float | None = 5.0
     answers: tuple[str, ...] = ()
     requeues: tuple[str, ...] = ()
+    silent: tuple[float, float] = (0.0, 0.0)
+    limit: float | None = None
 
 
 @dataclass
@@ -126,11 +132,11 @@ class World:
 class SimulatedAllocation:
     """See `Allocation`: Slurm, as the life of this start has it."""
 
-    ends_at = None
     kill_wait = KILL_WAIT
 
     def __init__(self, world: World, host: SimulatedHost) -> None:
         self._world, self._host = world, host
+        self.ends_at = world.life.limit
 
     @property
     def start(self) -> SlurmStart:
@@ -143,6 +149,11 @@ class SimulatedAllocation:
         return False
 
     def _show(self, seconds: float) -> ShownJob | None:
+        begins, ends = self._world.life.silent
+        if begins <= self._world.now < ends:
+            self._host.sleep(min(seconds, ends - self._world.now))
+            if self._world.now < ends:
+                return None
         fate = self._world.answers.pop(0) if self._world.answers else "ok"
         if fate in ("none", "late"):
             self._host.sleep(seconds if fate == "none" else min(seconds, 4.0))
@@ -154,8 +165,8 @@ class SimulatedAllocation:
         job = self._show(seconds)
         return None if job is None else why_it_ends(job, self._world.restart)
 
-    def end(self, since: float) -> tuple[str, float | None] | None:
-        job = self._show(5.0)
+    def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
+        job = self._show(seconds)
         if job is None:
             return None
         left = max(0.0, KILL_WAIT - (self._host.now() - since))

@@ -67,7 +67,7 @@ class _Asked(SlurmAllocation):
         self.times += 1
         return self.times > 2
 
-    def end(self, since: float) -> tuple[str, float | None] | None:
+    def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
         return "time-limit", None
 
 

@@ -39,6 +39,8 @@ lives = st.builds(
     saves_in=st.one_of(st.none(), st.floats(min_value=0.5, max_value=60)),
     answers=st.lists(st.sampled_from(["ok", "late", "half", "none"]), max_size=6).map(tuple),
     requeues=st.lists(st.sampled_from(["ok", "unheard", "away", "refused"]), max_size=6).map(tuple),
+    silent=st.one_of(st.just((0.0, 0.0)), st.tuples(seconds, seconds)),
+    limit=st.one_of(st.none(), seconds),
 )
 
 
@@ -79,6 +81,9 @@ def play(folder: Path, story: list[Life]) -> tuple[RunDirectory, list[World], Ru
 @example([Life(((10, "kill -TERM"),), answers=("half",), saves_in=3.0)])
 @example([Life(((30, "stop"),), training="crashes", lasts=10, requeues=("away",) * 4)])
 @example([Life(((10, "second start"),), saves_in=2.0), Life()])
+@example([Life(((50, "scancel"),), limit=20, silent=(45, 90), saves_in=3.0)])
+@example([Life(((10, "warning"), (22, "scancel")), silent=(5, 90), requeues=("away",), saves_in=3.0)])
+@example([Life(((10, "kill -TERM"), (40, "scancel")), limit=20, silent=(15, 90), requeues=("away",), saves_in=3.0)])
 def test_whatever_happens(fast_disk: Path, story: list[Life]) -> None:
     run, worlds, status = play(fast_disk, story)
     assert [fault for world in worlds for fault in world.faults] == []
@@ -124,3 +129,50 @@ def test_a_save_that_takes_too_long_is_not_waited_for(fast_disk: Path, word: str
                   Life(((10, word),), lasts=1000, saves_in=None, answers=answers))  # fmt: skip
     assert live(world) is not None
     assert world.queued and 10 + KILL_WAIT - 3 <= world.now <= 10 + KILL_WAIT - 2
+
+
+@pytest.mark.parametrize(
+    ("life", "queued"),
+    [
+        (Life(((10, "time limit"),), limit=10, silent=(5, 28)), True),  # killed at 40 s, so a late answer will do
+        (Life(((10, "warning"),), silent=(5, 500)), True),  # no SIGTERM has come, so nobody has cancelled it
+        (Life(((10, "warning"), (30, "time limit")), limit=30, silent=(5, 50), requeues=("away",)), True),
+        (Life(((10, "scancel"),), limit=5, silent=(5, 28)), False),
+        (Life(((10, "scancel"),), limit=5, silent=(5, 500)), False),
+        (Life(((10, "kill -TERM"), (60, "scancel")), silent=(20, 500), requeues=("away",)), False),
+    ],
+)
+def test_a_sigterm_is_answered_with_a_requeue_only_when_slurm_has_explained_it(
+    fast_disk: Path, life: Life, queued: bool
+) -> None:
+    """Its limit may have been changed since it was last heard, and then it is the owner's cancel that came."""
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    live(world)
+    assert world.queued is queued and not world.faults
+
+
+def test_a_requeue_in_vain_is_told_before_the_end_that_is_heard_of_while_it_is_tried(fast_disk: Path) -> None:
+    life = Life(((10, "warning"), (69, "time limit")), requeues=("away",) * 30)
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    with pytest.raises(RequeueFailed, match="Unable to contact"):
+        live(World(run, 0, life))
+
+
+def test_a_requeue_that_slurms_silence_prevents_is_told_after_the_end_too(fast_disk: Path) -> None:
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    assert live(World(run, 0, Life(((10, "time limit"),), limit=10, silent=(5, 100)))) is None
+    status = describe(run, {})
+    assert status.state.value == "FAILED"
+    assert "requeue failed: Slurm's controller does not answer. To go on: cluster-ddp resume" in str(status.reason)
+
+
+@pytest.mark.parametrize("word", ["scancel", "stop"])
+@pytest.mark.parametrize("at", range(40, 75, 5))
+def test_an_end_that_a_person_wants_is_not_waited_out_while_the_requeue_fails(
+    fast_disk: Path, word: str, at: int
+) -> None:
+    life = Life(((at, word),), training="crashes", lasts=10, requeues=("away",) * 9)
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    kept = live(world)
+    assert kept is not None and kept.follows == "end" and not world.queued
+    assert world.now <= at + 9 + 1, "one call of scontrol, and a look"

@@ -218,14 +218,20 @@ def test_a_sigterm_that_is_none_of_slurms(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(("job", "requeues"), [(CANCELLED, []), (TIME_LIMIT, ["77"])], ids=["cancel", "time-limit"])
-def test_slurm_may_take_its_time_to_explain_a_sigterm(stage: Stage, job: str, requeues: list[str]) -> None:
-    """Until then training saves, and nothing is decided: a cancelled job must not come back."""
+@pytest.mark.parametrize(("ends_in", "word"), [(3600, "terminated"), (0, "time-limit")])
+def test_slurm_may_take_its_time_to_explain_a_sigterm(
+    stage: Stage, job: str, requeues: list[str], ends_in: int, word: str
+) -> None:
+    """Until then training saves, and nothing is decided: a cancelled job must not come back.
+
+    That the time limit is over as it was last heard explains nothing: it may have been changed.
+    """
     stage.does(**{"training.sh": UNTIL_STOPPED})
-    process = stage.start(stage.write())
+    process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time()) + ends_in))
     stage.wait_for_training()
     stage.does(job="")
     process.send_signal(signal.SIGTERM)
-    wait_for_reason(stage, "terminated")
+    wait_for_reason(stage, word)
     time.sleep(3)
     assert process.poll() is None
     assert not stage.requeues()
@@ -234,12 +240,13 @@ def test_slurm_may_take_its_time_to_explain_a_sigterm(stage: Stage, job: str, re
     assert stage.requeues() == requeues
 
 
-def test_the_time_limit_is_known_without_slurm(stage: Stage) -> None:
-    stage.does(kill_wait="8", **{"training.sh": UNTIL_STOPPED})
+def test_the_warning_is_enough_where_slurm_explains_nothing(stage: Stage) -> None:
+    """No SIGTERM has come, so nobody has cancelled the job."""
+    stage.does(**{"training.sh": UNTIL_STOPPED})
     stage.program("scontrol", stage_scontrol_without_answers(stage))
-    process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time())))
+    process = stage.start(stage.write())
     stage.wait_for_training()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
     assert stage.finish(process) == 0, stage.output
     assert reason(stage) == "time-limit"
     assert stage.requeues() == ["77"]
@@ -339,6 +346,17 @@ def test_a_requeue_is_given_up_when_the_allocation_is_nearly_over(stage: Stage) 
     found = stage.status()
     assert found["state"] == "FAILED"
     assert "Unable to contact" in found["reason"] and "cluster-ddp resume" in found["reason"]
+
+
+def test_the_sigterm_of_the_requeue_itself_harms_nothing(stage: Stage) -> None:
+    """Slurm ends all of the job when it accepts: scontrol must live to say so, also where the warning came before."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    stage.program("scontrol", f"[[ $1 != requeue ]] || {{ kill -TERM $PPID $$; sleep 1; }}\n{usual}")
+    stage.does(**{"training.sh": UNTIL_STOPPED})
+    assert interrupt(stage, signal.SIGUSR1) == 0, stage.output
+    assert stage.requeues() == ["77"]
+    assert "keeps trying" not in stage.output
+    assert stage.events()[-1] == "requeued"
 
 
 def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:
