@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import shutil
@@ -76,7 +77,19 @@ class RankOutput:
 
     @classmethod
     def prepare(cls, log: Path) -> RankOutput:
-        """Make the node's own folder, for its owner alone; `OSError` where there is no room."""
+        """Make the node's log on shared storage, and its own folder, for its owner alone.
+
+        Raises
+        ------
+        OSError
+            This node may not write to the run, or has no room on its own disk. A shared storage that is full is no
+            reason not to begin: what is printed waits for room.
+        """
+        try:
+            _append(log, b"")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         return cls(log, Path(tempfile.mkdtemp(prefix="cluster-ddp-")))
 
     def gather(self, *, rest: bool = False) -> list[LogLine]:

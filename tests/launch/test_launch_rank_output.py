@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from node_process import Node
 
 from cluster_ddp.launch import rank_output
 from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
+from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.node_log import LogLine, parse_line
 
 
@@ -54,6 +59,33 @@ def test_each_line_says_which_rank_has_printed_it(printing: Printing, log: Path)
     ]  # fmt: skip
     assert [line for text in written if (line := parse_line(text)).rank == 5][-1].text == "half of it"
     assert parse_line("cluster-ddp: the node program") == LogLine("cluster-ddp: the node program")
+
+
+def test_a_node_that_may_not_write_to_the_run_begins_nothing(start_node: Callable[..., Node]) -> None:
+    def forbid(attempt: AttemptDirectory) -> None:
+        attempt.log_file(0).mkdir()
+
+    node = start_node("plain_rank.py", prepare=forbid)
+    status, _, err = node.finish()
+    assert (status, node.events("node-started")) == (1, [])
+    (failed,) = node.events("node-failed")
+    assert "has to be the same and writable on every node" in failed["error"]
+    assert "cannot start" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("number", "begins"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])
+def test_a_full_storage_is_no_reason_not_to_begin(
+    log: Path, monkeypatch: pytest.MonkeyPatch, number: int, begins: bool
+) -> None:
+    def refuse(path: Path) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(rank_output, "open_append", refuse)
+    if begins:
+        RankOutput.prepare(log).remove()
+    else:
+        with pytest.raises(OSError, match="Read-only"):
+            RankOutput.prepare(log)
 
 
 def test_a_progress_bar_leaves_lines(printing: Printing, log: Path) -> None:
