@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call, call_once
+from cluster_ddp.slurm.nodelist import NodeListError, expand
 from cluster_ddp.slurm.shown import ShownJob, parse_job
 
 _SECONDS = 20.0
@@ -114,4 +115,7 @@ def _excluded(task: str) -> str:
 
 def _hosts(node_list: str) -> list[str]:
     """The hosts of a node list as Slurm writes it."""
-    return call(["scontrol", "show", "hostnames", node_list], seconds=_SECONDS).split() if node_list else []
+    try:
+        return expand(node_list) if node_list else []
+    except NodeListError:
+        return call(["scontrol", "show", "hostnames", node_list], seconds=_SECONDS).split()

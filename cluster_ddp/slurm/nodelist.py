@@ -1,8 +1,8 @@
 """Slurm's node lists: ``a[1-3,07],b12,rack[1-2]n[01-02]`` and their hosts, in Slurm's order.
 
-``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line: what ``scontrol show hostnames LIST`` does, for
-nodes and containers without scontrol. ClusterShell expands the ranges; the pieces are taken apart here because its node
-sets are sorted, and the first host of Slurm's list is the one that runs the rendezvous.
+``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, but
+needs no Slurm; with ``--first`` only the first. ClusterShell expands the ranges; the pieces are taken apart here
+because its node sets are sorted, and the first host of Slurm's list is the one that runs the rendezvous.
 """
 
 from __future__ import annotations
@@ -93,11 +93,12 @@ def _short(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m cluster_ddp.slurm.nodelist LIST", file=sys.stderr)
+    *options, node_list = arguments or [""]
+    if options not in ([], ["--first"]) or not node_list:
+        print("usage: python -m cluster_ddp.slurm.nodelist [--first] LIST", file=sys.stderr)
         return 2
     try:
-        print("\n".join(expand(arguments[0])))
+        print(first_host(node_list) if options else "\n".join(expand(node_list)))
     except NodeListError as error:
         print(error, file=sys.stderr)
         return 2

@@ -213,8 +213,8 @@ cluster_ddp_fail() {
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
     if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
         sleep 10
-        [[ $(scontrol show job -o "$task") =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]] &&
-            scontrol requeue "$task" && queued=true
+        [[ $(timeout 60 scontrol show job -o "$task") =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]] &&
+            timeout 60 scontrol requeue "$task" && queued=true
     fi
     [[ -f $cluster_ddp_run/run.json ]] || exit 1
     local words=${2//\\/\\\\}

@@ -60,6 +60,12 @@ def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]
     assert excluded_hosts("7") == hosts
 
 
+def test_a_greeting_of_scontrol_is_no_host(slurm: Path) -> None:
+    job = "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=c[1-2] X=y"
+    stand_in(slurm, "scontrol", f"echo 'Welcome to the cluster!'; [[ $2 == job ]] && echo '{job}'\ntrue")
+    assert excluded_hosts("7") == ["c1", "c2"]
+
+
 def test_a_node_in_two_states_is_one(slurm: Path) -> None:
     stand_in(slurm, "sinfo", "printf 'a\nb\nc\nc\n'")
     assert usable_nodes("p") == {"a", "b", "c"}

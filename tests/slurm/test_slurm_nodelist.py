@@ -89,6 +89,8 @@ def test_as_a_command() -> None:
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     good = subprocess.run([*command, "a[1-2]"], env=here, capture_output=True, text=True, timeout=120)
     assert (good.returncode, good.stdout) == (0, "a1\na2\n")
+    first = subprocess.run([*command, "--first", "b[3,1]"], env=here, capture_output=True, text=True, timeout=120)
+    assert (first.returncode, first.stdout) == (0, "b3\n")
     bad = subprocess.run([*command, "a["], env=here, capture_output=True, text=True, timeout=120)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "Traceback" not in bad.stderr

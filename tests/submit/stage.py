@@ -27,7 +27,7 @@ from cluster_ddp.submit.script import render_script
 PATIENCE = 120.0  # for what takes a second where nothing else runs
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Everything that the script takes from the system. Slurm's own commands, which this machine may have, are not among it.
-TOOLS = ("bash", "realpath", "head", "date", "sleep", "cat", "env", "touch", "grep", "rm", "tr")
+TOOLS = ("bash", "realpath", "head", "date", "sleep", "cat", "env", "touch", "grep", "rm", "tr", "tail", "timeout")
 
 RECORD = r"""#!/bin/bash
 stage=STAGE
@@ -120,7 +120,7 @@ class Stage:
             program.write_text(text)
             program.chmod(0o755)
         self.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None X=y")
-        self.does(kill_wait="30", hostnames="node-b\nnode-a\n", requeue_status="0", requeue_words="")
+        self.does(kill_wait="30", hostnames="node-b\nnode-a", requeue_status="0", requeue_words="")
         self.does(**{"training.sh": DONE, "python.sh": ""})
 
     @property

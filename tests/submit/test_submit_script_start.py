@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -40,6 +41,36 @@ def test_without_scontrol_clustershell_reads_the_node_list(tmp_path: Path) -> No
     stage = Stage(tmp_path, scontrol=False)
     assert stage.perform(stage.write(), SLURM_JOB_NODELIST="rack[2-3]n[07,01]") == 0, stage.output
     assert stage.environment_of_ranks()["MASTER_ADDR"] == "rack2n07"
+
+
+def test_a_greeting_of_scontrol_is_no_host(stage: Stage) -> None:
+    """A node list that only scontrol can read, and a site whose wrapper of it greets."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    stage.program("scontrol", f"echo 'Welcome to the cluster!'; echo\n{usual}")
+    assert stage.perform(stage.write()) == 0, stage.output
+    assert stage.environment_of_ranks()["MASTER_ADDR"] == "node-b"
+
+
+def test_a_node_list_is_read_without_scontrol(stage: Stage) -> None:
+    assert stage.perform(stage.write(), SLURM_JOB_NODELIST="rack[2-3]n[07,01]") == 0, stage.output
+    assert stage.environment_of_ranks()["MASTER_ADDR"] == "rack2n07"
+    assert not [call for call in stage.calls("scontrol") if "hostnames" in call]
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [("", "cannot tell the first node of node-[b,a]"), ("exit 127", "no Python with cluster_ddp starts")],
+)
+def test_an_scontrol_that_hangs_does_not_hold_the_nodes(stage: Stage, python: str, words: str) -> None:
+    impatient = f'shift; exec {shutil.which("timeout")} 1 "$@"'
+    stage.program("timeout", impatient)
+    stage.program("sleep", "exit 0")
+    stage.program("scontrol", f"exec {shutil.which('sleep')} 3600")
+    stage.does(**{"python.sh": python})
+    assert stage.perform(stage.write()) == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    found = stage.status()
+    assert found["state"] == "FAILED" and words in found["reason"]
 
 
 def test_without_scontrol_and_clustershell_the_job_fails_clearly(tmp_path: Path) -> None:
