@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group, which defaults of its functions would hold to the end
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.job import load_resolved
@@ -40,6 +40,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 1800.0
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
 _left: list[dist.ProcessGroup | None] = []
+_stores: list[Store] = []  # by which the ranks met, of each group that was left
 _beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by a group for GPUs only: that of its CPUs
 
 
@@ -154,7 +155,7 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
             rank=world.rank,
             world_size=world.world_size,
             timeout=limit,
-            store=_store_of_step(world, limit),
+            store=_store_again() or _store_of_step(world, limit),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -211,6 +212,14 @@ def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
     return store
 
 
+def _store_again() -> Store | None:
+    """For a group after another, a part of the first one's store; None for the first.
+
+    In the same part Gloo would find the addresses of the group before, and wait there for ever.
+    """
+    return PrefixStore(f"cluster_ddp/group-{len(_stores)}", _stores[0]) if _stores else None
+
+
 def host_group() -> dist.ProcessGroup | None:
     """The group for what the CPU has to say: None, the default group, unless a library has made that for GPUs only.
 
@@ -229,6 +238,7 @@ def cleanup_distributed() -> None:
     """Leave the group, all ranks together; call it last, after every other use of the group."""
     if dist.is_initialized():
         hold_group()
+        _stores.append(dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
 
 

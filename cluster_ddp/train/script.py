@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
-from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.record import read_record
@@ -41,6 +40,7 @@ from cluster_ddp.train.metrics.log import Report
 from cluster_ddp.train.metrics.loggers import open_loggers
 from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.batches import batches_of
+from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.left_out import LeftOutUpdates
@@ -82,6 +82,8 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     directory = RunDirectory(Path(place or folder or f"{_name_of_program()}.run").absolute())
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
     writer = EventWriter(directory, on_this_host(f"rank-{find_world().rank}")) if place else None
+    block = Block(directory.path, attempt, is_run=writer is not None)
+    block.enter()
 
     left: SystemExit | None = None
 
@@ -94,7 +96,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     with around, joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
         if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded by itself
             seed_everything(derive(Use.BUILD, job.train.seed))
-        run = ScriptRun(job, directory, attempt, process, writer)
+        run = ScriptRun(job, directory, attempt, process, writer, block)
         _joined.append(run)
         try:
             yield run
@@ -141,11 +143,17 @@ class ScriptRun:
     """
 
     def __init__(
-        self, job: JobSpec, directory: RunDirectory, attempt: int, process: RankProcess, writer: EventWriter | None
+        self,
+        job: JobSpec,
+        directory: RunDirectory,
+        attempt: int,
+        process: RankProcess,
+        writer: EventWriter | None,
+        block: Block,
     ) -> None:
         self.world, self.job = find_world(), job
         self._session = Session(job, directory, attempt, process, writer)
-        self.directory, self.attempt, self._is_run = directory, attempt, writer is not None
+        self.directory, self.attempt, self._block = directory, attempt, block
         self._report = Report()
         self._check_weights: Callable[[int], None] = lambda step: None
         self._order: Order | None = None
@@ -269,6 +277,7 @@ class ScriptRun:
             What else is to be saved, such as a scheduler or a gradient scaler: its ``state_dict()`` holds tensors, or
             what JSON can hold.
         """
+        self._block.begin_loop()
         settle_layout(model, self.world.world_size)
         bare = model.module if isinstance(model, DistributedDataParallel) else model
         state = State(bare, optimizer, also=Own(optimizer, also))
@@ -307,14 +316,8 @@ class ScriptRun:
         """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
         self._close_loader()
         self._expect_group()
-        if self._order is None:  # a program that only evaluates
-            self._session.tell(events.COMPLETED)
-        elif self._loop is not None:
-            is_stopped = self._loop.has_stopped
-            self._session.end(self._loop.save if is_stopped else self._save_at_end, completed=not is_stopped)
-        else:
-            is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
-            self._session.end(self._save, completed=not is_stopped)
+        if self._order is not None:  # a block that only evaluates says nothing: training may come in the next one
+            self._end_loop()
         self._session.saving.tell_not_logged()
         self._report.close(failed=False)
         self._session.close()
@@ -329,12 +332,7 @@ class ScriptRun:
 
     def take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
         """Put everything back where the run was left, for whoever runs the loop; `things` as in `resumable`."""
-        if self._order is not None:
-            raise TrainError(
-                "a run has one loop: resumable(), steps() or resume() was called before. Give a second training, such "
-                "as a fine-tuning, a program and a run of its own; where an epoch is to have other samples, let a "
-                "sampler with set_epoch(epoch) choose them"
-            )
+        self._block.begin_loop()
         loop = Loop(self._session, self._save, order, self._kept)
         self._handed = handed = Handed(things, loop, self.world.world_size)
         for module in handed.wrapped:
@@ -373,6 +371,15 @@ class ScriptRun:
             optimizer.register_step_pre_hook(lambda *_: mode.check())
         self._session.tell_start()
 
+    def _end_loop(self) -> None:
+        if self._loop is not None:
+            is_stopped = self._loop.has_stopped
+            self._session.end(self._loop.save if is_stopped else self._save_at_end, completed=not is_stopped)
+        else:
+            is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
+            self._session.end(self._save, completed=not is_stopped)
+        self._block.leave(stopped=is_stopped)
+
     def _close_loader(self) -> None:
         if self._loader is not None:
             self._loader.close()
@@ -387,7 +394,7 @@ class ScriptRun:
 
     def _open_report(self) -> Report:
         file = MetricsFile(self.directory.metrics_file, self.attempt)
-        if not self._is_run:
+        if not self._block.is_run:
             return Report(file)
         wandb_id = read_record(self.directory).wandb_id
         return Report(file, None, open_loggers(self.job, self.directory, wandb_id, self.step))

@@ -230,7 +230,7 @@ def left_alone(place: Path) -> int:
 def test_a_program_that_only_evaluates_is_no_failure(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(left_alone, 1, run.path) == [0]
-    assert states(run) == ["completed"]
+    assert states(run) == []  # the launcher sees that the program has ended well
 
 
 def destroying(place: Path) -> Any:

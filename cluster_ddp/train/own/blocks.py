@@ -1,0 +1,67 @@
+"""What came of the blocks of `join_run` that this process has left: a run has one loop, and a stop ends the program."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cluster_ddp.printing import say
+from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.errors import TrainError
+
+_was_stopped: dict[tuple[Path, int], bool] = {}
+
+
+class Block:
+    """One block of `join_run` among those that a program has for the same attempt of a run.
+
+    Parameters
+    ----------
+    directory, attempt
+        Of the run.
+    is_run
+        Whether cluster-ddp has started it.
+
+    Attributes
+    ----------
+    is_run
+        The same.
+    """
+
+    def __init__(self, directory: Path, attempt: int, *, is_run: bool) -> None:
+        self._attempt = directory, attempt
+        self.is_run, self._has_loop = is_run, False
+
+    def enter(self) -> None:
+        """Call before the block.
+
+        Raises
+        ------
+        SystemExit
+            With status 0: an earlier block was stopped, and what asked for that asks this one as well.
+        """
+        if _was_stopped.get(self._attempt):
+            if find_world().is_main:
+                say("cluster_ddp: the run was stopped in an earlier block of join_run(): the program ends before this")
+            raise SystemExit(0)
+
+    def begin_loop(self) -> None:
+        """Call before a loop is taken over.
+
+        Raises
+        ------
+        TrainError
+            This block has one, or an earlier one had.
+        """
+        if self._has_loop or self._attempt in _was_stopped:
+            raise TrainError(
+                "a run has one loop: resumable(), steps() or resume() was called before, in this block of join_run() "
+                "or in an earlier one. Give a second training, such as a fine-tuning, a program and a run of its own; "
+                "where an epoch is to have other samples, let a sampler with set_epoch(epoch) choose them"
+            )
+        self._has_loop = True
+
+    def leave(self, *, stopped: bool) -> None:
+        """Call at the end of a block with a loop. The cell of a notebook is run again by whoever wants that."""
+        if self.is_run or not (hasattr(sys, "ps1") or "ipykernel" in sys.modules):
+            _was_stopped[self._attempt] = stopped
