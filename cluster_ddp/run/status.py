@@ -33,7 +33,7 @@ from cluster_ddp.run.record import (
 from cluster_ddp.run.remarks import last_failure, moment, warnings_of
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
-from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.run.stopfile import TERMINATED, read_stop
 from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
@@ -305,6 +305,10 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
     if job is not None and cancelled and requeued:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
+    last = history.attempts[-1]
+    if outcome.stop_reason == TERMINATED and not cancelled and last.slurm_job_id and last.ended is None:
+        # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
+        return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.reason}"
     if outcome.ending is not Ending.UNKNOWN or job is None:
         return outcome.ending.state, outcome.reason
     if cancelled:

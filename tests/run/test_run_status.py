@@ -226,6 +226,23 @@ def test_a_run_whose_keeper_was_killed_is_not_judged_for_ever(run: RunDirectory,
     assert state_of(run, None) == "FAILED"
 
 
+def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(run: RunDirectory, say: Say) -> None:
+    """Slurm ends the step of a batch process that is gone: nobody has stopped the run, and nothing brings it back."""
+    attempt = begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stop-requested", 0, reason="terminated", node=0, by="SIGTERM to node 0 (n1)")
+    say("stopped", 0, step=15, reason="terminated")
+    say("node-finished", 0, node=0, outcome="stopped", reason="terminated")
+    assert state_of(run, {"7": Job("COMPLETING", run_id=run.id)}) == "RUNNING"
+    for jobs in ({"7": Job("FAILED", run_id=run.id)}, {}):
+        found = describe(run, jobs)
+        assert found.state is RunState.LOST
+        assert str(found.reason).endswith("was killed before it had the job queued again; training stopped: terminated")
+    assert state_of(run, {"7": Job("CANCELLED", run_id=run.id)}) == "STOPPED"
+    end_attempt(attempt)
+    assert state_of(run, {"7": Job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
+
+
 def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDirectory, say: Say) -> None:
     begin(run, slurm_job_id="7")
     hide(run, 0)
