@@ -230,7 +230,7 @@ ROWS: dict[str, Row] = {
         short=("submitit",),
     ),
     "the keeper killed (as for memory)": Row(
-        "nobody is left to queue the job again: the run is LOST until `resume`",
+        "Slurm ends the job, and training saves if it still can; nobody is left to queue it again: LOST until `resume`",
         processes(r"cluster_ddp\.launch\.keeper|submitit\.core\._submit", 0),
         state="LOST",
         attempts=1,
