@@ -7,6 +7,7 @@ from cluster_ddp.cli.described import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.deciding import is_undecided
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
@@ -62,7 +63,7 @@ def _record_of(run: RunDirectory) -> RunRecord | None:
 def _stop_last_attempt(run: RunDirectory, history: History) -> None:
     """What reaches a local run, and tells the batch script of a Slurm job what the SIGTERM that follows means."""
     last = history.last
-    if last is None or attempt_is_alive(history, last) is False:
+    if last is None or (attempt_is_alive(history, last) is False and not is_undecided(history)):
         return
     try:
         request_stop(run.attempt(last.number), reason=CANCEL, level=AT_ONCE, by=caller())

@@ -9,6 +9,7 @@ from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, how_to_go
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.deciding import is_undecided
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
@@ -47,7 +48,8 @@ def _stop(found: RunDirectory, status: RunStatus) -> None:
         raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
     history = read_history(found)
     last = history.last
-    if last is None or attempt_is_alive(history, last) is False:
+    over = last is None or attempt_is_alive(history, last) is False
+    if last is None or (over and not is_undecided(history)):
         raise RunError(
             f"the job of run {found.id} is starting and has not begun to train; try again in a moment, or end it for "
             f"good: cluster-ddp cancel {found.id}"
@@ -56,7 +58,9 @@ def _stop(found: RunDirectory, status: RunStatus) -> None:
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
     _take_out_the_rest(found, last.slurm_job_id)
     see = f"(see: cluster-ddp status {found.id}; go on later: {how_to_go_on(found.id, status.record)})"
-    if history.reports_nothing:
+    if over:
+        tell(f"asked that attempt {number} of {found.id}, which has ended, is not followed by another {see}")
+    elif history.reports_nothing:
         tell(f"asked attempt {number} of {found.id} to end {see}", _OF_A_SCRIPT)
     else:
         tell(f"asked attempt {number} of {found.id} to save and end {see}")

@@ -37,6 +37,11 @@ def why_delayed(history: History) -> str | None:
     return str(said[-1].get("reason"))
 
 
+def is_undecided(history: History) -> bool:
+    """Whether a keeper may still have the last attempt, whose nodes have ended, started again."""
+    return why_delayed(history) is not None or is_being_judged(history)
+
+
 def is_being_judged(history: History) -> bool:
     """Whether the nodes of the last attempt have signed off a moment ago, and its keeper may not have decided yet."""
     last = history.last

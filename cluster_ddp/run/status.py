@@ -309,7 +309,8 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     if outcome.stop_reason == TERMINATED and not cancelled and last.slurm_job_id and last.ended is None:
         # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
         return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.reason}"
-    if outcome.ending is not Ending.UNKNOWN or job is None:
+    unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
+    if job is None or not unexplained:
         return outcome.ending.state, outcome.reason
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"

@@ -280,6 +280,29 @@ def test_stop_reaches_an_attempt_that_begins_meanwhile(run: RunDirectory, monkey
     assert request is not None and request.reason == "person"
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("command", "reason"), [("stop", "person"), ("cancel", "cancel")])
+def test_an_attempt_whose_nodes_have_ended_hears_that_it_is_not_to_be_queued_again(
+    ddp: Ddp, run: RunDirectory, say: Say, tmp_path: Path, command: str, reason: str, delayed: bool
+) -> None:
+    """Its keeper still decides, or waits for Slurm's controller, maybe for long."""
+    attempt = begin(run, slurm_job_id="7")
+    value = json.loads(attempt.record_file.read_text())
+    attempt.record_file.write_text(json.dumps({**value, "host": "n7", "boot_id": "other", "started": "1"}))
+    say("rank-failed", 0, rank=0, host="n7", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, node=0, outcome="failed")
+    if delayed:
+        say("requeue-delayed", 0, reason="Slurm's controller does not answer")
+    fake_slurm(tmp_path, "squeue", f"echo '7|7|RUNNING|n7|None|cluster_ddp {run.id}'")
+    fake_slurm(tmp_path, "scancel", "")
+    done = ddp(command, run.id)
+    assert done.returncode == 0, done.stderr
+    request = read_stop(attempt)
+    assert request is not None and request.reason == reason
+    if command == "stop":
+        assert f"attempt 0 of {run.id}, which has ended, is not followed by another" in done.stderr
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(0.05, "no answer yet\n"), (60.0, "")])
 def test_what_takes_long_is_said(seconds: float, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     with told_if_slow("no answer yet", seconds=seconds):

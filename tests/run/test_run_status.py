@@ -205,6 +205,14 @@ def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run:
     assert state_of(run, None) == "FAILED"
 
 
+def test_a_sigterm_that_nobody_explained_was_the_cancel_that_slurm_tells_of(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stopped", 0, step=5, reason="terminated")
+    say("node-finished", 0, node=0, outcome="stopped", reason="terminated")
+    assert describe(run, {"7": Job("CANCELLED", run_id=run.id)}).state is RunState.CANCELLED
+
+
 def test_a_run_that_is_being_judged_has_not_failed_where_slurm_cannot_be_asked(run: RunDirectory, say: Say) -> None:
     """With the controller away, its keeper takes a minute until it says that the requeue has to wait."""
     begin(run, slurm_job_id="7")
