@@ -50,6 +50,7 @@ from cluster_ddp.train.own.mode import TrainingMode
 from cluster_ddp.train.own.overlooked import watchers_of
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.own.taking import Taking
+from cluster_ddp.train.own.unfrozen import Unfrozen
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.session import Order, Session, joined_rank
@@ -337,6 +338,7 @@ class ScriptRun:
         self._handed = handed = Handed(things, loop, self.world.world_size)
         for module in handed.wrapped:
             settle_layout(module, self.world.world_size)
+        unfrozen = Unfrozen(handed.wrapped)
         self._loop = loop
         loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
         state = State(handed.model, handed.optimizers[0], also=handed)
@@ -344,6 +346,7 @@ class ScriptRun:
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.optimizers, order, order.total, fresh)
         for optimizer in handed.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: unfrozen.check())
             optimizer.register_step_post_hook(loop.note_update)
         if loop.is_over:
             if self.world.is_main:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import begin_attempt, digest, interrupt, model_of, new_run
+from own_loops import begin_attempt, digest, failure, interrupt, model_of, new_run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
@@ -134,7 +134,7 @@ def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
     assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
 
 
-def unfreezing(place: Path, attempt: int, at: int | None = None) -> dict[str, Any]:
+def unfreezing(place: Path, attempt: int, at: int | None = None, wrap_frozen: bool = False) -> dict[str, Any]:
     """A loop that trains its head first, then all, then without the head, as a fine-tuning does."""
     begin_attempt(place, attempt)
     done: dict[str, Any] = {"status": None}
@@ -143,11 +143,14 @@ def unfreezing(place: Path, attempt: int, at: int | None = None) -> dict[str, An
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
             body, _, head = model
+            body.requires_grad_(not wrap_frozen)
+            several = run.world.world_size > 1
+            wrapped = DistributedDataParallel(model, find_unused_parameters=not wrap_frozen) if several else model
             body.requires_grad_(False)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            for step in run.steps(12, model=model, optimizer=optimizer):
+            for step in run.steps(12, model=wrapped, optimizer=optimizer):
                 optimizer.zero_grad()
-                model(torch.randn(4, 6)).square().mean().backward()
+                wrapped(torch.randn(4, 6)).square().mean().backward()
                 optimizer.step()
                 if step == 3:
                     body.requires_grad_(True)
@@ -161,13 +164,21 @@ def unfreezing(place: Path, attempt: int, at: int | None = None) -> dict[str, An
     return done
 
 
-def test_a_loop_that_freezes_and_unfreezes_layers_goes_on_exactly(tmp_path: Path) -> None:
-    (whole,) = run_ranks(unfreezing, 1, new_run(tmp_path / "calm").path, 0)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_that_freezes_and_unfreezes_layers_goes_on_exactly(ranks: int, tmp_path: Path) -> None:
+    whole, *_ = run_ranks(unfreezing, ranks, new_run(tmp_path / "calm").path, 0)
     run = new_run(tmp_path / "broken").path
-    statuses = [run_ranks(unfreezing, 1, run, attempt, at)[0]["status"] for attempt, at in enumerate((7, 10))]
-    (last,) = run_ranks(unfreezing, 1, run, 2)
+    statuses = [run_ranks(unfreezing, ranks, run, attempt, at)[0]["status"] for attempt, at in enumerate((7, 10))]
+    lasts = run_ranks(unfreezing, ranks, run, 2)
     assert (whole["status"], statuses) == (None, [1, 1])
-    assert last["digest"] == whole["digest"]
+    assert [last["digest"] for last in lasts] == [whole["digest"]] * ranks
+
+
+def test_layers_that_ddp_has_left_out_are_refused_when_they_are_unfrozen(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    ends = run_ranks(unfreezing, 2, run.path, 0, wrap_frozen=True)
+    assert ends == [{"status": 1}] * 2
+    assert "0.weight was frozen when it was put into DistributedDataParallel" in failure(run)
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])

@@ -129,6 +129,11 @@ class Handed:
             else:
                 yield from _tensors_in(thing.state_dict())
 
+    @property
+    def others(self) -> list[Any]:
+        """What is kept besides what is trained and the optimizers."""
+        return list(self._rest.values())
+
     def settings(self) -> Callable[[], None]:
         """What puts the settings of the optimizers back, and all that is no module, as they are now."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

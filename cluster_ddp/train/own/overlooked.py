@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.own.carried import Carried
+from cluster_ddp.train.own.copies import Copies
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.other_loaders import OtherLoaders
+from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.schedulers import OtherSchedulers
+from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
 _CHECKS = 2
-_SAMPLE = 64  # elements of a tensor that are looked at
 _DEPTH = 3  # of the objects in a frame: its variables, their attributes, and those in lists and dicts
 
 
@@ -30,7 +32,13 @@ def watchers_of(
 ) -> list[Callable[[], None]]:
     """What is called after each step of a loop to see what is beside it; over this loader and data, if there are."""
     overlooked = Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), tell)
-    return [OtherLoaders(data, tell).check, overlooked.check]
+    return [
+        OtherLoaders(data, tell).check,
+        overlooked.check,
+        Copies(handed, tell).check,
+        OtherSchedulers(handed.optimizers, handed.others, tell).check,
+        Carried(tell).check,
+    ]
 
 
 class Overlooked:
@@ -52,7 +60,7 @@ class Overlooked:
     def __init__(
         self, kept: Iterable[Tensor], seeded: Callable[[], Iterable[Any]], tell: Callable[[str], None]
     ) -> None:
-        self._kept = {tensor.data_ptr() for tensor in kept if _has_values(tensor)}
+        self._kept = {tensor.data_ptr() for tensor in kept if has_values(tensor)}
         self._seeded, self._tell = seeded, tell
         self._checks = 0
         self._modules: dict[int, int] = {}
@@ -63,7 +71,7 @@ class Overlooked:
         if self._checks == _CHECKS:
             return
         self._checks += 1
-        modules = {id(module): (module, _state(tensors)) for module, tensors in self._strangers()}
+        modules = {id(module): (module, sampled(tensors)) for module, tensors in self._strangers()}
         generators = {id(found): (found, _drawn_to(found)) for found in self._of_the_loop()}
         if self._checks == _CHECKS:
             self._tell_modules([found for key, (found, now) in modules.items() if self._modules.get(key, now) != now])
@@ -84,11 +92,8 @@ class Overlooked:
         seeded = {id(random.seed.__self__), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
         seeded.update(map(id, self._seeded()))
         holders: list[Any] = []
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in ("cluster_ddp", "torch"):
-                holders += [*frame.f_locals.values(), *frame.f_globals.values()]
-            frame = frame.f_back
+        for frame in running_frames():
+            holders += [*variables_of(frame).values(), *frame.f_globals.values()]
         with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
             return [found for found in OwnGenerators(*holders, depth=_DEPTH) if id(found) not in seeded]
         return []
@@ -114,16 +119,8 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Its ordinary tensors; none of a module that is only half made, or whose class tells them in another way."""
     with contextlib.suppress(Exception):
         found = (*module.parameters(), *module.buffers())
-        return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter) and _has_values(tensor)]
+        return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter) and has_values(tensor)]
     return []
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def _state(tensors: list[Tensor]) -> int:
-    return fingerprint([tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLE)] for tensor in tensors])
 
 
 def _drawn_to(generator: Any) -> int:

@@ -1,0 +1,71 @@
+"""What the program around a loop of its own holds: the functions that run, and what they can reach."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from cluster_ddp.train.inner_parts import inner_parts
+from cluster_ddp.train.own.loop import Kept
+
+_CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, Kept, str, int, float)
+_WIDTH = 2000  # parts of a list or dict that are looked through
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The functions that run now, from the inside, without those of this package and of torch."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("cluster_ddp", "torch"):
+            yield frame
+        frame = frame.f_back
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running function by name, without letting the frame hold on to what they are now.
+
+    Before Python 3.13 a function that is asked for its variables keeps a dict of them to its end: a batch, its logits.
+    """
+    found = dict(frame.f_locals)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        frame.f_locals.clear()
+    return found
+
+
+def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[str, Any]]:
+    """What objects hold in attributes, lists and dicts, by a name for people, and they themselves.
+
+    Models, tensors, arrays and what the loop keeps by `ScriptRun.keep` are not looked into.
+
+    Parameters
+    ----------
+    depth
+        How deep.
+    """
+    seen: set[int] = set()
+    level = list(holders)
+    for _ in range(depth):
+        inner: list[tuple[str, Any]] = []
+        for name, value in level:
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield name, value
+                inner += _parts(name, value)
+        level = inner
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        if len(value) <= _WIDTH:
+            yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()))
+    elif isinstance(value, (list, tuple)):
+        if len(value) <= _WIDTH:
+            yield from ((f"{name}[{number}]", part) for number, part in enumerate(list(value)))
+    elif not isinstance(value, _CLOSED):
+        yield from ((f"{name}.{part}", held) for part, held in inner_parts(value))

@@ -1,0 +1,60 @@
+"""Sees learning rate schedulers that the steps of a loop of one's own move and nobody has handed over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from cluster_ddp.train.own.program import reachable
+
+_CHECKS = 2
+_DEPTH = 4  # of what was handed over: a scheduler may be in one that is in an object of the program's own
+
+
+class OtherSchedulers:
+    """Tells, after the second step, of schedulers that steps move, such as one for the warm-up, made in the epoch.
+
+    Parameters
+    ----------
+    optimizers
+        Those that are kept.
+    others
+        What else is kept; the schedulers in it are.
+    tell
+        Takes the message.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any], tell: Callable[[str], None]) -> None:
+        self._optimizers, self._others, self._tell = list(optimizers), list(others), tell
+        self._checks = 0
+        self._before: dict[int, int] = {}
+
+    def check(self) -> None:
+        """Call after each step; what is alive is looked through only after the first two."""
+        if self._checks == _CHECKS:
+            return
+        self._checks += 1
+        strangers = self._strangers()
+        moved = [found for found in strangers if self._before.get(id(found), found.last_epoch) != found.last_epoch]
+        self._before = {id(found): found.last_epoch for found in strangers}
+        if moved:
+            names = ", ".join(sorted({type(found).__name__ for found in moved}))
+            self._tell(
+                f"steps move a learning rate scheduler that is not handed over ({names}), and starts over at a resume, "
+                "which is then not exact: make it before resumable() and hand it over by a name of its own "
+                "(warmup=warmup)"
+            )
+
+    def _strangers(self) -> list[LRScheduler]:
+        known = {id(part) for _, part in reachable((("", other) for other in self._others), _DEPTH)}
+        return [
+            held
+            for held in gc.get_objects()
+            if issubclass(type(held), LRScheduler)
+            and id(held) not in known
+            and any(getattr(held, "optimizer", None) is optimizer for optimizer in self._optimizers)
+        ]

@@ -1,0 +1,148 @@
+"""What a loop carries from step to step and nobody has handed over: hidden states, averages in dicts, schedulers."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from own_loops import LOADERS, begin_attempt, model_of, new_run
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
+from train_ranks import run_ranks
+
+from cluster_ddp.run.events import read_events
+from cluster_ddp.train import join_run
+from cluster_ddp.train.own.carried import Carried
+from cluster_ddp.train.own.program import variables_of
+
+
+class Shadow:
+    """An average of the weights as many programs write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, weight in self.model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * weight.detach()
+
+
+class Kept(Shadow):
+    """The same, which is kept."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.shadow = dict(state)
+
+
+def told(place: Path) -> None:
+    """A loop with one of each."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average, copies = Shadow(model), [weight.detach().clone() for weight in model.parameters()]
+        loader = run.resumable(LOADERS["shuffled"](), model=model, optimizer=optimizer, epochs=1)
+        warmup = LinearLR(optimizer, total_iters=4)
+        hidden = torch.zeros(3)
+        for _ in loader.epochs():
+            for inputs, labels in loader:
+                outputs = model(inputs) + hidden
+                hidden = outputs.detach().mean(0)
+                optimizer.zero_grad()
+                F.cross_entropy(outputs, labels).backward()
+                optimizer.step()
+                warmup.step()
+                average.update()
+                for copied, weight in zip(copies, model.parameters(), strict=True):
+                    copied.lerp_(weight.detach(), 0.1)
+
+
+def not_told(place: Path) -> None:
+    """A loop that keeps what it carries, and one with numbers and lists for people."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = Kept(model)
+        kept = run.keep(hidden=torch.zeros(3), ema=[weight.detach().clone() for weight in model.parameters()])
+        scheduler = SequentialLR(optimizer, [LinearLR(optimizer), ConstantLR(optimizer)], milestones=[4])
+        loader = run.resumable(
+            LOADERS["shuffled"](), model=model, optimizer=optimizer, scheduler=scheduler, average=average, epochs=1
+        )
+        total, losses = 0.0, []
+        for _ in loader.epochs():
+            for number, (inputs, labels) in loader.enumerate():
+                outputs = model(inputs) + kept.hidden
+                kept.hidden = outputs.detach().mean(0)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(outputs, labels)
+                loss.backward()
+                gradients = [weight.grad for weight in model.parameters()]
+                before = [weight.detach().clone() for weight in model.parameters()]
+                optimizer.step()
+                scheduler.step()
+                average.update()
+                for copied, weight in zip(kept.ema, model.parameters(), strict=True):
+                    copied.lerp_(weight.detach(), 0.1)
+                if number:
+                    total += loss.item() + len(gradients) + len(before)
+                losses.append(loss.detach())
+
+
+@pytest.mark.parametrize("loop", [told, not_told])
+def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path], None], tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(loop, 1, run.path)
+    messages = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    if loop is not_told:
+        assert messages == []
+        return
+    copies, scheduler, carried = messages
+    assert "in average.shadow, copies, which no checkpoint holds" in copies
+    assert "(LinearLR)" in scheduler
+    assert "in hidden, which no checkpoint holds" in carried
+
+
+def batches(check: Callable[[], None]) -> Iterator[Tensor]:
+    for number in range(3):
+        yield torch.full((2,), float(number))
+        check()
+
+
+def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> None:
+    messages: list[str] = []
+    state, old, seen, pairs = np.zeros(4), torch.ones(2), 0, (torch.zeros(2), 1)
+    for batch in batches(Carried(messages.append).check):
+        output = batch * 2 if seen else batch * 3
+        if seen == 1:
+            old = output  # set on one way only, and not read in the loop
+        try:
+            state = state * 0.5 + float(output.sum())
+        finally:
+            seen += 1
+        while len(pairs) > 2:
+            break
+        pairs = (pairs[0] + output, seen)
+    (message,) = messages
+    assert "in pairs, state, which" in message
+    assert old.shape == (2,)
+
+
+def test_to_look_at_variables_does_not_keep_what_they_are() -> None:
+    gone = []
+    for value in batches(lambda: None):
+        gone.append(weakref.ref(value))
+        assert variables_of(sys._getframe())["value"] is value
+        break
+    value = None
+    assert gone[0]() is None
