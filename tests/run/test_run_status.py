@@ -246,7 +246,7 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(run:
         found = describe(run, jobs)
         assert found.state is RunState.LOST
         assert str(found.reason).endswith("was killed before it had the job queued again; training stopped: terminated")
-    assert state_of(run, {"7": Job("CANCELLED", run_id=run.id)}) == "STOPPED"
+    assert state_of(run, {"7": Job("CANCELLED", run_id=run.id)}) == "CANCELLED"
     end_attempt(attempt)
     assert state_of(run, {"7": Job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
 
