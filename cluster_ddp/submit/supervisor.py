@@ -17,6 +17,8 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.run.storage import open_append
 
+# SIGUSR1 and SIGUSR2 are what other schedulers, `timeout` and scripts announce an end with, as Slurm does to its jobs.
+STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL_SECONDS = 0.2
 # When one node has failed the others notice by themselves, as their collectives fail; if they do not, they are ended.
 _OTHERS_SECONDS = 10.0
@@ -49,7 +51,7 @@ class Start(Protocol):
 class Supervisor:
     """Runs the node programs that an attempt has on this machine, and passes on what the person at the keyboard wants.
 
-    The first Ctrl-C, SIGTERM or SIGHUP asks to save and end, the second to save at once, the third ends it.
+    The first Ctrl-C, or signal of `STOPPING`, asks to save and end, the second to save at once, the third ends it.
 
     Parameters
     ----------
@@ -76,7 +78,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Start the node programs and wait until the last has ended, here and on other machines."""
-        handled = present("SIGINT", "SIGTERM", "SIGHUP")
+        handled = present(*STOPPING)
         before = {number: signal.signal(number, self._note) for number in handled}
         try:
             self._children = [self._start_node(node) for node in self._start.nodes_here]

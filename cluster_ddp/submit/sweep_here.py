@@ -26,6 +26,7 @@ from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.element import run_of_element
 from cluster_ddp.submit.local import VIA
 from cluster_ddp.submit.machine import devices_here
+from cluster_ddp.submit.supervisor import STOPPING
 from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
 
 OUTPUT = "local.out"
@@ -61,8 +62,8 @@ class SweepHere:
     _closed: bool = False  # nothing more is started
 
     def run(self, elements: Sequence[Element]) -> None:
-        """Run elements to their end; the first Ctrl-C, SIGTERM or SIGHUP has those that train save and end."""
-        handled = present("SIGINT", "SIGTERM", "SIGHUP")
+        """Run elements to their end; the first Ctrl-C, or signal of `STOPPING`, has those that train save and end."""
+        handled = present(*STOPPING)
         # What is ignored stays so: with nohup the sweep outlives the terminal.
         handled = tuple(number for number in handled if signal.getsignal(number) is not signal.SIG_IGN)
         before = {number: signal.signal(number, self._note) for number in handled}

@@ -131,6 +131,17 @@ def test_ctrl_c_stops_with_status_5_and_resume_goes_on_with_the_same_size(call: 
     assert [event["world_size"] for event in read_events(run) if event["event"] == "started"] == [2, 2]
 
 
+def test_the_signal_that_announces_an_end_stops_a_local_run_as_ctrl_c_does(call: Call, tmp_path: Path) -> None:
+    """As other schedulers, or `timeout -s USR1`, send it to the command."""
+    process = call("local", "job.yaml", "--procs", "1", "--set", "args=['100000']")
+    run = wait_for_steps(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    status, _, err = finish(process)
+    assert status == 5, err
+    assert "SIGUSR1: saving a checkpoint" in err
+    assert describe(run, None).state == "STOPPED"
+
+
 def test_a_rank_that_fails_ends_all_with_status_4_and_is_named(call: Call, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\nif os.environ['RANK'] == '1': raise KeyError('learning rate')\n")
     status, _, err = finish(call("local", "job.yaml", "--set", "script=bad.py", "--set", "args=[]"))
