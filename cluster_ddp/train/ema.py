@@ -113,7 +113,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where what is copied is registered, for a module may put another tensor there: buffers, and whole numbers."""
+    """Where what is not averaged is registered, buffers above all, for a module may put another tensor there."""
     taken = set(map(id, _averaged(model)))
     places: list[tuple[dict[str, Any], str]] = []
     for module in model.modules():
@@ -131,4 +131,6 @@ def _take_over(place: dict[str, Tensor | None], name: str, theirs: Tensor | None
 
 
 def _averaged(model: nn.Module) -> list[nn.Parameter]:
-    return [weight for weight in model.parameters() if weight.is_floating_point() or weight.is_complex()]
+    """All but whole numbers and 8 bits, which torch cannot average: frozen weights, for it cannot train them either."""
+    weights = [weight for weight in model.parameters() if weight.is_floating_point() or weight.is_complex()]
+    return [weight for weight in weights if weight.element_size() > 1]

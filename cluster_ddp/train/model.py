@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
-from cluster_ddp.train.refusals import refuse_bypass, refuse_differences
+from cluster_ddp.train.refusals import refuse_bypass, refuse_differences, refuse_dtypes, refuse_trained_in_8_bits
 from cluster_ddp.train.state import Stateful
 
 _NOTHING = contextlib.nullcontext()
@@ -43,7 +43,7 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
     Raises
     ------
     TaskError
-        The model has nothing to train, or no blocks to checkpoint.
+        The model has nothing to train, tensors that cannot be trained or saved, or no blocks to checkpoint.
     """
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -51,6 +51,8 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
             f"model() gave parameters without a shape, of lazy modules: {', '.join(lazy[:5])}; run a batch through the "
             "model in model(), or use modules that are not lazy"
         )
+    refuse_dtypes(model)
+    refuse_trained_in_8_bits(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError("model() has no trainable parameter: at least one needs requires_grad")
     if train.sync_batchnorm:

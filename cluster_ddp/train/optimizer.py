@@ -56,6 +56,15 @@ def can_fuse(model: nn.Module) -> bool:
     return all(parameter.device.type in _FUSED and torch.is_floating_point(parameter) for parameter in trainable)
 
 
+def refuse_divided(optimizer: Optimizer) -> None:
+    """Raise a `TaskError` for an optimizer of which each rank holds a part, as torch's ZeroRedundancyOptimizer."""
+    if callable(getattr(optimizer, "consolidate_state_dict", None)):
+        raise TaskError(
+            f"the optimizer is a {type(optimizer).__name__}, which divides its state among the ranks: a checkpoint "
+            "holds the state that all ranks have; use the optimizer inside it on its own"
+        )
+
+
 def refuse_broken(optimizer: Optimizer) -> None:
     """Raise a `TaskError` for what torch gets wrong: fused SGD with momentum on 16 bits on the CPU reads past it."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
@@ -100,6 +109,23 @@ def start_momentum(optimizer: Optimizer, *, spoilt: bool) -> None:
             for parameter in group["params"]:
                 if optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def members(optimizer: Optimizer) -> list[list[int]]:
+    """The ids of the parameters in each group."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def check_members(optimizer: Optimizer, at_first: list[list[int]]) -> None:
+    """Raise a `TaskError` where a group has other parameters than before the first step, or in another order."""
+    check_groups(optimizer, len(at_first))
+    for number, (now, first) in enumerate(zip(members(optimizer), at_first, strict=True)):
+        if now != first:
+            raise TaskError(
+                f"group {number} of the optimizer holds other parameters, or in another order, than before the first "
+                "step, which a resume could not repeat: let each stay where optimizer() has put it. One that is not to "
+                "be trained any more gets requires_grad=False; settings, such as weight_decay, may change for a group"
+            )
 
 
 def check_groups(optimizer: Optimizer, at_first: int) -> None:

@@ -18,7 +18,7 @@ from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.attributes import Attributes, are_hooks, equal_bits, is_same
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.only_written import is_only_written
-from cluster_ddp.train.optimizer import check_groups, refuse_broken
+from cluster_ddp.train.optimizer import check_members, members, refuse_broken, refuse_divided
 from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
 
 _PREFIX = "optimizer."
@@ -53,6 +53,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer, self._names = optimizer, names
+        refuse_divided(optimizer)
         refuse_broken(optimizer)
         for group in optimizer.param_groups:
             if not all(id(parameter) in names for parameter in group["params"]):
@@ -65,6 +66,7 @@ class OptimizerState:
         )
         self._seen: Attributes | None = None
         self._unread: set[str] = set()
+        self._members = members(optimizer)
         self._first: list[dict[str, tuple[Any, Any]]] = [
             {key: (value, _packed_or_none(value)) for key, value in group.items() if key not in _NOT_STATE}
             for group in optimizer.param_groups
@@ -302,7 +304,7 @@ class OptimizerState:
 
     def _changed_settings(self, packer: Packer) -> list[dict[str, Any]]:
         """The settings of each group that the optimizer has changed by itself; the rest is the job file's to say."""
-        check_groups(self._optimizer, len(self._first))
+        check_members(self._optimizer, self._members)
         changed = []
         for number, (group, first) in enumerate(zip(self._optimizer.param_groups, self._first, strict=True)):
             found = {}

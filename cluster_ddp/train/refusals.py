@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -24,6 +25,12 @@ from cluster_ddp.train.errors import DataError, TaskError
 _SHOWN = 5  # names of what differs
 MODULE_BUFFERS = "buffers of modules"  # key for what ranks may have each its own of, as BatchNorm's statistics
 _MAX_TEXT = 60  # characters of a value that is shown
+# What torch can neither copy nor compute with, or a checkpoint not hold.
+_UNSTORED = {
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and re.fullmatch(r"float4\w*|u?int[1-7]|bits\w+|qu?int\w+|complex32", name)
+}
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
@@ -34,7 +41,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     _, *parameters = inspect.signature(kind.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
-    if needed or _takes_two_passes(optimizer):
+    if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # the last of GSAM
         raise TaskError(
             f"optimizer() gave {kind.__name__}, whose step() needs a closure that computes the loss again: "
             "the trainer computes each loss once; give an optimizer that needs the gradients only"
@@ -47,6 +54,27 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
             "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
             "the gradients only"
         )
+
+
+def refuse_dtypes(model: nn.Module) -> None:
+    """Raise a `TaskError` for parameters and buffers in so few bits that no checkpoint can hold them."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.dtype in _UNSTORED:
+                raise TaskError(
+                    f"the {kind} {name} has dtype {tensor.dtype}, which a checkpoint cannot hold: keep it in another "
+                    "dtype, or its bits in torch.uint8, to be seen as the other by view() where they are used"
+                )
+
+
+def refuse_trained_in_8_bits(model: nn.Module) -> None:
+    """Raise a `TaskError` for parameters that are to be trained and have no arithmetic in torch."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.element_size() == 1:
+            raise TaskError(
+                f"the parameter {name} has dtype {parameter.dtype} and requires_grad, and torch cannot compute with "
+                "such gradients: keep it in torch.bfloat16, or give it requires_grad=False"
+            )
 
 
 def refuse_loader(data: object, method: str) -> None:
@@ -194,18 +222,34 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     TaskError
         They are not alike, on all ranks.
     """
-    if not dist.is_initialized() or not tensors:
+    if not dist.is_initialized():
         return
-    digests = all_gather(tensor_digests(list(tensors.values())).cpu())
-    alike = torch.all(digests == digests[0], dim=0).tolist()
-    different = [name for name, same in zip(tensors, alike, strict=True) if not same]
-    if different:
-        more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    different = _not_on_all(list(tensors))
+    if not different and tensors:
+        digests = all_gather(tensor_digests(list(tensors.values())).cpu())
+        alike = torch.all(digests == digests[0], dim=0).tolist()
+        different = [name for name, same in zip(tensors, alike, strict=True) if not same]
+    if different and all(name.startswith("optimizer.") for name in different):
         raise TaskError(
-            f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{more}\n"
+            f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
+            "    the optimizer keeps a state of its own on each rank, as those that divide the work among the ranks; "
+            "a checkpoint holds what all ranks have: use one that does the same on every rank, as those of torch do"
+        )
+    if different:
+        raise TaskError(
+            f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
             "    each rank would train a model of its own: let loss() compute everything that has a gradient by "
             "model(...), the model that it is given, and let nothing that changes weights depend on the rank"
         )
+
+
+def _not_on_all(names: list[str]) -> list[str]:
+    """The names that not every rank has, or those that do not come in the same order; the same on all ranks."""
+    text = "\n".join(names)
+    if len(set(all_gather_object(xxhash.xxh3_64_hexdigest(text.encode())))) == 1:
+        return []
+    first, *others = map(set, all_gather_object(names))
+    return sorted(first.union(*others) - first.intersection(*others)) or sorted(names)
 
 
 def refuse_own_state(
@@ -246,13 +290,17 @@ def refuse_own_state(
             if first.get(name) != other.get(name):
                 differing.setdefault(name, f"{name}{_shown(first.get(name), other.get(name), rank)}")
     if differing:
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise TaskError(
-            f"{when} each rank has a state of its own: {'; '.join(sorted(differing.values())[:_SHOWN])}{more}\n"
+            f"{when} each rank has a state of its own: {'; '.join(sorted(differing.values())[:_SHOWN])}"
+            f"{_more(differing)}\n"
             "    a checkpoint holds that of rank 0, and a resume would give it to all: let state_dict() give what is "
             "the same on all ranks, such as a sum over them (reduce_tensor), or a list by rank (all_gather_object); "
             "register a buffer in __init__ with its final shape, and change it in place (copy_, add_)"
         )
+
+
+def _more(names: Collection[str]) -> str:
+    return f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
 
 
 def _short(text: str) -> str | int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from cluster_ddp.job import TrainSpec
@@ -27,6 +28,8 @@ class Schedule:
         The peak rate that `train.min_lr` is measured against.
     total
         Updates in the whole training; the end of the cosine and linear decay.
+    tell
+        Is told, once, when something else has set a rate: it has no effect, as no checkpoint holds it.
 
     Raises
     ------
@@ -34,18 +37,25 @@ class Schedule:
         A group has no learning rate.
     """
 
-    def __init__(self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int) -> None:
+    def __init__(
+        self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int, tell: Callable[[str], None]
+    ) -> None:
         self._optimizer = optimizer  # load_state_dict gives it new groups, so they are looked up each time
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise TaskError(
                 f"optimizer() gave {type(optimizer).__name__} without a learning rate, one that chooses it by itself: "
                 "the trainer sets the rate of each step; give it lr, and turn its own schedule off"
             )
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):  # which is changed in place; the task and `defaults` may hold it too
+                group["lr"] = group["lr"].clone()
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self._peak = peak
         self._warmup = train.warmup_steps
         self._shape = _shapes(train, peak=peak, total=total)[train.schedule]
-        self._last = math.nan
+        self._tell = tell
+        self._rates: list[float] | None = None  # as they were set last
+        self._is_told = False
 
     def factor(self, update: int) -> float:
         """The part of the peak rate at which update number `update`, counted from 0, is made."""
@@ -59,13 +69,28 @@ class Schedule:
 
     def apply(self, update: int) -> None:
         """Set the rates for update number `update`."""
-        factor = self.factor(update)
-        if factor == self._last:
-            return
-        self._last = factor
         check_groups(self._optimizer, len(self._peaks))
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
+        if not self._is_told:
+            self._tell_of_others()
+        factor = self.factor(update)
+        self._rates = [peak * factor for peak in self._peaks]
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):  # as compiled optimizers and those of torchao need it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _tell_of_others(self) -> None:
+        for number, rate in enumerate(self._rates or ()):
+            found = self._optimizer.param_groups[number]["lr"]
+            if not isinstance(found, Tensor) and found != rate:  # a tensor may be on a device, which has no time for it
+                self._is_told = True
+                self._tell(
+                    f"the learning rate of the optimizer's group {number} was set to {found:g} in training, which has "
+                    f"no effect: the trainer sets the rate of each update by train.schedule, here {rate:g}. Let "
+                    "train.schedule say how it changes; for a rate of its own give the group its lr in optimizer()"
+                )
+                return
 
 
 def _shapes(train: TrainSpec, *, peak: float, total: int) -> dict[str, Callable[[int], float]]:

@@ -53,6 +53,7 @@ from cluster_ddp.train.own.taking import Taking
 from cluster_ddp.train.own.unfrozen import Unfrozen
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everything
 from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Order, Session, joined_rank
 from cluster_ddp.train.state import State, Stateful
 from cluster_ddp.train.stop import handlers_put_back
@@ -364,6 +365,7 @@ class ScriptRun:
         fresh: Callable[[], State],
     ) -> None:
         self._order, self._total_steps = order, total_steps
+        refuse_dtypes(bare)
         self._check_weights = FiniteWeights(bare).check
         self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
         mode = TrainingMode(bare, self._session.saving.tell)

@@ -174,7 +174,9 @@ class Trainer:
         self.task.weight_decay = train.weight_decay
         self.optimizer = make_optimizer(self.task, self.model, lr)
         refuse_other_passes(self.optimizer)
-        self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.stream.total_steps)
+        self.schedule = Schedule(
+            train, self.optimizer, peak=lr, total=self.stream.total_steps, tell=self.session.saving.tell
+        )
         scaler = make_scaler(train, self.precision)
         parameters = list(self.model.parameters())  # also those that are frozen now
         compressed = train.comm_hook != "none"

@@ -109,6 +109,27 @@ def test_a_set_that_is_another_after_a_pass_is_told(
     assert capfd.readouterr().err.count("(CachesAtTheEnd) gives other samples after a pass") == keeps
 
 
+class Grows(Noisy):
+    """Has more items when all have been read once."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        return super().__getitem__(index)
+
+    def __len__(self) -> int:
+        return super().__len__() + (self.reads > super().__len__())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_set_that_grows_is_told(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    fetcher = Fetcher(Grows(), default_collate, 1, exact=True)
+    plans = [(epoch, np.arange(first, first + 10)) for epoch in range(3) for first in range(0, 50, 10)]
+    assert len(list(Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU))) == 15
+    assert capfd.readouterr().err.count("(Grows) has 51 items after a pass and had 50 before") == 1
+
+
 class Shifted(TensorDataset):
     """Rows of tensors that are changed on their way."""
 

@@ -146,6 +146,47 @@ def test_ranks_that_drift_apart_make_no_checkpoint(what: str, tmp_path: Path) ->
             assert (message, len(kept)) == ("True", 3)
 
 
+class Divides(SGD):
+    """As DistributedMuon: each rank keeps the momentum of some parameters, and all get the same weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        mine = self.param_groups[0]["params"][torch.distributed.get_rank() :: 2]
+        for parameter in mine:
+            self.state[parameter]["momentum"] = torch.ones(3)
+
+
+class Dividing(Plain):
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+    def eval_data(self) -> None:
+        return None
+
+    def model(self) -> nn.Module:
+        layers = [nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(self.layers - 1)]
+        return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES, bias=False))
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        return Divides(model.parameters(), lr=lr)
+
+
+def refusal_of_dividing(layers: int) -> str:
+    try:
+        train(Dividing(layers), job(train={"steps": 6, "global_batch": 24}))
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layers", [2, 3])  # as many parameters for each rank, or one more for the first
+def test_an_optimizer_with_a_state_of_each_rank_is_refused(layers: int) -> None:
+    for message in run_ranks(refusal_of_dividing, 2, layers):
+        assert "optimizer.0.weight.momentum, optimizer.1.weight.momentum" in message
+        assert "the optimizer keeps a state of its own on each rank" in message
+
+
 class Switching(Plain):
     """Freezes or unfreezes its first layer in the third step."""
 
@@ -215,6 +256,20 @@ class OfSecondOrder(SGD):
         pass
 
 
+class Gap(SGD):
+    """As GSAM, which computes the loss by what set_closure() was given."""
+
+    def set_closure(self, loss: Any, inputs: Tensor, targets: Tensor) -> None:
+        pass
+
+
+class Divided(SGD):
+    """As ZeroRedundancyOptimizer of torch."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        pass
+
+
 class InBackward(SGD):
     """As LOMO and AdaLOMO, which change weights while the backward pass runs."""
 
@@ -265,6 +320,8 @@ class Normed(Plain):
     [
         (ByClosure(), {}, "LBFGS, whose step() needs a closure"),
         (With(Sharpness), {}, "Sharpness, whose step() needs a closure"),
+        (With(Gap), {}, "Gap, whose step() needs a closure"),
+        (With(Divided), {}, "Divided, which divides its state among the ranks"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
         (With(InBackward), {}, "InBackward, which changes weights while its fused_backward() runs"),
         (Sparse(), {"clip_norm": 1.0}, "train.clip_norm: torch cannot limit the norm of sparse gradients"),

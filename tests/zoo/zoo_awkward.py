@@ -196,6 +196,33 @@ class Changes(nn.Module):
         return self.head(self.layers(self.norm(inputs)))
 
 
+class InFewBits(nn.Module):
+    """Has a parameter or a buffer in few bits, which its scores depend on."""
+
+    def __init__(self, dtype: torch.dtype, *, trained: bool | None = None) -> None:
+        super().__init__()
+        self.layers, bits = mlp(), torch.full((FEATURES,), 0x38, dtype=torch.uint8).view(dtype)
+        if trained is None:
+            self.register_buffer("factor", bits)
+        else:
+            self.factor = nn.Parameter(bits, requires_grad=trained)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs * self.factor.float())
+
+
+def _quantization_aware(config: str, *, batch: bool = False) -> nn.Module:
+    """With observers, some of which take their shape from the first batch: `batch` says whether model() runs one."""
+    from torch.ao import quantization
+
+    model = nn.Sequential(quantization.QuantStub(), *mlp(), quantization.DeQuantStub())
+    model.qconfig = quantization.get_default_qat_qconfig(config)
+    prepared: nn.Module = quantization.prepare_qat(model.train())
+    if batch:
+        prepared(torch.randn(8, FEATURES))
+    return prepared
+
+
 WithoutExtra = type("WithoutExtra", (WithState,), {})
 for _name in ("get_extra_state", "set_extra_state"):
     setattr(WithoutExtra, _name, getattr(nn.Module, _name))
@@ -239,6 +266,9 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "a generator of its own": Draws,
     "generators in functions and slots": DrawsSomehow,
     "parameter.data replaced": Clamps,
+    "float8 parameter, frozen": partial(InFewBits, torch.float8_e4m3fn, trained=False),
+    "quantization-aware, per tensor": partial(_quantization_aware, "qnnpack"),
+    "quantization-aware, per channel, after a batch in model()": partial(_quantization_aware, "fbgemm", batch=True),
     "BatchNorm frozen in training": partial(Changes, "BatchNorm frozen in training"),
 }
 REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -250,6 +280,9 @@ REFUSED_MODELS: dict[str, Callable[[], nn.Module]] = {
             "complex128 buffer", "lambda in state_dict",
         )
     },
+    "float4 buffer": partial(InFewBits, torch.float4_e2m1fn_x2),
+    "float8 parameter, trained": partial(InFewBits, torch.float8_e4m3fn, trained=True),
+    "quantization-aware, per channel": partial(_quantization_aware, "fbgemm"),
     "pruned": _pruned,
     "old weight norm": _old_weight_norm,
     "lock": _with_lock,

@@ -144,6 +144,35 @@ def keeps(kept: str, model: nn.Module, lr: float) -> Optimizer:
     return Keeps(trainable(model), lr, kept)
 
 
+class WithTensorRate(SGD):
+    """Makes a tensor of its rate and needs it to stay one, as the optimizers of torchao do."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.param_groups[0]["lr"] = torch.tensor(lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert isinstance(self.param_groups[0]["lr"], Tensor)
+        super().step(closure)
+
+
+class ChangesGroups(SGD):
+    """Moves a parameter to its other group, or out of both, before its second update."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, kept: bool) -> None:
+        first, *others = parameters
+        super().__init__([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=lr, momentum=0.9)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        mine, others = (group["params"] for group in self.param_groups)
+        if self.state and mine:
+            moved = mine.pop()
+            if self.kept:
+                others.append(moved)
+        super().step(closure)
+
+
 class ChoosesItsRate(SGD):
     """Has no learning rate."""
 
@@ -323,6 +352,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adagrad fused": plain(Adagrad, fused=True),
     "Adagrad from an initial value": plain(Adagrad, initial_accumulator_value=0.5, lr_decay=0.1),
     "a group added later": lambda model, lr: GroupLater(trainable(model), lr),
+    "SGD whose lr stays a tensor": lambda model, lr: WithTensorRate(trainable(model), lr),
+    "a parameter moved to another group": lambda model, lr: ChangesGroups(trainable(model), lr, kept=True),
+    "a parameter taken out of its group": lambda model, lr: ChangesGroups(trainable(model), lr, kept=False),
     "no learning rate": lambda model, lr: ChoosesItsRate(trainable(model)),
     "a number in itself": lambda model, lr: keeps("a number in itself", model, lr),
     **{

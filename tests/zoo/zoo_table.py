@@ -21,7 +21,8 @@ _IN_BF16 = (
 )  # fmt: skip
 _ONLY_SPARSE = ("SparseAdam",)
 _REFUSED_OPTIMIZERS = (
-    "a group added later", "a number in itself", "no learning rate", "an optimizer in itself", "a dict in itself",
+    "a group added later", "a parameter moved to another group", "a parameter taken out of its group",
+    "a number in itself", "no learning rate", "an optimizer in itself", "a dict in itself",
     "state of what it does not hold", "a number in itself that changes later", *REMEMBERED,
 )  # fmt: skip
 _COMPLEX = ("SGD", "SGD momentum", "Adam", "AdamW", "RMSprop", "Adamax")
@@ -72,6 +73,8 @@ OF_STEPS = [
 # Each with a part of the message; all are refused before the third step is done.
 REFUSED = [
     (Case("a group added later"), "give all parameters to optimizer() from the beginning"),
+    (Case("a parameter moved to another group"), "holds other parameters, or in another order"),
+    (Case("a parameter taken out of its group"), "holds other parameters, or in another order"),
     (Case("no learning rate"), "give it lr, and turn its own schedule off"),
     (Case("SGD momentum fused", "bf16 parameters"), "use fused=False"),
     (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),
@@ -90,6 +93,9 @@ REFUSED = [
     (Case(model="buffer that grows"), "model.mean [2, 32], now [0, 32]"),
     (Case(model="state_dict of copies"), "state_dict() of a module has to give its tensors themselves"),
     (Case(model="complex128 buffer"), "which safetensors cannot hold"),
+    (Case(model="float4 buffer"), "to be seen as the other by view()"),
+    (Case(model="float8 parameter, trained"), "torch cannot compute with such gradients"),
+    (Case(model="quantization-aware, per channel"), "has it once model() has run a batch"),
     (Case(model="lambda in state_dict"), "the model's state 'function' is a function"),
     (Case(model="pruned"), "call prune.remove"),
     (Case(model="old weight norm"), "use torch.nn.utils.parametrizations"),

@@ -53,6 +53,7 @@ class Fetcher:
         self.is_tried = not exact
         # A batch as it was before training, its epoch and its places, to see whether a pass over the set changes it.
         self._at_first: tuple[int, int, Indices] | None = None
+        self._length = 0  # as it was then
         self._untouched: Any = None  # a copy of the set before it is read; kept, for some close files when they go
         # Which of `HOST_GENERATORS` samples draw from: only they are seeded for each.
         self._used = _ALL
@@ -171,7 +172,7 @@ class Fetcher:
         """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
             return
-        self._untouched = _copied(self._data)
+        self._untouched, self._length = _copied(self._data), _length(self._data)
         found = settled(lambda: fingerprint(self._read(epoch, indices)))
         if found is not None:
             other = fingerprint(self._read(epoch + 1, indices))
@@ -197,7 +198,15 @@ class Fetcher:
         was, epoch, indices = self._at_first
         self._at_first = None
         worker = get_worker_info()
-        if fingerprint(self._read(epoch, indices)) != was and (worker is None or worker.id == 0):
+        if worker is not None and worker.id != 0:
+            return
+        if self._positions is None and (now := _length(self._data)) != self._length:
+            say(
+                f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass and had "
+                f"{self._length} before: every epoch is of those that it had when training began. Give it its final "
+                "length, or derive it from IterableDataset"
+            )
+        if fingerprint(self._read(epoch, indices)) != was:
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) gives other samples after a pass than "
                 "before, with the same seed: a resume is exact only where what has changed in it is put back. A cache "
@@ -237,7 +246,7 @@ class Fetcher:
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:
         """Whether a sample that has not been read yet draws random numbers only the first time."""
-        number = len(self._data) if hasattr(self._data, "__len__") else 0
+        number = _length(self._data)
         places = range(number) if self._positions is None else self._positions.tolist()
         tried = set(indices.tolist())
         new = next((place for place in reversed(places) if place not in tried), None)
@@ -251,6 +260,10 @@ class Fetcher:
 
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
+
+
+def _length(data: Any) -> int:
+    return len(data) if hasattr(data, "__len__") else 0
 
 
 def _copied(data: Any) -> Any:
