@@ -108,6 +108,7 @@ def render_script(
         "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=given, setup=_SETUP_HERE)),
         "python": "\n".join(launcher.definitions()),
         "keeper": launcher.keeper,
+        "starts": "\n".join(python_starts(launcher.keeper, "cluster_ddp")),
         "exec": hand_over(spec),
         "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.in_container()]),
         "signal": spec.requeue.signal,
@@ -202,6 +203,22 @@ _FAIL = r"""cluster_ddp_drop_traps() {
     [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
 }
 
+# Has Slurm queue this job again. When it accepts, it ends all of the job, and scontrol maybe before that can say so.
+cluster_ddp_requeue() {
+    timeout 60 scontrol requeue "$1" && return 0 # in a trap, return alone gives an older status
+    [[ $(timeout 60 scontrol show job -o "$1") =~ Restarts=([0-9]+) ]] &&
+        ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
+}
+
+# Keeps this job, which is queued again, from this host if the partition has enough others.
+cluster_ddp_leave_host() {
+    local others
+    others=$(timeout 60 sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" \
+        --states=idle,mixed,allocated,completing | sort -u | grep -cvxF "$SLURMD_NODENAME")
+    ((others >= SLURM_JOB_NUM_NODES)) && timeout 60 scontrol update JobId="$1" ExcNodeList="$SLURMD_NODENAME" &&
+        echo "job.sbatch: $SLURMD_NODENAME failed more than once: excluded from now on" >&2
+}
+
 # Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
 # @tries@ times more often than attempts have begun, since another host may do better. That would bring back a job
 # which its owner has cancelled meanwhile.
@@ -211,18 +228,22 @@ cluster_ddp_fail() {
     echo "job.sbatch: $2" >&2
     local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
+    local said=$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl shown
     if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
         sleep 10
-        [[ $(timeout 60 scontrol show job -o "$task") =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]] &&
-            timeout 60 scontrol requeue "$task" && queued=true
+        shown=$(timeout 60 scontrol show job -o "$task")
+        [[ $shown =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]] &&
+            cluster_ddp_requeue "$task" && queued=true
     fi
+    # It has failed here before, and is kept from no host so far
+    $queued && [[ -s $said && $shown == *"ExcNodeList=(null)"* ]] && cluster_ddp_leave_host "$task"
     [[ -f $cluster_ddp_run/run.json ]] || exit 1
     local words=${2//\\/\\\\}
     words=${words//\"/\\\"}
     printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
         "$(printf '%(%s)T' -1)" "$task" "${SLURM_RESTART_COUNT:-0}" \
         "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
-        >>"$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl"
+        >>"$said"
     exit 1
 }"""
 
@@ -276,6 +297,13 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[st
         yield from ("# The lines of launch.setup", setup, "", _AFTER_SETUP.replace("@signal@", signal), "")
     yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported in place of Python's own"
     yield ""
+
+
+def python_starts(python: str, packages: str) -> Iterator[str]:
+    """The lines by which a batch script sees that the interpreter is there, with what this start needs of it."""
+    yield f"{python} -c 'import {packages}' ||"
+    where = "${SLURMD_NODENAME:-this host}"
+    yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python"'
 
 
 def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:

@@ -25,7 +25,7 @@ from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_com
 from cluster_ddp.slurm.commands import SlurmError, environment_for
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.quote import quote
-from cluster_ddp.submit.script import check_setup, hand_over, job_options, own_comment, preamble
+from cluster_ddp.submit.script import check_setup, hand_over, job_options, own_comment, preamble, python_starts
 from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
 
 if TYPE_CHECKING:
@@ -130,7 +130,10 @@ class SubmititSubmission:
             "nodes": spec.slurm.nodes,
             "ntasks_per_node": 1,
             "time": math.ceil((spec.slurm.time or 60) / 60),
-            "setup": list(preamble(spec, signal=warning_name(), run=folder, setup="\n".join(spec.launch.setup))),
+            "setup": [
+                *preamble(spec, signal=warning_name(), run=folder, setup="\n".join(spec.launch.setup)),
+                *python_starts(self._python(), "cluster_ddp, submitit"),
+            ],
             "use_srun": False,
             "stderr_to_stdout": True,
             "additional_parameters": {

@@ -27,7 +27,22 @@ from cluster_ddp.submit.script import render_script
 PATIENCE = 120.0  # for what takes a second where nothing else runs
 CHECKOUT = Path(__file__).resolve().parents[2]
 # Everything that the script takes from the system. Slurm's own commands, which this machine may have, are not among it.
-TOOLS = ("bash", "realpath", "head", "date", "sleep", "cat", "env", "touch", "grep", "rm", "tr", "tail", "timeout")
+TOOLS = (
+    "bash",
+    "realpath",
+    "head",
+    "date",
+    "sleep",
+    "cat",
+    "env",
+    "touch",
+    "grep",
+    "rm",
+    "tr",
+    "tail",
+    "timeout",
+    "sort",
+)
 
 RECORD = r"""#!/bin/bash
 stage=STAGE

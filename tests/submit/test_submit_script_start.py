@@ -94,6 +94,39 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
 
 
 @pytest.mark.parametrize(
+    ("nodes", "kept", "excluded"),
+    [("node-a node-b node-c", "(null)", ["node-b"]), ("node-a node-b", "(null)", []), ("a b c", "x[1-2]", [])],
+)
+def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
+    stage: Stage, nodes: str, kept: str, excluded: list[str]
+) -> None:
+    stage.does(**{"python.sh": "exit 127"})
+    stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None ExcNodeList={kept} X=y")
+    stage.program("sleep", "exit 0")
+    stage.program("sinfo", f"printf '%s\\n' {nodes}")
+    for restart in ("1", "2"):
+        assert stage.perform(stage.write(), SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
+        updates = [call[2] for call in stage.calls("scontrol") if call[0] == "update"]
+        assert updates == ([] if restart == "1" else [f"ExcNodeList={host}" for host in excluded])
+    assert stage.requeues() == ["77", "77"]
+
+
+def test_a_requeue_that_scontrol_did_not_live_to_tell_of_counts(stage: Stage) -> None:
+    """Slurm ends all of the job when it accepts."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    accepted = f"JobId=77 JobState=COMPLETING Restarts=1 X=y' >{stage.folder}/job"
+    stage.program("scontrol", f"[[ $1 != requeue ]] || {{ echo '{accepted}; kill -TERM $$; }}\n{usual}")
+    stage.does(**{"python.sh": "exit 127"})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write()) == 1
+    assert stage.status()["state"] == "REQUEUED" or '"queued": true' in _said_by_script(stage)
+
+
+def _said_by_script(stage: Stage) -> str:
+    return "".join(file.read_text() for file in (stage.run / "events").glob("script-*.jsonl"))
+
+
+@pytest.mark.parametrize(
     ("setup", "status", "words"),
     [
         (["true", "no_such_module load cuda"], 127, "no_such_module load cuda"),

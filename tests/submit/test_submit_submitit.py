@@ -297,6 +297,17 @@ def test_a_setup_line_that_fails_ends_the_job(place: Place) -> None:
     assert list_attempts(run) == []
 
 
+def test_a_start_on_a_host_without_python_is_tried_again(place: Place) -> None:
+    place.add_slurm()
+    place.program("sleep", "exit 0")
+    run = place.submit()
+    script = place.bin / "script"
+    script.write_text(script.read_text().replace(sys.executable, "/nowhere/python"))
+    assert place.start_task(run, restarts=1).wait(PATIENCE) == 1
+    assert "no Python with cluster_ddp, submitit starts on" in place.log()
+    assert place.requeues() == [JOB_ID]
+
+
 def test_a_dry_run_shows_submitits_script(place: Place) -> None:
     command = [sys.executable, "-m", "cluster_ddp", "submit", str(place.job), "--via", "submitit", "--dry-run"]
     done = subprocess.run(
