@@ -13,7 +13,9 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import DataError, TrainError
+from cluster_ddp.train.own.held_data import held_data
 from cluster_ddp.train.own.loader_copy import LoaderCopy
 from cluster_ddp.train.own.stream_batches import StreamBatches
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
@@ -48,7 +50,7 @@ class Batches(Protocol):
 
         Returns
         -------
-        A fingerprint of what is read first, where a length does not tell whether the data are as they were.
+        A fingerprint of what is read first or held, where there is one: by it data that are others are recognised.
         """
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
@@ -100,9 +102,10 @@ class MapBatches:
         """The data set that is read."""
         return self._copy.inner.dataset
 
-    def arrange(self, seed: int) -> None:
-        """Make the order a function of this seed."""
+    def arrange(self, seed: int) -> int | None:
+        """Make the order a function of this seed; a fingerprint of what the set of rank 0 holds."""
         inner = self._copy.inner
+        held = broadcast_object(held_data(inner.dataset))
         self._order.seed = seed
         if self._by_batch:
             self._fetcher = Fetcher(inner.dataset, inner.collate_fn, Use.SAMPLE, seed, exact=True)
@@ -110,6 +113,7 @@ class MapBatches:
             self._copy.put(dataset=data, batch_sampler=self._keys, collate_fn=_as_it_is)
         else:
             self._copy.put(dataset=_OneByOne(inner.dataset, derive(Use.SAMPLE, seed)), sampler=self._keys)
+        return held
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
         """Give the batches of an epoch from number `first` on; those before are not read."""

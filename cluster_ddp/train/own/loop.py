@@ -66,7 +66,7 @@ class Loop:
     is_dirty
         Whether anything may have changed since the state was saved or restored.
     data
-        A fingerprint of what is read first; None: its length says whether it has changed.
+        A fingerprint of what is read first or held; None: its length says whether it has changed.
     generators
         Those that the models hold themselves, seeded with the others.
     has_stopped
@@ -129,7 +129,7 @@ class Loop:
         self._kept.restore(state["kept"])
 
     def expect_data(self, first: int | None) -> None:
-        """See that what is read first is what it was when the checkpoint was saved.
+        """See that what is read first or held is what it was when the checkpoint was saved.
 
         Raises
         ------
@@ -138,9 +138,10 @@ class Loop:
         """
         if self.data not in (None, first):
             raise TrainError(
-                "the data do not begin with the items that they began with when the checkpoint was saved, so that this "
-                "resume could not be exact: bring back the files, their order, the augmentation and the seed of their "
-                "shuffle (shuffle(seed=...) of datasets), or begin a new run"
+                "the data do not begin with the items that they began with when the checkpoint was saved, or are split "
+                "in another way, so that this resume could not be exact: bring back the files, their order, the "
+                "augmentation and the seeds of shuffle and split (datasets: shuffle(seed=...); scikit-learn: "
+                "train_test_split(random_state=...)), or begin a new run"
             )
         self.data = first
 

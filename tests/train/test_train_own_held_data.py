@@ -1,0 +1,63 @@
+"""A resume with other data of the same length, such as another split, is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from own_loops import SAMPLES, Images, failure, loop, new_run, tensors
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from train_ranks import run_ranks
+
+from cluster_ddp.train.own.held_data import held_data
+
+
+class Arrays(Dataset[Any]):
+    """Made of arrays, as of a table; with a folder that is another one in each job."""
+
+    def __init__(self, inputs: Any, folder: str = "/scratch/1") -> None:
+        self.inputs, self.folder, self.names = inputs, folder, [folder] * 3
+
+
+def split(seed: int) -> list[int]:
+    return np.random.default_rng(seed).permutation(SAMPLES)[:30].tolist()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: Subset(Images(), split(seed)),
+        lambda seed: Subset(Subset(Images(), split(1)), np.array(split(seed))),
+        lambda seed: ConcatDataset([tensors(), Subset(Images(), split(seed))]),
+        lambda seed: TensorDataset(torch.arange(600), torch.randn(600, generator=torch.Generator().manual_seed(seed))),
+        lambda seed: Arrays(np.random.default_rng(seed).random((500, 8))),
+        lambda seed: Arrays([np.random.default_rng(seed).random() for _ in range(500)]),
+    ],
+)
+def test_what_a_set_holds_tells_it_from_another(make: Any) -> None:
+    assert held_data(make(1)) == held_data(make(1)) != held_data(make(2))
+
+
+def test_what_may_change_between_jobs_is_left_out(tmp_path: Path) -> None:
+    assert held_data(Arrays([], "/scratch/1")) is None
+    assert held_data(Arrays(np.ones(4), "/scratch/1")) == held_data(Arrays(np.ones(4), "/scratch/2"))
+    assert held_data(Arrays(np.memmap(tmp_path / "cache", mode="w+", shape=4))) is None
+    assert held_data(list(range(5))) is not None
+    assert held_data([(0, "a")] * 500) is None
+
+
+def with_split(place: Path, attempt: int, seed: int, at: tuple[int, int] | None) -> dict[str, Any]:
+    return loop(place, attempt, at=at, how="stop", make=lambda: DataLoader(Subset(Images(), split(seed)), 6))
+
+
+def test_another_split_at_the_resume_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(with_split, 1, run.path, 0, 1, (1, 2))
+    (ended,) = run_ranks(with_split, 1, run.path, 1, 2, None)
+    assert ended["status"] == 1
+    assert "or are split in another way" in failure(run)
+    (ended,) = run_ranks(with_split, 1, run.path, 2, 1, None)
+    assert ended["status"] is None
