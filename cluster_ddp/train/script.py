@@ -47,6 +47,7 @@ from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import Kept, KeptNumbers, LeaveBlock, Loop
 from cluster_ddp.train.own.mode import TrainingMode
+from cluster_ddp.train.own.other_optimizers import OtherOptimizers
 from cluster_ddp.train.own.overlooked import watchers_of
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.own.taking import Taking
@@ -163,6 +164,7 @@ class ScriptRun:
         self._kept = KeptNumbers()
         self._loop: Loop | None = None
         self._loader: ResumableLoader | None = None
+        self._others: OtherOptimizers | None = None
         self._session.beat.enter(Phase.READY)
 
     @property
@@ -208,7 +210,7 @@ class ScriptRun:
         world = self.world.world_size
         found = batches_of(loader, world, batches)
         geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
-        loop = self.take_over(things, geometry)
+        loop = self._watch(self.take_over(things, geometry))
         loop.expect_data(found.arrange(loop.seed))
         taking = Taking(self._handed.optimizers, self._handed.scalers, self._session.saving.tell)
         loop.watchers = watchers_of(loop, self._handed, self._session.saving.tell, loader, found.data)
@@ -233,7 +235,7 @@ class ScriptRun:
         TrainError
             A thing that was handed over cannot be kept.
         """
-        loop = self.take_over(things, Draws(total))
+        loop = self._watch(self.take_over(things, Draws(total)))
         loop.watchers = watchers_of(loop, self._handed, self._session.saving.tell)
         return loop.steps()
 
@@ -316,7 +318,7 @@ class ScriptRun:
 
     def end(self) -> None:
         """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
-        self._close_loader()
+        self._close_loop()
         self._expect_group()
         if self._order is not None:  # a block that only evaluates says nothing: training may come in the next one
             self._end_loop()
@@ -327,7 +329,7 @@ class ScriptRun:
     def fail(self) -> None:
         """Close what keeps metrics, after an exception. `join_run` calls it."""
         with contextlib.suppress(Exception):
-            self._close_loader()
+            self._close_loop()
         self._report.close(failed=True)
 
     # What these have in common.
@@ -385,7 +387,14 @@ class ScriptRun:
             self._session.end(self._save, completed=not is_stopped)
         self._block.leave(stopped=is_stopped)
 
-    def _close_loader(self) -> None:
+    def _watch(self, loop: Loop) -> Loop:
+        beat = self._session.beat
+        self._others = OtherOptimizers(self._handed, lambda: beat.phase is Phase.TRAINING)
+        return loop
+
+    def _close_loop(self) -> None:
+        if self._others is not None:
+            self._others.close()
         if self._loader is not None:
             self._loader.close()
 

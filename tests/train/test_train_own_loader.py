@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from own_loops import (
     new_run,
     states,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from train_ranks import run_ranks
+
+from cluster_ddp.run.directory import RunDirectory
 
 
 def as_one(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -181,3 +184,39 @@ def reads(place: Path) -> list[int]:
 def test_a_resume_reads_nothing_again(tmp_path: Path) -> None:
     ((*read,),) = run_ranks(reads, 1, new_run(tmp_path).path)
     assert set(read) == set(range(24, SAMPLES))  # in order; the first of them several times, to see that they come back
+
+
+class Curriculum(Sampler[list[int]]):
+    """Its batches become smaller from epoch to epoch, and more."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def size(self) -> int:
+        return 11 - 4 * self.epoch
+
+    def __len__(self) -> int:
+        return SAMPLES // self.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, SAMPLES - self.size + 1, self.size):
+            yield list(range(first, first + self.size))
+
+
+def lessons(folder: Path) -> list[Any]:
+    ends = []
+    for batches in (None, 3):
+        place = new_run(folder / str(batches)).path
+        ends.append(loop(place, 0, make=lambda: DataLoader(Images(), batch_sampler=Curriculum()), batches=batches))
+    return ends
+
+
+def test_epochs_of_other_lengths_are_refused_unless_their_length_is_told(tmp_path: Path) -> None:
+    ((refused, told),) = run_ranks(lessons, 1, tmp_path)
+    assert (refused["status"], told["status"]) == (1, None)
+    assert [(epoch, number) for epoch, number, _ in told["losses"]] == [(e, n) for e in range(3) for n in range(3)]
+    (run,) = (tmp_path / "None").glob("*")
+    assert "has a length of 6 in epoch 1, and had 4 at first" in failure(RunDirectory(run))

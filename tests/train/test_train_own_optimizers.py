@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
-from own_loops import begin_attempt, digest, distributed, interrupt, new_run
+from own_loops import LOADERS, begin_attempt, digest, distributed, failure, interrupt, model_of, new_run, states
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn import functional as F
@@ -50,3 +51,43 @@ def test_lbfgs_whose_closure_gives_the_loss_of_all_ranks_is_exact(tmp_path: Path
     for whole, stopped, resumed in run_ranks(attempts, 2, new_run(tmp_path / "w").path, new_run(tmp_path / "b").path):
         assert whole is not None
         assert (stopped, resumed) == (None, whole)
+
+
+class Around(torch.optim.SGD):
+    """Steps by another optimizer, as SAM and Lookahead do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def with_others(place: Path, anew: bool) -> int | str | None:
+    """Trains by an optimizer that is made in each epoch, or by one inside that which is kept, and then fine-tunes."""
+    begin_attempt(place, 0)
+    try:
+        with join_run() as run:
+            model = model_of()
+            kept: Any = Around(model.parameters(), lr=0.1)
+            loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=kept, epochs=2)
+            for _ in loader.epochs():
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if anew else kept
+                for inputs, labels in loader:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+            torch.optim.SGD(model.parameters(), lr=1e-3).step()
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_first_step(tmp_path: Path) -> None:
+    anew, inside = new_run(tmp_path / "anew"), new_run(tmp_path / "inside")
+    assert run_ranks(with_others, 1, anew.path, anew=True) == [1]
+    assert "a SGD that is not handed over has trained weights that are" in failure(anew)
+    assert run_ranks(with_others, 1, inside.path, anew=False) == [None]
+    assert states(inside) == ["started", "completed"]

@@ -78,19 +78,28 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
         raise TrainError(
             f"resumable() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}: make one of the data set"
         )
-    length = length or _length(loader)
+    found = length or _length(loader)
     if isinstance(inner.dataset, IterableDataset):
-        return StreamBatches(LoaderCopy(loader), length)
-    return MapBatches(LoaderCopy(loader), length, world_size)
+        return StreamBatches(LoaderCopy(loader), found)
+    return MapBatches(LoaderCopy(loader), found, world_size, told=length is not None)
 
 
 class MapBatches:
-    """Batches of a map-style set, in the order of whatever sampler the loader has."""
+    """Batches of a map-style set, in the order of whatever sampler the loader has.
 
-    def __init__(self, of: LoaderCopy, length: int, world_size: int) -> None:
+    Parameters
+    ----------
+    length
+        Batches per epoch and rank.
+    told
+        Whether the program has said how many there are, and not the loader.
+    """
+
+    def __init__(self, of: LoaderCopy, length: int, world_size: int, *, told: bool) -> None:
         self._copy, self.length = of, length
         self._by_batch = of.inner.batch_sampler is not None
-        self._order = _Order(of.inner.batch_sampler if self._by_batch else of.inner.sampler, length, world_size)
+        sampler = of.inner.batch_sampler if self._by_batch else of.inner.sampler
+        self._order = _Order(sampler, length, world_size, has_own_length=not told)
         self.samples: int | None = len(of.inner.dataset) if hasattr(of.inner.dataset, "__len__") else None
         size = of.inner.batch_size if self._by_batch else None
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
@@ -142,9 +151,10 @@ class MapBatches:
 class _Order:
     """The order of a sampler in each epoch."""
 
-    def __init__(self, sampler: Any, length: int, world_size: int) -> None:
+    def __init__(self, sampler: Any, length: int, world_size: int, *, has_own_length: bool) -> None:
         self.sampler, self.seed = sampler, 0
         self._length = length
+        self._own_length = _length_of(sampler) if has_own_length else None
         self._chain = list(_chain(sampler))
         self._is_known = all(
             type(part) in _KNOWN or type(part) is torch_data.DistributedSampler for part in self._chain
@@ -170,6 +180,12 @@ class _Order:
                 set_epoch(epoch)
             if "generator" in getattr(part, "__dict__", {}):
                 part.generator = torch.Generator().manual_seed(key)
+        if self._own_length is not None and (now := _length_of(self.sampler)) != self._own_length:
+            raise DataError(
+                f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, and had "
+                f"{self._own_length} at first: epochs have to be of one length, as an epoch that is resumed is found "
+                "by it. Let the sampler give as many in each, or say by batches= how many are taken of each"
+            )
         if self._is_known:
             return self.sampler  # type: ignore[no-any-return]
         seed_host(key)
@@ -267,6 +283,12 @@ def _chain(sampler: Any) -> Iterator[Any]:
         seen.append(part)
         yield part
         todo += [vars(part)[name] for name in _INNER if name in getattr(part, "__dict__", {})]
+
+
+def _length_of(sampler: Any) -> int | None:
+    with contextlib.suppress(TypeError, NotImplementedError):
+        return len(sampler)
+    return None
 
 
 def _length(loader: Any) -> int:

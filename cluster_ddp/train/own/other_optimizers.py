@@ -1,0 +1,53 @@
+"""Refuses updates by an optimizer that a loop of one's own has not handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.program import reachable
+
+_DEPTH = 4  # of an optimizer that was handed over: others may be in it, as in Lookahead and SAM
+
+
+class OtherOptimizers:
+    """Sees that in a step nothing but what is handed over trains the weights that are.
+
+    A loop that makes its optimizer anew in each epoch would train on, and never be saved: no update would be seen.
+
+    Parameters
+    ----------
+    handed
+        What is handed over.
+    is_step
+        Says whether the loop is in a step: what follows the loop may train as it likes.
+    """
+
+    def __init__(self, handed: Handed, is_step: Callable[[], bool]) -> None:
+        self._known = {id(part) for _, part in reachable([("", own) for own in handed.optimizers], _DEPTH)}
+        self._weights = {id(weight) for optimizer in handed.optimizers for weight in _weights_of(optimizer)}
+        self._is_step = is_step
+        self._handle = register_optimizer_step_post_hook(self._see)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _see(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._known or not self._is_step():
+            return
+        if any(id(weight) in self._weights for weight in _weights_of(optimizer)):
+            raise TrainError(
+                f"a {type(optimizer).__name__} that is not handed over has trained weights that are: its state would "
+                "be in no checkpoint. Make all optimizers once, before resumable() or steps(), and hand them over "
+                "(optimizer=...); for another learning rate set that of the groups"
+            )
+
+
+def _weights_of(optimizer: Optimizer) -> list[Any]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
