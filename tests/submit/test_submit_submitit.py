@@ -49,7 +49,7 @@ class Place:
         self.folder = folder
         self.bin = folder / "bin"
         self.bin.mkdir()
-        for tool in ("bash", "env", "cat", "cp", "dirname", "git"):
+        for tool in ("bash", "env", "cat", "cp", "dirname", "git", "timeout"):
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.job = folder / "job.yaml"
         self.brake = folder / "brake"  # while it exists, training does not come to its end
