@@ -24,6 +24,7 @@ from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.refusals import refuse_bypass, refuse_differences, refuse_dtypes, refuse_trained_in_8_bits
 from cluster_ddp.train.state import Stateful
+from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -137,7 +138,7 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
     state = copy.deepcopy(dict(also.state_dict())) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
     for _ in range(_SETTLING_PASSES):
-        refuse_bypass(model, loss).backward()
+        run_backward(refuse_bypass(model, loss))
         if _all_are_summed(model):
             summed = {
                 name: weight.new_empty(0) if weight.grad is None else weight.grad

@@ -141,12 +141,26 @@ class Gradients:
             total = total * factor
         if self._scaler is not None:
             total = self._scaler.scale(total)
-        total.backward()  # type: ignore[no-untyped-call]
+        run_backward(total)
 
     def _sum_over_ranks(self, value: Tensor) -> None:
         work = dist.all_reduce(value, async_op=True)
         assert work is not None
         self._sums.append(work)
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run the backward pass of a loss; a `TaskError` when a part of it has been run before."""
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise TaskError(
+            "loss() gave a loss of which a part has had its backward pass: let loss() give the loss without calling "
+            "backward(), which the trainer does, and detach() what it keeps from one step to the next, such as the "
+            "hidden state of a recurrent net"
+        ) from error
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -239,6 +239,38 @@ class ByClosure(Plain):
         return LBFGS(model.parameters(), lr=lr)
 
 
+class RunsBackward(Plain):
+    """Runs the backward pass itself, or keeps what the last step has computed."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps, self.kept = keeps, torch.zeros(())
+
+    def eval_data(self) -> None:
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        if self.keeps:
+            self.kept = loss = loss + self.kept
+        else:
+            loss.backward()
+        return loss
+
+
+def refusal_of_backward(keeps: bool) -> str:
+    try:
+        train(RunsBackward(keeps), job(train={"steps": 6, "global_batch": 24}))
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_loss_whose_backward_pass_has_been_run_is_refused(keeps: bool) -> None:
+    for message in (refusal_of_backward(keeps), *run_ranks(refusal_of_backward, 2, keeps)):
+        assert "a part has had its backward pass" in message
+
+
 class Sharpness(SGD):
     """The SAM family: its step() takes no closure by its signature, and needs one."""
 
