@@ -63,7 +63,7 @@ def ask_slurm(known: Sequence[KnownRun | EndedRun | NotBegun]) -> SlurmJobs:
         return ask_about(known, seconds=PATIENCE_SECONDS)
     except SlurmError as error:
         first_line = str(error).splitlines()[0]
-        tell(f"cluster-ddp: told from the run directories alone: {first_line}")
+        tell(f"cluster-ddp: shown from the run directories alone: {first_line}")
         return None
 
 
@@ -100,7 +100,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
 
 
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
-    """How a person has a run go on that is over, by the name that he calls it by."""
+    """What a person enters to continue a run that is over; `name` is what the commands find it by."""
     by_hand = record is not None and record.via == "launch"
     return "start the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
 

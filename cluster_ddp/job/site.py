@@ -45,7 +45,7 @@ def site_defaults() -> Node | None:
 
 
 def over_site(job: Node) -> Node:
-    """Return the job laid over the site's defaults. A section of which it says nothing (``slurm:``) stays as it was."""
+    """Return the job laid over the site's defaults. A section that it leaves empty (``slurm:``) stays as it was."""
     site = site_defaults()
     if site is None:
         return job

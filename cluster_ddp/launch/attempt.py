@@ -113,7 +113,7 @@ def judge(
 def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
     """Record that a script has completed, or was stopped, if it has not said so itself.
 
-    A script that knows nothing of this package leaves no word of its end; what its node programs saw stands for it.
+    A script that knows nothing of this package leaves no record of its end; what its node programs saw stands for it.
     """
     events = [event for event in read_events(attempt.run) if event.get("attempt") == attempt.number]
     started = {event.get("node") for event in events if event["event"] == NODE_STARTED and event.get("script")}

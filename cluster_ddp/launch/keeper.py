@@ -3,7 +3,7 @@
     python -m cluster_ddp.launch.keeper --run DIRECTORY --warning USR1 -- srun ... --attempt {attempt} -- torchrun ...
 
 It is the process that Slurm signals: the batch script hands over to it by ``exec``, submitit calls it. What it decides
-it decides from what the run has recorded and what Slurm says about the job; the exit status of the step says nothing,
+it decides from what the run has recorded and what Slurm says about the job; the exit status of the step does not count,
 since torchrun turns every outcome into 0 or 1. It is plain Python, without torch, and without pydantic until the step
 has started.
 

@@ -98,7 +98,7 @@ class Ending(enum.Enum):
     FAILED = "failed", RunState.FAILED, False
     NOT_REQUEUED = "could not be queued again", RunState.FAILED, False
     HUNG = "hung", RunState.FAILED, False
-    UNKNOWN = "left no word of its end", RunState.LOST, False
+    UNKNOWN = "left no record of its end", RunState.LOST, False
 
     def __init__(self, words: str, state: RunState, final: bool) -> None:
         self.words = words
@@ -162,7 +162,7 @@ def outcome_of(history: History, number: int) -> Outcome:
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
     if asked:
         return Outcome(Ending.UNKNOWN, f"it was killed before it had saved, after {asked[0]}")
-    return Outcome(Ending.UNKNOWN, "it ended without a word (killed, or its node failed)")
+    return Outcome(Ending.UNKNOWN, "it left no record of its end (killed, or its node failed)")
 
 
 def outcome_so_far(history: History) -> Outcome | None:

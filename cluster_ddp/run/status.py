@@ -314,7 +314,7 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
         return outcome.ending.state, outcome.reason
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
-    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training has left no word of its end"
+    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training left no record of its end"
 
 
 def _stopping(history: History) -> str | None:

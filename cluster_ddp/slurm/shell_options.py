@@ -1,7 +1,7 @@
 """What the shell that submits has set for sbatch (``SBATCH_PARTITION`` and the like), against what a script says.
 
 sbatch puts its variables before the ``#SBATCH`` lines of a script. Here what a job asks for is what it gets, whatever
-the shell holds; a variable counts where the script says nothing.
+the shell holds; a variable counts where the script has no line of its own.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class ScriptRun:
         """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
         self._close_loop()
         self._expect_group()
-        if self._order is not None:  # a block that only evaluates says nothing: training may come in the next one
+        if self._order is not None:  # a block that only evaluates is not reported: training may come in the next one
             self._end_loop()
         self._session.saving.tell_not_logged()
         self._report.close(failed=False)

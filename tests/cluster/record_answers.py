@@ -2,7 +2,7 @@
 
     TEST_SLURM=/opt/slurm-26.05 python tests/cluster/record_answers.py
 
-writes tests/slurm/answers/26.05.json; with ``jobs`` or ``accounting`` behind it, that part anew. TEST_SLURM is as in
+writes tests/slurm/answers/26.05.json; with ``jobs`` or ``accounting`` behind it, only that part. TEST_SLURM is as in
 `slurm_cluster`.
 """
 
@@ -212,7 +212,7 @@ def record_accounting(cluster: SlurmCluster) -> dict[str, str]:
 
 
 def main(parts: list[str]) -> None:
-    """Record the Slurm that TEST_SLURM names: all, or some parts anew."""
+    """Record the Slurm that TEST_SLURM names: all, or only some parts."""
     answers: dict[str, object] = {}
     if "jobs" in parts:
         with SlurmCluster() as cluster:

@@ -166,7 +166,7 @@ def test_a_cache_that_is_not_ones_own_word_is_passed_over(
     spoil(file)
     status, read = look(ended)
     assert read and status.state.value == "COMPLETED"
-    assert not look(ended)[1]  # it is written anew
+    assert not look(ended)[1]  # it is written again
 
 
 def test_without_a_place_for_the_cache_status_tells_the_same(

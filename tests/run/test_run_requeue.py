@@ -227,7 +227,7 @@ def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
     say("started", 0, at=0, step=0)
     say("failed", 0, at=1, step=0, error="ValueError: x", rank=0)
     say("resumed", 0, at=2, step=0)
-    assert decide(run, attempt).reason.startswith("it ended without a word")
+    assert decide(run, attempt).reason.startswith("it left no record of its end")
 
 
 def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirectory, say: Say) -> None:

@@ -109,7 +109,7 @@ def test_evaluation_is_the_mean_over_the_set() -> None:
 
 
 class Augmented(Plain):
-    """Its samples are drawn anew each time they are read."""
+    """Its samples are drawn again each time they are read."""
 
     def train_data(self) -> Dataset[Any]:
         return Noisy()

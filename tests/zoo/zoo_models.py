@@ -269,7 +269,7 @@ class _Transposed(nn.Module):
 
 
 class _Sliced(nn.Module):
-    """A parameter of one element, whose stride says nothing."""
+    """A parameter of one element, whose stride does not matter."""
 
     def __init__(self) -> None:
         super().__init__()

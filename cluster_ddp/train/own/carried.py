@@ -29,7 +29,7 @@ _ENDS = (
 class Carried:
     """Tells, after the second step, of variables with tensors that a batch reads before it has set them.
 
-    Such as ``output, hidden = model(batch, hidden)``: they come from the batch before, and begin anew at a resume.
+    Such as ``output, hidden = model(batch, hidden)``: they come from the batch before, and start over at a resume.
     Numbers are not told: nearly every loop has some that are only printed.
 
     Parameters

@@ -40,7 +40,7 @@ class OtherLoaders:
         if going_on:
             names = ", ".join(sorted({type(batches._dataset).__name__ for batches in going_on}))
             self._tell(
-                f"the steps read on in another DataLoader (of a {names}), which begins anew at a resume, because no "
+                f"the steps read on in another DataLoader (of a {names}), which starts over at a resume, because no "
                 "checkpoint holds its place: a resume is exact only where no step depends on it. Hand it to "
                 "run.resumable(), and of two let one data set give what both give"
             )

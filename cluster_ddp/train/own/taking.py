@@ -1,4 +1,4 @@
-"""Sees how a loop of one's own takes its batches: what reads ahead of it or counts them begins anew at a resume."""
+"""Sees how a loop of one's own takes its batches: what reads ahead of it or counts them starts over at a resume."""
 
 from __future__ import annotations
 
