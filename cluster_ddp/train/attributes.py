@@ -137,8 +137,20 @@ class _Place:
 
 
 def of_module(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module itself, without what every module has, but with hooks."""
-    return {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
+    """The attributes of a module itself, without what every module has, but with hooks and `enclosing_methods`."""
+    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
+    return {**enclosing_methods(module), **own}
+
+
+def enclosing_methods(value: object) -> dict[str, FunctionType]:
+    """The methods that have closed over something, as those of a class that was made in a function may."""
+    return {
+        name: method
+        for kind in reversed(type(value).__mro__)
+        if not _is_of(kind.__module__)
+        for name, method in vars(kind).items()
+        if isinstance(method, FunctionType) and method.__closure__
+    }
 
 
 def equal_bits(was: Tensor, now: Tensor) -> bool:
@@ -193,4 +205,8 @@ def _is_of_library(value: Any) -> bool:
     if isinstance(value, (functools.partial, MethodType)):
         return False  # what they hold is looked at in its turn
     named = value if isinstance(value, FunctionType) else type(value)
-    return isinstance(value, (Dataset, type)) or str(named.__module__).partition(".")[0] in _LIBRARIES
+    return isinstance(value, (Dataset, type)) or _is_of(named.__module__)
+
+
+def _is_of(module: str | None) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
-from cluster_ddp.train.attributes import Attributes, of_module
+from cluster_ddp.train.attributes import Attributes, enclosing_methods, of_module
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.optimizer_state import OptimizerState
@@ -205,7 +205,8 @@ class State:
                 if hooks:
                     holders[f"model.{name}, its hooks"] = hooks
         if isinstance(self._also, Task):
-            holders |= {f"task.{key}": value for key, value in vars(self._also).items()}
+            parts = {**enclosing_methods(self._also), **vars(self._also)}
+            holders |= {f"task.{key}": value for key, value in parts.items()}
         known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
         return Attributes(holders, known)
 

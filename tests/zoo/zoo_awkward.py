@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from zoo_models import CLASSES, FEATURES, mlp
 
 
@@ -121,6 +122,14 @@ class Clamps(nn.Module):
         return self.layers(inputs)
 
 
+def _local_class(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    class Applies(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return function(weight)
+
+    return Applies()
+
+
 class Counts(nn.Module):
     """Counts its forward passes, and its scores depend on the count; `kind` says where that is."""
 
@@ -138,6 +147,8 @@ class Counts(nn.Module):
             self.cycle = itertools.cycle((1.0, 2.0, 3.0))
         elif kind == "closure":
             self.closure = times_count
+        elif kind == "parametrizations.weight.0.forward":
+            parametrize.register_parametrization(self.layers[0], "weight", _local_class(times_count))
         elif kind == "_forward_hooks":
             self.layers.register_forward_hook(times_count)
         elif kind == "its hooks":
@@ -174,6 +185,7 @@ class Counts(nn.Module):
 
 COUNTED = (
     "slots", "long", "numbers", "array", "set", "cycle", "closure", "generator", "_forward_hooks", "its hooks",
+    "parametrizations.weight.0.forward",
 )  # fmt: skip
 
 
