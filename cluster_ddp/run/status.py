@@ -38,6 +38,7 @@ from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
+_LEFT_NO_WORD = frozenset({"FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT"})  # of a start
 _NEVER_BEGAN = "it was to start on this machine, and has not"
 # Of an attempt that ended before its first checkpoint only these, the node programs' among them, know how far it came.
 _TELL_A_STEP = (events.STARTED, events.RESUMED, events.FAILED, events.RANK_FAILED, events.HANG, events.NODE_FINISHED)
@@ -306,6 +307,12 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     if job is not None and cancelled and requeued:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
     last = history.attempts[-1]
+    if job is not None and requeued and job.job_id == last.slurm_job_id and job.state in _LEFT_NO_WORD:
+        return RunState.LOST, (
+            f"{outcome.reason}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
+            f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "
+            f"resume {history.run.id}"
+        )
     if outcome.stop_reason == TERMINATED and not cancelled and last.slurm_job_id and last.ended is None:
         # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
         return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.reason}"
