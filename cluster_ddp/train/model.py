@@ -22,7 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.distributed import World, all_gather
 from cluster_ddp.train.errors import TaskError, TrainError
-from cluster_ddp.train.refusals import refuse_bypass, refuse_differences, refuse_dtypes, refuse_trained_in_8_bits
+from cluster_ddp.train.refusals import (
+    SHAPED_BY_A_BATCH,
+    refuse_bypass,
+    refuse_differences,
+    refuse_dtypes,
+    refuse_trained_in_8_bits,
+)
 from cluster_ddp.train.state import Stateful
 from cluster_ddp.train.step import run_backward
 
@@ -132,9 +138,10 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
     Raises
     ------
     TaskError
-        Not all gradients were summed over the ranks, because `loss` did not compute them by calling `model`.
+        Not all gradients were summed over the ranks, because `loss` did not compute them by calling `model`; or a
+        buffer has taken another shape.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copy.deepcopy(dict(also.state_dict())) if also is not None else {}
     trained = [parameter.requires_grad for parameter in model.parameters()]
     for _ in range(_SETTLING_PASSES):
@@ -148,7 +155,12 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
         model.zero_grad(set_to_none=True)
     for parameter, is_trained in zip(model.parameters(), trained, strict=True):
         parameter.requires_grad_(is_trained)
-    for buffer, before in buffers:
+    for name, buffer, before in buffers:
+        if buffer.shape != before.shape:
+            raise TaskError(
+                f"the buffer {name.removeprefix('module.')} has the shape {list(before.shape)} before the first batch "
+                f"and {list(buffer.shape)} after it, which a resume could not repeat. {SHAPED_BY_A_BATCH}"
+            )
         buffer.data.copy_(before)
     if also is not None and state:
         also.load_state_dict(state)

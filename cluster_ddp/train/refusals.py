@@ -318,6 +318,11 @@ SECOND_DERIVATIVES = (
     "an optimizer that needs the gradients only, or train in a loop of your own by join_run(), which may keep it"
 )
 
+SHAPED_BY_A_BATCH = (
+    "What takes its shape from its first batch, as the observers of quantization-aware training do, has it once "
+    "model() has run a batch through the model"
+)
+
 _CALL_IT = (
     "on several ranks only model(...) sums the gradients, so loss() has to call it, not a method of it, model.module "
     "or a model kept in self; what a method such as encode() does belongs into forward(), which may take a word for "

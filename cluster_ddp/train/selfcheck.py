@@ -19,6 +19,7 @@ from cluster_ddp.checkpoint.plan import SavePlan, find_aliases
 from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state import Collected, State
 from cluster_ddp.train.stored import check_scalars
 
@@ -26,8 +27,7 @@ _SHOWN = 5  # differences that are named
 _MAX_TEXT = 120  # characters of each
 _REMEDIES = {
     "model": "a buffer has to be registered in __init__ with its final shape, and changed in place (copy_, add_); "
-    "state_dict() of a module has to give its tensors themselves. What takes its shape from its first batch, as the "
-    "observers of quantization-aware training do, has it once model() has run a batch through the model",
+    "state_dict() of a module has to give its tensors themselves. " + SHAPED_BY_A_BATCH,
     "ema": "what is averaged has to be in the model from the beginning",
     "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
     "state_dict() and load_state_dict()",

@@ -88,12 +88,21 @@ class WithBuffer(Plain):
 
     def model(self) -> nn.Module:
         made = super().model()
-        if self.kind == "filled at random":
+        if self.kind == "shaped by a batch":
+            made.register_buffer("largest", torch.empty(0))
+            made.register_forward_pre_hook(shape)
+        elif self.kind == "filled at random":
             made.register_buffer("noise", None)
             made.register_forward_pre_hook(fill)
         else:
             made.register_buffer("table", torch.zeros(2, dtype=getattr(torch, self.kind)))
         return made
+
+
+def shape(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """As the observers of torch.ao.quantization do."""
+    largest = inputs[0].amax(0)
+    module.largest.resize_(largest.shape).copy_(largest)
 
 
 def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -105,6 +114,7 @@ def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        ("shaped by a batch", "the buffer largest has the shape [0] before the first batch"),
         ("filled at random", "each rank has a state of its own: model.noise"),
         ("uint16", "the buffer table has dtype torch.uint16, which ranks cannot send"),
         ("float8_e4m3fn", "the buffer table has dtype torch.float8_e4m3fn, which ranks cannot send"),
