@@ -2,7 +2,7 @@
 # make test    install into .venv, then run the tests (the ones on a real Slurm skip without root or Slurm)
 # make test-slurms   the tests on a real Slurm, with each one that this machine has: the packaged one, /opt/slurm-*
 #                    (SLURMS=/opt/slurm-26.05 picks some)
-# make test-datasets   install Hugging Face's datasets as well (63 MB), and run the tests that need it
+# make test-datasets   install Hugging Face's datasets and litData as well (80 MB), and run the tests that need it
 # make chaos   the long fault runs on a real Slurm of this machine (CHAOS_SEED=1 CHAOS_FAULTS=24)
 # make lint    ruff and mypy
 # make clean   remove .venv and caches; runs are kept
@@ -39,7 +39,7 @@ test-slurms: .venv/.everything
 
 # Where it cannot be imported, the tests would be skipped.
 test-datasets: .venv/.datasets
-	$(BIN)/python -c "import datasets"
+	$(BIN)/python -c "import datasets, litdata"
 	$(PYTEST) $(PARALLEL) -m "datasets and not chaos" $(PYTEST_ARGS)
 
 chaos: .venv/.everything
@@ -71,6 +71,8 @@ clean:
 	$(PIP) -e '.[test,dev]'
 	@touch $@
 
+# What litData's boto3 asks for (python-dateutil<3) contradicts what there is; it works with it.
 .venv/.datasets: .venv/.everything
 	$(PIP) -e '.[datasets]'
+	$(PIP) --no-deps litdata boto3 botocore s3transfer jmespath
 	@touch $@

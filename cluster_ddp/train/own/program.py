@@ -16,6 +16,7 @@ from cluster_ddp.train.own.loop import Kept
 
 _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, Kept, str, int, float)
 _WIDTH = 2000  # parts of a list or dict that are looked through
+_MOST = 50_000  # parts of one depth: 0.1 s
 
 
 def running_frames() -> Iterator[FrameType]:
@@ -56,7 +57,8 @@ def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[
             if id(value) not in seen:
                 seen.add(id(value))
                 yield name, value
-                inner += _parts(name, value)
+                if len(inner) < _MOST:
+                    inner += _parts(name, value)
         level = inner
 
 
