@@ -259,6 +259,14 @@ def test_a_node_that_never_started_is_named_with_its_last_words(fresh: RunDirect
     assert found(fresh, 1) == ["n2"]
 
 
+def test_a_container_image_that_is_missing_on_a_node_is_told(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    happened(fresh, "node-started", 0, host="n1", node=0)
+    words = "FATAL:   could not open image /images/torch.sif: no such file or directory"
+    ((host, error),) = recorded(fresh, Ended(f"1: {words}", "srun: error: n2: task 1: Exited with exit code 255"))
+    assert host == "n2" and "could not open image /images/torch.sif" in error
+
+
 def test_a_step_in_which_no_node_came_up_is_told(fresh: RunDirectory) -> None:
     attempts(fresh, 1)
     found = recorded(fresh, Ended(unstarted=True))
