@@ -200,6 +200,8 @@ class State:
             for name, module in self._modules
             for key, value in of_module(module).items()
         }
+        # One that is replaced is another object; the first ones are held in self._modules.
+        holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
         for name, weight in self._by_name.items():
             for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
                 if hooks:

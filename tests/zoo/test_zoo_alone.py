@@ -157,6 +157,22 @@ def test_a_rate_that_is_set_by_hand_has_no_effect_and_is_told(
     assert "the optimizer's group 0 was set to" in capfd.readouterr().err
 
 
+class ReplacesLayer(ZooTask):
+    """Gives the model another activation in its second step."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None and isinstance(model, nn.Sequential)
+        if self.trainer.step == 1:
+            model[1] = nn.Tanh()
+        return super().loss(model, batch)
+
+
+def test_a_layer_that_training_replaces_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, ReplacesLayer)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert "training changes task.losses, the model's layers, which" in told[0]
+
+
 class HoldsIterators(ZooTask):
     """Holds iterators that no step moves on."""
 
