@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ def test_a_block_that_only_evaluates_does_not_complete_the_run(tmp_path: Path) -
 
 
 def by_hand(folder: Path) -> list[tuple[list[str], Any]]:
-    """The same without cluster-ddp, in one process."""
+    """The same without cluster-ddp, in one process, which is a script's."""
     os.environ.pop("CLUSTER_DDP_RUN", None)
+    sys.modules["__main__"].__file__ = str(folder / "train.py")
     ends = []
     for name, at in (("one", 3), ("one", None), ("other", None), ("other", None)):
         done: list[str] = []

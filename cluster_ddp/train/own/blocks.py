@@ -63,5 +63,6 @@ class Block:
 
     def leave(self, *, stopped: bool) -> None:
         """Call at the end of a block with a loop. The cell of a notebook is run again by whoever wants that."""
-        if self.is_run or not (hasattr(sys, "ps1") or "ipykernel" in sys.modules):
+        by_hand = "ipykernel" in sys.modules or not hasattr(sys.modules["__main__"], "__file__")
+        if self.is_run or not by_hand:
             _was_stopped[self._attempt] = stopped
