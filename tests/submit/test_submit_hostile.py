@@ -19,6 +19,8 @@ RUNTIMES = ("apptainer", "enroot", "pyxis")
 PERFORM = r"""
 realpath() { printf '%s\n' "${@: -1}"; }
 head() { local line && read -r line && printf '%s\n' "$line"; }
+tail() { local line last= && while read -r line; do last=$line; done; [[ -z $last ]] || printf '%s\n' "$last"; }
+timeout() { "${@:2}"; }
 scontrol() { echo node1; }
 for script in "$2"/*; do
     (. "$script" "$1") || { echo "$script: status $?" && exit 1; }
