@@ -307,7 +307,8 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     if job is not None and cancelled and requeued:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
     last = history.attempts[-1]
-    if job is not None and requeued and job.job_id == last.slurm_job_id and job.state in _LEFT_NO_WORD:
+    came_to_nothing = job is not None and job.job_id == last.slurm_job_id and job.state in _LEFT_NO_WORD
+    if job is not None and requeued and came_to_nothing and not outcome.ending.final:
         return RunState.LOST, (
             f"{outcome.reason}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
             f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "

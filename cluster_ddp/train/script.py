@@ -389,7 +389,7 @@ class ScriptRun:
 
     def _watch(self, loop: Loop) -> Loop:
         beat = self._session.beat
-        self._others = OtherOptimizers(self._handed, lambda: beat.phase is Phase.TRAINING)
+        self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
         return loop
 
     def _close_loop(self) -> None:

@@ -265,6 +265,17 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(run:
     assert state_of(run, {"7": Job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
 
 
+def test_a_run_that_a_person_stops_as_it_is_queued_again_is_stopped(run: RunDirectory, say: Say) -> None:
+    attempt = begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("node-finished", 0, node=0, outcome="stopped")
+    say("requeued", 0, reason="stopped: time-limit")
+    end_attempt(attempt)
+    assert state_of(run, {"7": Job("FAILED", run_id=run.id)}) == "LOST"
+    request_stop(attempt, reason="person", level=1, by="me")
+    assert state_of(run, {"7": Job("FAILED", run_id=run.id)}) == "STOPPED"
+
+
 def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDirectory, say: Say) -> None:
     begin(run, slurm_job_id="7")
     hide(run, 0)

@@ -33,7 +33,7 @@ def split(seed: int) -> list[int]:
         lambda seed: Subset(Subset(Images(), split(1)), np.array(split(seed))),
         lambda seed: ConcatDataset([tensors(), Subset(Images(), split(seed))]),
         lambda seed: TensorDataset(torch.arange(600), torch.randn(600, generator=torch.Generator().manual_seed(seed))),
-        lambda seed: Arrays(np.random.default_rng(seed).random((500, 8))),
+        lambda seed: Subset(Images(), torch.tensor(split(seed))),
         lambda seed: Arrays([np.random.default_rng(seed).random() for _ in range(500)]),
     ],
 )
@@ -43,8 +43,11 @@ def test_what_a_set_holds_tells_it_from_another(make: Any) -> None:
 
 def test_what_may_change_between_jobs_is_left_out(tmp_path: Path) -> None:
     assert held_data(Arrays([], "/scratch/1")) is None
-    assert held_data(Arrays(np.ones(4), "/scratch/1")) == held_data(Arrays(np.ones(4), "/scratch/2"))
-    assert held_data(Arrays(np.memmap(tmp_path / "cache", mode="w+", shape=4))) is None
+    assert held_data(Arrays([1, 2], "/scratch/1")) == held_data(Arrays([1, 2], "/scratch/2"))
+    for cache in (np.empty(4), torch.empty(4), np.memmap(tmp_path / "cache", mode="w+", shape=4)):
+        assert held_data(Arrays(cache)) is None
+    assert held_data(Arrays([10**400])) is not None
+    assert held_data(TensorDataset(torch.nested.nested_tensor([torch.ones(2)] * 2))) is not None
     assert held_data(list(range(5))) is not None
     assert held_data([(0, "a")] * 500) is None
 

@@ -85,9 +85,37 @@ def with_others(place: Path, anew: bool) -> int | str | None:
     return None
 
 
-def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_first_step(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp_path: Path) -> None:
     anew, inside = new_run(tmp_path / "anew"), new_run(tmp_path / "inside")
     assert run_ranks(with_others, 1, anew.path, anew=True) == [1]
     assert "a SGD that is not handed over has trained weights that are" in failure(anew)
     assert run_ranks(with_others, 1, inside.path, anew=False) == [None]
     assert states(inside) == ["started", "completed"]
+
+
+def reptile(place: Path) -> int | str | None:
+    """Makes an optimizer for the inner steps of each step, whose state nobody needs after it."""
+    begin_attempt(place, 0)
+    try:
+        with join_run() as run:
+            model = model_of()
+            outer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=outer, epochs=1)
+            for _, (inputs, labels) in ((epoch, batch) for epoch in loader.epochs() for batch in loader):
+                before = [weight.detach().clone() for weight in model.parameters()]
+                inner = torch.optim.SGD(model.parameters(), lr=0.1)
+                for _ in range(2):
+                    inner.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    inner.step()
+                for weight, old in zip(model.parameters(), before, strict=True):
+                    weight.grad = old - weight.detach()
+                    weight.data.copy_(old)
+                outer.step()
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_an_optimizer_for_the_inner_steps_of_one_step_is_not_refused(tmp_path: Path) -> None:
+    assert run_ranks(reptile, 1, new_run(tmp_path).path) == [None]

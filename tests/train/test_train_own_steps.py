@@ -134,7 +134,9 @@ def test_a_loop_that_stays_in_evaluation_mode_is_told(tmp_path: Path) -> None:
     assert crashed["status"] == 1 and resumed["digest"] == whole["digest"]
 
 
-def unfreezing(place: Path, attempt: int, at: int | None = None, wrap_frozen: bool = False) -> dict[str, Any]:
+def unfreezing(
+    place: Path, attempt: int, at: int | None = None, wrap_frozen: bool = False, again: bool = False
+) -> dict[str, Any]:
     """A loop that trains its head first, then all, then without the head, as a fine-tuning does."""
     begin_attempt(place, attempt)
     done: dict[str, Any] = {"status": None}
@@ -154,7 +156,8 @@ def unfreezing(place: Path, attempt: int, at: int | None = None, wrap_frozen: bo
                 optimizer.step()
                 if step == 3:
                     body.requires_grad_(True)
-                if step == 8:
+                    wrapped = DistributedDataParallel(model) if again else wrapped
+                if step == 8 and not again:
                     head.requires_grad_(False)
                 if step == at:
                     interrupt("crash")
@@ -179,6 +182,11 @@ def test_layers_that_ddp_has_left_out_are_refused_when_they_are_unfrozen(tmp_pat
     ends = run_ranks(unfreezing, 2, run.path, 0, wrap_frozen=True)
     assert ends == [{"status": 1}] * 2
     assert "0.weight was frozen when it was put into DistributedDataParallel" in failure(run)
+
+
+def test_layers_that_another_ddp_takes_in_once_they_are_unfrozen_are_trained(tmp_path: Path) -> None:
+    ends = run_ranks(unfreezing, 2, new_run(tmp_path).path, 0, wrap_frozen=True, again=True)
+    assert [end["status"] for end in ends] == [None, None] and ends[0]["digest"] == ends[1]["digest"]
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])

@@ -1,4 +1,4 @@
-"""A fingerprint of the indices, tensors and arrays that a data set holds, by which another split is recognised."""
+"""A fingerprint of what a data set is made of, by which another split is recognised."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ _DEPTH = 6  # of data sets in data sets
 
 
 def held_data(data: Any) -> int | None:
-    """Look at some elements of what a map-style set holds, without reading an item; None where it holds no numbers.
+    """Look at the indices of each `Subset` and the tensors of each `TensorDataset`; None where there are none.
 
-    Strings are left out, since a path may be another one in each job, and arrays in files, since they may be a cache.
+    Lists of numbers, which may be indices, count as well. Other arrays and tensors do not: they may be a cache, which
+    is empty at each start.
     """
     found = list(_numbers(data, _DEPTH))
     return fingerprint(found) if found else None
 
 
 def _numbers(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        if has_values(value) and value.is_contiguous():
-            yield sampled([value])
-    elif isinstance(value, np.ndarray):
-        if not isinstance(value, np.memmap) and value.dtype.kind in "biuf" and value.size:
-            yield [value.shape, value.flat[:: -(-value.size // _SAMPLE)]]
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         if value and all(isinstance(part, (int, float, np.integer)) for part in value[:: -(-len(value) // _SAMPLE)]):
-            yield [len(value), [float(part) for part in value[:: -(-len(value) // _SAMPLE)]]]
+            yield [len(value), [str(part) for part in value[:: -(-len(value) // _SAMPLE)]]]
         elif len(value) <= _SAMPLE and depth:
             for part in value:
                 yield from _numbers(part, depth - 1)
     elif isinstance(value, torch_data.Dataset) and depth:
+        if isinstance(value, torch_data.Subset):
+            yield from _array(value.indices)
+        if isinstance(value, torch_data.TensorDataset):
+            yield sampled(tensor for tensor in value.tensors if has_values(tensor) and tensor.is_contiguous())
         for part in list(vars(value).values()):
             yield from _numbers(part, depth - 1)
+
+
+def _array(indices: Any) -> Iterator[Any]:
+    """Indices that are no list."""
+    if isinstance(indices, (np.ndarray, Tensor)) and len(indices):
+        yield [len(indices), [str(part) for part in indices[:: -(-len(indices) // _SAMPLE)].tolist()]]

@@ -85,6 +85,7 @@ class Loop:
         self._session, self._save_state, self._geometry, self._kept = session, save, geometry, kept
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
+        self.batches = 0
         self.before_save: Callable[[], None] = lambda: None
         self.left_out = LeftOutUpdates([], 1)
         self.watchers: list[Callable[[], None]] = []
@@ -172,6 +173,7 @@ class Loop:
             self._session.begin_step()
         self._is_updated = self.is_closed = self.is_finished = False
         self.is_dirty = True
+        self.batches += 1
         self._awaits_batches = False
         self._seeds.apply(self._session.step, micro_batch)
 

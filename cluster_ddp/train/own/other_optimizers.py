@@ -1,9 +1,10 @@
-"""Refuses updates by an optimizer that a loop of one's own has not handed over."""
+"""Refuses training by an optimizer that a loop of one's own has not handed over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,22 +17,24 @@ _DEPTH = 4  # of an optimizer that was handed over: others may be in it, as in L
 
 
 class OtherOptimizers:
-    """Sees that in a step nothing but what is handed over trains the weights that are.
+    """Sees that from step to step nothing but what is handed over trains the weights that are.
 
-    A loop that makes its optimizer anew in each epoch would train on, and never be saved: no update would be seen.
+    A loop that makes its optimizer in each epoch would train on, and never be saved: no update would be seen. One that
+    is made for a step, as for the inner steps of MAML and Reptile, has no state that a resume would lack.
 
     Parameters
     ----------
     handed
         What is handed over.
-    is_step
-        Says whether the loop is in a step: what follows the loop may train as it likes.
+    batches
+        Says how many batches there have been; None outside of a step: what follows the loop may train as it likes.
     """
 
-    def __init__(self, handed: Handed, is_step: Callable[[], bool]) -> None:
+    def __init__(self, handed: Handed, batches: Callable[[], int | None]) -> None:
         self._known = {id(part) for _, part in reachable([("", own) for own in handed.optimizers], _DEPTH)}
         self._weights = {id(weight) for optimizer in handed.optimizers for weight in _weights_of(optimizer)}
-        self._is_step = is_step
+        self._batches = batches
+        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_post_hook(self._see)
 
     def close(self) -> None:
@@ -39,7 +42,8 @@ class OtherOptimizers:
         self._handle.remove()
 
     def _see(self, optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in self._known or not self._is_step():
+        batch = self._batches()
+        if id(optimizer) in self._known or batch is None or self._seen.setdefault(optimizer, batch) == batch:
             return
         if any(id(weight) in self._weights for weight in _weights_of(optimizer)):
             raise TrainError(

@@ -14,7 +14,7 @@ _SAMPLE = 64  # elements of a tensor that are looked at
 
 def has_values(tensor: Tensor) -> bool:
     """Whether it has elements that can be read."""
-    return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
+    return not (tensor.is_meta or tensor.is_nested) and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def sampled(tensors: Iterable[Tensor]) -> int:
