@@ -45,7 +45,6 @@ class Saving:
         self._saved: int | None = None
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
-        self._saves_here = 0
         self._rank = world.rank
         self._told: set[str] = set()
         self._logged: set[str] = set()  # by a script, which may log what it likes
@@ -151,10 +150,6 @@ class Saving:
             scalars=scalars,
             metrics=metrics,
         )
-        self._saves_here += 1
-        # What begins to change late is told before the attempt may be killed; looking takes longer than a save blocks.
-        if self._saves_here.bit_count() == 1:
-            self.tell_unsaved(state)
 
     def wait_for_staging(self) -> None:
         """Call before the parameters change."""
