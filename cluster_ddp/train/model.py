@@ -29,12 +29,12 @@ from cluster_ddp.train.refusals import (
     refuse_dtypes,
     refuse_trained_in_8_bits,
 )
-from cluster_ddp.train.state import Stateful
+from cluster_ddp.train.state.training import Stateful
 from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-_SETTLING_PASSES = 2
+_SETTLING_PASSES = 2  # after the first DDP lays its buckets out again; the second runs in the new layout
 # What cannot be sent, by Gloo and NCCL or by Gloo alone, and what can take its place.
 _UNSENT = dict.fromkeys((torch.int16, torch.uint16, torch.uint32, torch.uint64), "torch.int32 or torch.int64")
 _UNSENT_ON_CPU = dict.fromkeys(
@@ -164,6 +164,54 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
         buffer.data.copy_(before)
     if also is not None and state:
         also.load_state_dict(state)
+
+
+def settle_layout(model: nn.Module, world_size: int) -> None:
+    """Settle DDP's buckets as `settle_buckets` does, where there is no loss to compute: a loop of one's own.
+
+    Gradients of zeros arrive in an order that every attempt repeats, the reverse of their registration. DDP that looks
+    for unused parameters keeps its first layout; there is nothing to settle.
+
+    Parameters
+    ----------
+    model
+        The wrapped model, before its first forward pass. Any other module is left alone.
+    world_size
+        Ranks in the group.
+
+    Raises
+    ------
+    TrainError
+        DDP was given ``static_graph=True``, which settles its layout by the first real backward pass, and there are
+        three ranks or more.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if model.static_graph:
+        if world_size > 2:
+            raise TrainError(
+                "DistributedDataParallel(static_graph=True) on three ranks or more cannot be resumed exactly: it lays "
+                "out its gradient buckets by the first backward pass of each attempt; leave static_graph out"
+            )
+        return
+    if model.find_unused_parameters:
+        return
+    parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    # What DistributedDataParallel.forward does around the module's; the reducer has no public way.
+    reducer = model.reducer
+    for _ in range(_SETTLING_PASSES):
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([])
+        for parameter in reversed(parameters):
+            (parameter.reshape(-1)[:1] * 0).sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
 
 
 def _all_are_summed(model: nn.Module) -> bool:

@@ -24,9 +24,9 @@ from cluster_ddp.run.unfinished import seconds_between_saves
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import refuse_own_state
-from cluster_ddp.train.selfcheck import check_comes_back
-from cluster_ddp.train.state import Collected, State
-from cluster_ddp.train.stored import check_scalars
+from cluster_ddp.train.state.selfcheck import check_comes_back
+from cluster_ddp.train.state.stored import check_scalars
+from cluster_ddp.train.state.training import Collected, State
 
 _SHOWN = 5  # names of what is told
 _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it

@@ -32,12 +32,12 @@ from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.record import read_record
-from cluster_ddp.train.buckets import settle_layout
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
 from cluster_ddp.train.metrics.log import Report
 from cluster_ddp.train.metrics.loggers import open_loggers
+from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.batches import batches_of
 from cluster_ddp.train.own.blocks import Block
@@ -56,7 +56,7 @@ from cluster_ddp.train.randomness import OwnGenerators, Use, derive, seed_everyt
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Order, Session, joined_rank
-from cluster_ddp.train.state import State, Stateful
+from cluster_ddp.train.state.training import State, Stateful
 from cluster_ddp.train.stop import handlers_put_back
 
 _joined: list[ScriptRun] = []

@@ -26,7 +26,7 @@ from cluster_ddp.train.meeting import meet_in
 from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.saving import Saving
-from cluster_ddp.train.state import State
+from cluster_ddp.train.state.training import State
 from cluster_ddp.train.stop import StopConsensus, StopDecision
 
 _COMPARED_AFTER = 2  # steps: the second is the first that begins with what an update has left

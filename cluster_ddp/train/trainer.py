@@ -23,8 +23,13 @@ from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, 
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
-from cluster_ddp.train.evaluating import BeforeEvaluation, evaluated_weights, make_optimizer, weights_to_evaluate
-from cluster_ddp.train.evaluation import Evaluation
+from cluster_ddp.train.evaluation import (
+    BeforeEvaluation,
+    Evaluation,
+    evaluated_weights,
+    make_optimizer,
+    weights_to_evaluate,
+)
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
@@ -36,7 +41,7 @@ from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_other
 from cluster_ddp.train.saving import synchronise_buffers
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
-from cluster_ddp.train.state import State
+from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
 from cluster_ddp.train.stop import AT_ONCE
 from cluster_ddp.train.task import Task, expect_type, load_task

@@ -21,7 +21,7 @@ from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, Task, TaskError, Trainer, broadcast_object, is_main_process, join_run
 from cluster_ddp.train.distributed import find_world
-from cluster_ddp.train.optimizer_state import OptimizerState
+from cluster_ddp.train.state.optimizer import OptimizerState
 
 
 def run_of(spec: JobSpec, folder: Path) -> RunDirectory:

@@ -16,8 +16,8 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
-from cluster_ddp.train.buckets import settle_layout
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.model import settle_layout
 
 STEPS = 8
 

@@ -20,9 +20,9 @@ from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.run.events import read_events
-from cluster_ddp.train.packing import Packer
-from cluster_ddp.train.state import State
-from cluster_ddp.train.stored import check_scalars
+from cluster_ddp.train.state.packing import Packer
+from cluster_ddp.train.state.stored import check_scalars
+from cluster_ddp.train.state.training import State
 
 SECTIONS: dict[str, Any] = {"train": {"steps": 6, "global_batch": 24}, "checkpoint": {"every_steps": 2}}
 

@@ -41,7 +41,7 @@ from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
-from cluster_ddp.train.state import Counts
+from cluster_ddp.train.state.training import Counts
 from cluster_ddp.train.task import Task
 
 Place = tuple[int, int]  # the epoch, and the items of it that have been taken

@@ -18,7 +18,7 @@ from cluster_ddp.train.distributed import World, all_gather_object, broadcast_ob
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use
 from cluster_ddp.train.refusals import refuse_loader
-from cluster_ddp.train.state import Counts
+from cluster_ddp.train.state.training import Counts
 from cluster_ddp.train.task import Task
 
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError, TrainError
-from cluster_ddp.train.optimizer_state import OptimizerState
 from cluster_ddp.train.own.loop import OTHER_LOOP
-from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.refusals import MODULE_BUFFERS
-from cluster_ddp.train.state import Stateful
+from cluster_ddp.train.state.optimizer import OptimizerState
+from cluster_ddp.train.state.packing import Packer
+from cluster_ddp.train.state.training import Stateful
 
 
 class Handed:

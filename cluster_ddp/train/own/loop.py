@@ -15,9 +15,9 @@ from cluster_ddp.train.distributed import all_gather_object, broadcast_object, f
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.left_out import LeftOutUpdates
-from cluster_ddp.train.packing import Packer
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
+from cluster_ddp.train.state.packing import Packer
 from cluster_ddp.train.stop import StopDecision
 
 OTHER_LOOP = (

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.own.handed import put_rates, rates
-from cluster_ddp.train.state import State, Stateful
-from cluster_ddp.train.twins import twins
+from cluster_ddp.train.own.twins import twins
+from cluster_ddp.train.state.training import State, Stateful
 
 _RATES = "learning rates of the optimizer"
 

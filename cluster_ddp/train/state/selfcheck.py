@@ -20,8 +20,8 @@ from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
-from cluster_ddp.train.state import Collected, State
-from cluster_ddp.train.stored import check_scalars
+from cluster_ddp.train.state.stored import check_scalars
+from cluster_ddp.train.state.training import Collected, State
 
 _SHOWN = 5  # differences that are named
 _MAX_TEXT = 120  # characters of each

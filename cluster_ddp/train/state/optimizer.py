@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
-from cluster_ddp.train.attributes import Attributes, are_hooks, equal_bits, is_same
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.only_written import is_only_written
 from cluster_ddp.train.optimizer import check_members, members, refuse_broken, refuse_divided
-from cluster_ddp.train.packing import Packer, contiguous_strides, laid_out, unpack
+from cluster_ddp.train.state.attributes import Attributes, are_hooks, equal_bits, is_same
+from cluster_ddp.train.state.only_written import is_only_written
+from cluster_ddp.train.state.packing import Packer, contiguous_strides, laid_out, unpack
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
-from cluster_ddp.train.attributes import Attributes, enclosing_methods, of_module
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
-from cluster_ddp.train.optimizer_state import OptimizerState
-from cluster_ddp.train.packing import Packer, unpack
+from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module
+from cluster_ddp.train.state.optimizer import OptimizerState
+from cluster_ddp.train.state.packing import Packer, unpack
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
