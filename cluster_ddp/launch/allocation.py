@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cluster_ddp.launch.bad_hosts import enough_others, host_list
-from cluster_ddp.slurm.commands import SlurmError
+from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
     down_nodes,
@@ -75,8 +75,14 @@ class Allocation(Protocol):
     def queue_again(self) -> None:
         """Have the job started again. It may not return; `SlurmRefused` and `SlurmError` as from Slurm's commands."""
 
-    def stay_ended(self) -> None:
-        """Keep the job, which is over, from being started again by whoever gave the nodes."""
+    def stay_ended(self, *, unwanted: bool) -> None:
+        """Keep the job, which is over, from being started again by whoever gave the nodes.
+
+        Parameters
+        ----------
+        unwanted
+            Whether a person has asked that the run is not to go on. Then it leaves a queue that it is in again already.
+        """
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         """Whether there are enough nodes besides the bad ones."""
@@ -168,17 +174,21 @@ class SlurmAllocation:
         requeue_job(self._start.task)
 
     @_unharmed()
-    def stay_ended(self) -> None:
+    def stay_ended(self, *, unwanted: bool) -> None:
         """See `Allocation`. A site may have exit statuses that do so, and a preemption with grace leaves a mark.
 
         Newer Slurms (24.05, 26.05) call such a job PREEMPTED in the end, not COMPLETED or FAILED: the mark is taken
         away only by the very start that is to be prevented. Where it cannot be, that start ends at once.
         """
         job = self._show()
-        if job is None or not job.requeued_by_slurm or job.restarts != str(self._start.restart_count):
-            return  # another start of the job, which has replaced this one, may need it
+        if job is None:
+            return
+        queued = job.restarts != str(self._start.restart_count)
         with contextlib.suppress(SlurmError):
-            forbid_requeue(self._start.task)
+            if queued and unwanted:
+                cancel_job(self._start.task)
+            elif job.requeued_by_slurm and not queued:  # another start, which has replaced this one, may need it
+                forbid_requeue(self._start.task)
 
     @_unharmed()
     def has_enough_others(self, bad: Sequence[str]) -> bool:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Callable
 
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.launch.batch_host import Answer, BatchHost, News, Signal, say
+from cluster_ddp.launch.queueing import ENDLESS_SECONDS
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import STOPPED
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.slurm.shown import CANCEL, PREEMPTION, REQUEUED, TERMINATED, TIME_LIMIT
 
@@ -49,6 +53,8 @@ class EndOfJob:
         self._unanswered: float | None = None  # since when, on the monotonic clock, a SIGTERM waits for its reason
         self._ask_ahead_at: float | None = None  # on the monotonic clock, the next time
         self._decide_at: float | None = None  # on the monotonic clock, when SIGKILL is near
+        self._step_ended_at: float | None = None  # on the monotonic clock
+        self._found_out_at: float | None = None  # on the monotonic clock, when it was clear what has ended the step
         self.reason: str | None = None
         self.lets_it_run = False
 
@@ -82,6 +88,10 @@ class EndOfJob:
             self._ask_to_stop(None)
         self.react_to_all()
 
+    def step_has_ended(self) -> None:
+        """Nobody is left who could be asked to stop: what comes from now on may end the job, but not the training."""
+        self._step_ended_at = self._host.now()
+
     def react_to_next(self, wait: float = _POLL_SECONDS) -> None:
         """React to the next news, if there is any before something else is due."""
         if self._ask_ahead_at is not None and self._host.now() >= self._ask_ahead_at:
@@ -113,7 +123,7 @@ class EndOfJob:
                 self._end_is_explained(news)
             elif news.reason == PREEMPTION and self.reason == TIME_LIMIT:
                 self.reason = PREEMPTION  # where Slurm has preempt_send_user_signal
-                self._ask_to_stop(news.seconds)
+                self._ask_to_stop(news.seconds, of=news.signal)
         elif news.number == signal.SIGTERM and self._unanswered is None:
             self._end_has_come(news)
         elif news.number == self._warning and self.reason is None:
@@ -122,8 +132,8 @@ class EndOfJob:
     def _end_is_near(self, warning: Signal) -> None:
         """Stop at the warning."""
         self.reason = TIME_LIMIT
-        self._ask_to_stop(None)
-        say("the end of the job is near: asking training to save and end")
+        self._ask_to_stop(None, of=warning)
+        say(f"the end of the job is near{self._asking}")
         self._ask_why(warning)
 
     def _end_has_come(self, term: Signal) -> None:
@@ -133,7 +143,7 @@ class EndOfJob:
             ends_at = self._allocation.ends_at
             over = ends_at is not None and self._host.unix_time() >= ends_at
             self.reason = TIME_LIMIT if over else TERMINATED
-        self._ask_to_stop(None)
+        self._ask_to_stop(None, of=term)
         self._ask_why(term)
 
     def _ask_why(self, signalled: Signal) -> None:
@@ -152,24 +162,43 @@ class EndOfJob:
         self._unanswered = None
         if answer.reason == TERMINATED:  # it lets the job run: somebody has sent a signal
             self.lets_it_run = True
-            say("a SIGTERM came that is none of Slurm's: asking training to save and end")
+            say(f"a SIGTERM came that is none of Slurm's{self._asking}")
             return
         self.reason = answer.reason
         within = "" if answer.seconds is None else f", in {answer.seconds:.0f} s"
-        say(f"Slurm ends the job ({self.reason}){within}: asking training to save and end")
-        self._ask_to_stop(answer.seconds)
+        say(f"Slurm ends the job ({self.reason}){within}{self._asking}")
+        self._ask_to_stop(answer.seconds, of=answer.signal)
         if answer.seconds is not None and self.reason != CANCEL:
             self._decide_at = self._host.now() + max(1.0, answer.seconds - _MARGIN_SECONDS)
 
-    def _ask_to_stop(self, seconds: float | None) -> None:
-        """Ask the node programs, which look for the stop file, to save and end."""
+    def _ask_to_stop(self, seconds: float | None, *, of: Signal | None = None) -> None:
+        """Ask the node programs, which look for the stop file, to save and end.
+
+        It also tells why the attempt has ended. So a signal that came too late to have ended it is left out, unless it
+        was the owner's cancel, which decides what becomes of the run.
+        """
         if self._attempt is None or self.reason is None:
+            return
+        if of is not None and self.reason != CANCEL and self._came_too_late(of):
             return
         reason = PREEMPTION if self.reason == REQUEUED else self.reason
         try:
             request_stop(self._attempt, reason=reason, grace=seconds, by=f"the keeper on {socket.gethostname()}")
         except OSError as error:
             say(f"cannot ask training to stop: {error}")
+
+    @property
+    def _asking(self) -> str:
+        return ": asking training to save and end" if self._step_ended_at is None else ""
+
+    def _came_too_late(self, came: Signal) -> bool:
+        """Whether a signal had no part in the end of the step.
+
+        A SIGTERM goes to all of a job in any order: the ranks may have ended by it before this process hears of it. Of
+        the warning nobody else is told.
+        """
+        end = self._step_ended_at if came.number == self._warning else self._found_out_at
+        return end is not None and came.since > end
 
     # -- what is known of it -------------------------------------------------------------------------------------------
 
@@ -202,20 +231,50 @@ class EndOfJob:
         """
         return None if self._decide_at is None else self._decide_at + _MARGIN_SECONDS - 1.0
 
-    def find_out_why(self) -> None:
-        """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again."""
-        if self.reason is None:  # maybe only the steps were told
-            why = self._allocation.why_it_ends(_QUICK_SECONDS)
-            self.lets_it_run = why == TERMINATED
-            if why == PREEMPTION:  # Slurm does not requeue a preempted job whose script has ended
-                self.reason = PREEMPTION
-                self._ask_to_stop(None)
+    def find_out_why(self, delayed: Callable[[str], None]) -> None:
+        """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again.
+
+        Parameters
+        ----------
+        delayed
+            Called once, with the reason, when the answer may take long.
+        """
+        if self.reason is None:
+            self._find_out_what_the_step_was_told(delayed)
         while self._unanswered is not None and self.reason == TERMINATED:
             left = self._unanswered + self._allocation.kill_wait + _SURVIVED_SECONDS - self._host.now()
             if left <= 0:
                 self._unanswered, self.lets_it_run = None, True
-                return
+                break
             self.react_to_next(min(left, _POLL_SECONDS))
+        self._found_out_at = self._host.now()
+
+    def _find_out_what_the_step_was_told(self, delayed: Callable[[str], None]) -> None:
+        """Ask Slurm about the end of a step of which this process has heard nothing.
+
+        It may have sent its SIGTERM to the steps alone. Where the ranks say that they had one, the answer decides.
+        """
+        why = self._allocation.why_it_ends(_QUICK_SECONDS)
+        if why is None and self._ranks_had_a_sigterm():
+            delayed("Slurm does not say why it has sent a SIGTERM")
+            until = self._host.now() + ENDLESS_SECONDS
+            while why is None and self.reason is None and not self.unwanted() and self._host.now() < until:
+                self.pause(_ASK_PAUSE_SECONDS)
+                why = self._allocation.why_it_ends(_PATIENT_SECONDS)
+                self.react_to_all()
+        if self.reason is not None:  # a signal has come meanwhile
+            return
+        self.lets_it_run = why == TERMINATED
+        if why in (PREEMPTION, TIME_LIMIT, CANCEL):  # after these nobody queues a job again whose script has ended
+            self.reason = why
+            self._ask_to_stop(None)
+
+    def _ranks_had_a_sigterm(self) -> bool:
+        """Whether the ranks have stopped for a SIGTERM that nobody has explained to them."""
+        if self._attempt is None:
+            return False
+        stopped = read_history(self._attempt.run).of_attempt(self._attempt.number, STOPPED)
+        return any(event.get("reason") == TERMINATED for event in stopped)
 
     def unwanted(self) -> bool:
         """Whether a person has asked that the run is not to go on, maybe when the attempt was over already."""

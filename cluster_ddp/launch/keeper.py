@@ -141,7 +141,7 @@ class Keeper:
 
     def _stay_ended(self) -> None:
         self._end.stop_listening()
-        self._allocation.stay_ended()
+        self._allocation.stay_ended(unwanted=self._end.unwanted())
         self._host.within(NOTICE_SECONDS + _RECORD_SECONDS, lambda: give_notice(self._run, writer=self._writer))
 
     def _keep(self) -> Kept:
@@ -154,7 +154,7 @@ class Keeper:
         self._end.react_to_all()
         if is_superseded(attempt):
             return Kept("end", "stop", "a newer attempt has begun: what this one did beyond its place does not count")
-        self._end.find_out_why()
+        self._end.find_out_why(self._say_delayed)
         decision, bad = self._judge(attempt)
         return self._act_on(attempt, decision, bad)
 
@@ -195,12 +195,16 @@ class Keeper:
             step = self._host.start_step(command, environment, attempt, nodes, parent=os.getpid())
         except (OSError, NoFreePort) as error:
             say(f"the step cannot be started: {error}")
+            self._end.step_has_ended()
             return
         self._host.beside(prepare_to_decide)
         self._end.ask_ahead()
         while not step.has_ended() and not self._end.out_of_time():
             self._end.react_to_next()
-        if start is not None and step.has_ended():
+        if not step.has_ended():
+            return
+        self._end.step_has_ended()
+        if start is not None:
             writer = EventWriter(self._run, self._writer)
             self._host.within(_RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, step))
 
@@ -241,14 +245,17 @@ class Keeper:
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> Kept:
         """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""
         try:
-            queued = self._end.reason in (REQUEUED, NODE_FAILURE) or queue_again(  # Slurm has queued it again already
-                self._allocation,
-                known=self._end.known,
-                until=self._end.give_up_at,
-                delayed=self._say_delayed,
-                unwanted=self._end.unwanted,
-                clock=self._host.now,
-                sleep=self._end.pause,
+            queued = not self._end.unwanted() and (
+                self._end.reason in (REQUEUED, NODE_FAILURE)  # Slurm has queued it again already
+                or queue_again(
+                    self._allocation,
+                    known=self._end.known,
+                    until=self._end.give_up_at,
+                    delayed=self._say_delayed,
+                    unwanted=self._end.unwanted,
+                    clock=self._host.now,
+                    sleep=self._end.pause,
+                )
             )
         except RequeueFailed as error:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])

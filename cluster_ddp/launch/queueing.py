@@ -14,12 +14,14 @@ from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
 from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED
 
+ENDLESS_SECONDS = 24 * 3600.0
+"""Of trying as long as nobody ends the job."""
+
 _REFUSALS = 3  # a controller that has just started may say no to what it takes a moment later
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit gives KillWait, 30 s by default
 _ASIDE_SECONDS = 5.0  # for an answer that can be done without
 _ANSWER_SECONDS = 60.0  # a busy site may take 40 s for one
-_ENDLESS_SECONDS = 24 * 3600.0  # of trying as long as nobody ends the job
 _UNSURE = (None, TERMINATED)
 _QUEUED = {REQUEUED, NODE_FAILURE}
 
@@ -60,7 +62,7 @@ def queue_again(
         It was refused, or there was no answer in all that time.
     """
     refusals, pause, said = 0, _FIRST_PAUSE, "Slurm's controller does not answer"
-    endless = clock() + _ENDLESS_SECONDS
+    endless = clock() + ENDLESS_SECONDS
     while True:
         patient = known() in _UNSURE and pause > _FIRST_PAUSE  # what it waits for is told first
         now = allocation.why_it_ends(_ANSWER_SECONDS if patient else _ASIDE_SECONDS)

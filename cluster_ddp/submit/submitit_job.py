@@ -161,7 +161,7 @@ class _ThisMachine:
     def queue_again(self) -> NoReturn:
         self._requeue(int(self._warning), None)
 
-    def stay_ended(self) -> None:
+    def stay_ended(self, *, unwanted: bool) -> None:
         """See `Allocation`: submitit's controller starts nothing again of its own accord."""
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:

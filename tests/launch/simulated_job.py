@@ -59,7 +59,7 @@ class Life:
     events
         Seconds, and a word of `KILLS`, in order.
     training
-        How it ends when nothing asks it to stop: "completes", "crashes", "dies" (without a word).
+        How it ends when nothing asks it to stop: "completes", "crashes", "is killed" (a rank), "dies" (without a word).
     lasts
         Seconds until then.
     saves_in
@@ -93,6 +93,7 @@ class World:
     life: Life
     now: float = 0.0
     queued: bool = False  # again: by the keeper, or by Slurm itself
+    left_queue: bool = False  # taken out of it by the keeper
     faults: list[str] = field(default_factory=list)  # what must never happen, and did
 
     def __post_init__(self) -> None:
@@ -183,8 +184,8 @@ class SimulatedAllocation:
         if fate == "unheard":
             raise SlurmError("scontrol gave no answer in 60 s")
 
-    def stay_ended(self) -> None:
-        return
+    def stay_ended(self, *, unwanted: bool) -> None:
+        self._world.left_queue = unwanted
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False
@@ -236,6 +237,8 @@ class SimulatedStep:
         elif self._world.life.training == "crashes":
             self._tell("checkpoint", step=step, samples=step)
             self._tell("failed", step=step, rank=0, error="RuntimeError: the fault of the test")
+        elif self._world.life.training == "is killed":
+            self._tell("rank-failed", rank=0, host="n1", signal="SIGKILL", error="ended by SIGKILL")
         else:
             return
         self._tell("node-finished", node=0, host="n1", outcome="stopped", status=0)

@@ -20,8 +20,10 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import REQUEUED, on_this_host
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe
@@ -34,7 +36,7 @@ words = st.sampled_from(sorted(KILLS))
 lives = st.builds(
     Life,
     events=st.lists(st.tuples(seconds, words), max_size=3).map(lambda events: tuple(sorted(events))),
-    training=st.sampled_from(["completes", "crashes", "dies"]),
+    training=st.sampled_from(["completes", "crashes", "is killed", "dies"]),
     lasts=seconds,
     saves_in=st.one_of(st.none(), st.floats(min_value=0.5, max_value=60)),
     answers=st.lists(st.sampled_from(["ok", "late", "half", "none"]), max_size=6).map(tuple),
@@ -70,6 +72,7 @@ def play(folder: Path, story: list[Life]) -> tuple[RunDirectory, list[World], Ru
             raise AssertionError(f"the keeper cannot begin: {error}") from error
         taken_back, cancelled = world.happened("requeue by Slurm"), world.happened("scancel")
         world.queued |= taken_back is not None and (cancelled is None or cancelled > taken_back + 1)
+        world.queued &= not world.left_queue
         if not world.queued or cancelled is not None:
             return run, worlds, describe(run, {})
     raise AssertionError("it is started again and again")
@@ -164,6 +167,37 @@ def test_a_requeue_that_slurms_silence_prevents_is_told_after_the_end_too(fast_d
     status = describe(run, {})
     assert status.state.value == "FAILED"
     assert "requeue failed: Slurm's controller does not answer. To go on: cluster-ddp resume" in str(status.reason)
+
+
+@pytest.mark.parametrize("word", ["warning", "time limit", "preemption", "kill -TERM"])
+def test_what_comes_once_the_attempt_is_over_is_not_why_it_has_ended(fast_disk: Path, word: str) -> None:
+    life = Life(((40, word),), training="is killed", lasts=10, requeues=("away",) * 4)
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    run = world.run
+    live(world)
+    assert world.queued
+    outcome = outcome_of(read_history(run), 0)
+    assert (outcome.ending, outcome.stop_reason) == (Ending.FAILED, None)
+    assert "ended by SIGKILL" in outcome.reason
+
+
+def test_a_run_that_is_stopped_while_slurm_queues_it_again_leaves_the_queue(fast_disk: Path) -> None:
+    _, worlds, status = play(fast_disk, [Life(((10, "requeue by Slurm"), (12, "stop")), saves_in=5.0)])
+    assert (status.state.value, len(worlds)) == ("STOPPED", 1)
+
+
+@pytest.mark.parametrize("silent", [(5, 12), (5, 150)])
+def test_why_only_the_steps_were_told_to_end_is_waited_for(fast_disk: Path, silent: tuple[float, float]) -> None:
+    """Slurm sends its SIGTERM to the steps when the grace of a preemption begins, and it may be slow to answer then."""
+    _, worlds, status = play(fast_disk, [Life(((10, "TERM to the step"),), lasts=1000, silent=silent)])
+    assert (status.state.value, len(worlds)) == ("COMPLETED", 2), status.reason
+
+
+@pytest.mark.parametrize("word", ["scancel", "stop"])
+def test_an_end_that_a_person_wants_is_not_waited_out_while_slurm_is_silent(fast_disk: Path, word: str) -> None:
+    life = Life(((10, "TERM to the step"), (30, word)), lasts=1000, silent=(5, 50))
+    _, worlds, status = play(fast_disk, [life])
+    assert (status.state.value, len(worlds)) == ("CANCELLED" if word == "scancel" else "STOPPED", 1), status.reason
 
 
 @pytest.mark.parametrize("word", ["scancel", "stop"])

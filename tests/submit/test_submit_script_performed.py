@@ -154,11 +154,15 @@ def test_without_a_grace_that_is_longer_there_is_killwait(stage: Stage, end: flo
     assert (request.reason, request.grace) == ("preemption", pytest.approx(30, abs=4))
 
 
-def test_a_preemption_of_which_only_the_steps_were_told(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("job", "why"), [(PREEMPTED.replace("COMPLETING", "RUNNING"), "preemption"), (TIME_LIMIT, "time-limit")]
+)
+def test_an_end_of_which_only_the_steps_were_told(stage: Stage, job: str, why: str) -> None:
     """It shows when the step has ended."""
-    stage.does(**{"training.sh": f"sleep 0.5; echo '{PREEMPTED.replace('COMPLETING', 'RUNNING')}' >{stage.folder}/job"})
-    assert stage.perform(stage.write()) == 0
-    assert reason(stage) == "preemption"
+    stopped = event("stopped", step=5, reason="terminated")
+    stage.does(**{"training.sh": f"sleep 0.5; {stopped}; echo '{job}' >{stage.folder}/job"})
+    assert stage.perform(stage.write()) == 0, stage.output
+    assert reason(stage) == why
     assert stage.requeues() == ["77"]
 
 
@@ -190,6 +194,20 @@ def test_a_job_that_slurm_has_queued_again_itself(stage: Stage) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
     assert interrupt(stage, signal.SIGTERM, job=TAKEN_BACK) == 0, stage.output
     assert reason(stage) == "preemption"
+    assert not stage.requeues()
+
+
+@pytest.mark.parametrize(("job", "taken_out"), [(TAKEN_BACK, [["77"]]), (CANCELLED.replace("COMPLET", "RUNN"), [])])
+def test_a_run_that_a_person_has_stopped_leaves_the_queue_into_which_slurm_has_put_it_again(
+    stage: Stage, job: str, taken_out: list[list[str]]
+) -> None:
+    usual = (stage.bin / "scontrol").read_text()
+    stage.program("scancel", usual.removeprefix("#!/bin/bash\n").replace("record scontrol", "record scancel"))
+    stop = 'until [[ -e $run/attempts/000/stop ]]; do sleep 0.05; done; echo \'{"reason": "person", "level": 1}\' >'
+    stage.does(**{"training.sh": f'{stop}"$run/attempts/000/stop"'})
+    assert interrupt(stage, signal.SIGTERM, job=job) == 0, stage.output
+    assert stage.status()["state"] == "STOPPED"
+    assert stage.calls("scancel") == taken_out
     assert not stage.requeues()
 
 
