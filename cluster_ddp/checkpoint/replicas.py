@@ -19,11 +19,12 @@ def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     not depend on the order in which it is taken. The host does not wait for a device.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return torch.tensor([_hash(tensor) for tensor in tensors], dtype=torch.int64)
+        return torch.tensor([tensor_hash(tensor) for tensor in tensors], dtype=torch.int64)
     return torch.stack([_sum(tensor) for tensor in tensors])
 
 
-def _hash(tensor: Tensor) -> int:
+def tensor_hash(tensor: Tensor) -> int:
+    """A signed 64-bit number of all bits of a tensor on the CPU."""
     flat = _plain(tensor).contiguous().reshape(-1)
     return int(xxhash.xxh3_64_intdigest(flat.view(INTEGERS[flat.element_size()]).numpy().data)) - (1 << 63)
 

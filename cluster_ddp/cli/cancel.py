@@ -12,9 +12,9 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
-from cluster_ddp.run.status import living_jobs, slurm_job_ids
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs

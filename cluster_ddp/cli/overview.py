@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from cluster_ddp.cli.described import SlurmJobs
 from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.remembered import EndedRun, EndedRuns
 from cluster_ddp.run.runs import list_runs
-from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary
+from cluster_ddp.run.status import RunStatus, RunSummary
 from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, know_elements
 

@@ -15,8 +15,9 @@ from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
-from cluster_ddp.run.status import RunStatus, living_jobs, slurm_job_ids
+from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
@@ -32,18 +33,18 @@ def command(run: RunOrSweep) -> None:
     """Ask a run to save a checkpoint and end; `resume` goes on from there. Of a sweep, all its elements."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
-        stop_sweep(sweep, _stop)
+        stop_sweep(sweep, stop_run)
         return
     with told_if_slow("cluster-ddp: the storage or Slurm does not answer yet: the run hears of this once it does"):
         found = find_run_to_change(run, runs_dir_of(None))
         with contextlib.suppress(SlurmError):  # the look at its state tells of that
             take_up_run(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
-        _stop(found, status)
+        stop_run(found, status)
 
 
-def _stop(found: RunDirectory, status: RunStatus) -> None:
-    """Stop one run."""
+def stop_run(found: RunDirectory, status: RunStatus) -> None:
+    """Ask one run to save and end, as its state was a moment ago; a `RunError` where nothing of it is alive."""
     if not status.state.alive:
         raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
     history = read_history(found)

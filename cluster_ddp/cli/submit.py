@@ -73,8 +73,8 @@ def _steps(spec: JobSpec) -> list[str]:
 
 
 def _jobs_of(run: str) -> tuple[str, ...]:
+    from cluster_ddp.run.jobs import slurm_job_ids
     from cluster_ddp.run.runs import find_run, runs_dir_of
-    from cluster_ddp.run.status import slurm_job_ids
 
     found = find_run(run, runs_dir_of(None))
     job_ids = slurm_job_ids(found)

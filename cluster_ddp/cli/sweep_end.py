@@ -12,7 +12,8 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.status import KnownRun, RunStatus, know, living_jobs
+from cluster_ddp.run.jobs import KnownRun, know, living_jobs
+from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import Unnoted, run_in_comment
-from cluster_ddp.run.status import KnownRun, RunStatus, RunSummary, describe_known
+from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
@@ -50,7 +51,7 @@ def know_elements(
     Parameters
     ----------
     know_run
-        Reads that of one that has a run: `cluster_ddp.run.status.know`, or what knows more.
+        Reads that of one that has a run: `cluster_ddp.run.jobs.know`, or what knows more.
     """
     begun = {element.name for element in sweep.begun(record.elements)}
     offset = None if record.busy else record.announced

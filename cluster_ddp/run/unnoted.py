@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import run_in_comment
 from cluster_ddp.run.remembered import EndedRun
-from cluster_ddp.run.status import KnownRun
 from cluster_ddp.run.storage import is_mine_alone
 from cluster_ddp.run.sweep_status import NotBegun
 from cluster_ddp.slurm.commands import query_jobs, query_own_jobs

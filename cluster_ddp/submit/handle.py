@@ -12,8 +12,9 @@ from pathlib import Path
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.jobs import know
 from cluster_ddp.run.runs import find_run, runs_dir_of
-from cluster_ddp.run.status import RunStatus, describe_known, know
+from cluster_ddp.run.status import RunStatus, describe_known
 from cluster_ddp.run.unnoted import ask_about, with_unnoted
 from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit.base import Submission, SubmitError, start_run

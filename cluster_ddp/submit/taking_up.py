@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.jobs import know
 from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.run.status import know
 from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, SweepRecord, change_sweep, read_sweep
 from cluster_ddp.run.sweep_status import know_elements
 from cluster_ddp.run.unnoted import ask_about, with_unnoted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +124,7 @@ def test_what_a_killed_node_program_has_left_is_gathered_by_another(printing: Pr
     assert not printing.folder.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives back the beginning of a file")
 def test_what_was_gathered_gives_its_room_back(printing: Printing) -> None:
     with (printing.folder / "0" / "stdout.log").open("a") as file:
         for _ in range(4):
@@ -131,4 +133,4 @@ def test_what_was_gathered_gives_its_room_back(printing: Printing) -> None:
             printing.output.gather(rest=True)
         assert Path(file.name).stat().st_size == 4 << 20
         room = Path(file.name).stat().st_blocks * 512
-    assert room <= 2 << 20 or rank_output._fallocate() is None
+    assert room <= 2 << 20

@@ -22,12 +22,12 @@ def attempt(tmp_path: Path) -> AttemptDirectory:
     return attempt
 
 
-def start(attempt: AttemptDirectory) -> RunningStep:
-    return RunningStep(["sleep", "600"], os.environ, attempt, 2, os.getpid())
+def start(attempt: AttemptDirectory, *, seconds: int = 600) -> RunningStep:
+    return RunningStep(["sleep", str(seconds)], os.environ, attempt, 2, os.getpid())
 
 
-def ends(step: RunningStep) -> bool:
-    deadline = time.monotonic() + 0.5
+def ends(step: RunningStep, *, within: float = 0.5) -> bool:
+    deadline = time.monotonic() + within
     while not step.has_ended():
         if time.monotonic() > deadline:
             return False
@@ -58,8 +58,6 @@ def test_a_step_of_which_a_node_lives_goes_on(attempt: AttemptDirectory, monkeyp
     monkeypatch.setattr(running_step, "SILENT_SECONDS", 0.0)
     SignOfLife(attempt.alive_file(1)).give()
     request_stop(attempt, reason="person", by="me")
-    step = start(attempt)
-    try:
-        assert not ends(step)
-    finally:
-        step._end()
+    step = start(attempt, seconds=1)
+    assert not ends(step)
+    assert ends(step, within=60), "its process has ended"

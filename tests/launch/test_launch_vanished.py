@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,9 +66,31 @@ def test_storage_that_is_away_says_nothing_about_the_run(run: Path, monkeypatch:
     assert not gone_for(watch, clock, 600)
 
 
-def test_a_folder_above_on_another_device_is_storage_that_is_not_mounted(run: Path, tmp_path: Path) -> None:
-    clock = Clock()
-    watch = RunWatch(run, clock=clock)
-    watch._device = -1  # as of storage that was mounted there
-    run.rename(tmp_path / "moved")
-    assert not gone_for(watch, clock, 600)
+UNMOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from cluster_ddp.launch.vanished import RunWatch
+
+storage = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", storage], check=True)
+(run := storage / "runs" / "run").mkdir(parents=True)
+now = [100.0]
+watch = RunWatch(run, clock=lambda: now[0])
+if sys.argv[2] == "unmounted":
+    subprocess.run(["umount", storage], check=True)
+else:
+    run.rmdir()
+vanished = False
+for _ in range(600):
+    now[0] += 1.0
+    vanished = watch.has_vanished()
+print(vanished)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system")
+@pytest.mark.parametrize(("what", "vanished"), [("unmounted", "False"), ("removed", "True")])
+def test_storage_that_is_not_mounted_says_nothing_about_the_run(tmp_path: Path, what: str, vanished: str) -> None:
+    alone = ["unshare", "--mount", sys.executable, "-c", UNMOUNTED, str(tmp_path), what]
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == vanished, done.stderr

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +44,19 @@ def say(run: RunDirectory) -> Say:
             file.write(line + "\n")
 
     return write
+
+
+@pytest.fixture
+def ddp(runs_dir: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command itself, on a machine whose PATH holds no Slurm but that of the test."""
+    (tmp_path / "bin").mkdir()
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "PATH": f"{tmp_path / 'bin'}"}
+        command = [sys.executable, "-m", "cluster_ddp", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    return call
 
 
 @pytest.fixture(scope="module")

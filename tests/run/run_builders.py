@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.slurm.states import SlurmJob
 
 
 def job(**settings: Any) -> JobSpec:
@@ -22,3 +25,24 @@ def begin(run: RunDirectory, **changes: Any) -> AttemptDirectory:
 def begin_dead(run: RunDirectory, **changes: Any) -> AttemptDirectory:
     """Begin an attempt whose process is gone already: no process has the id 0."""
     return begin(run, **{"pid": 0, **changes})
+
+
+def hide(run: RunDirectory, number: int) -> None:
+    """Let an attempt look as if another machine had begun it."""
+    path = run.attempt(number).record_file
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "host": "n7", "boot_id": "another machine", "started": "1"}))
+
+
+def slurm_job(state: str, reason: str = "None", run_id: str | None = None) -> SlurmJob:
+    """What squeue says about job 7."""
+    return SlurmJob("7", state, reason, "", f"cluster_ddp {run_id}" if run_id else "(null)")
+
+
+def fake_slurm(tmp_path: Path, name: str, body: str) -> Path:
+    """A command of Slurm's that notes how it was called."""
+    calls = tmp_path / f"{name}.calls"
+    path = tmp_path / "bin" / name
+    path.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{body}\n')
+    path.chmod(0o755)
+    return calls

@@ -81,6 +81,11 @@ exec env PYTHONPATH=CHECKOUT PYTHON "$@"
 """
 )
 
+# What `scontrol show job` says of a job that ends.
+TIME_LIMIT = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 PreemptTime=None X=y"
+CANCELLED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
+TAKEN_BACK = "JobId=77 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
+
 UNTIL_STOPPED = "until [[ -e $run/attempts/000/stop ]]; do sleep 0.05; done; exit 0"
 FOR_EVER = "sleep 3600"  # what waits for it has no end before PATIENCE has
 
@@ -186,6 +191,15 @@ class Stage:
     def perform(self, script: Path, **variables: str) -> int:
         """Run the script to its end; its status."""
         return self.finish(self.start(script, **variables))
+
+    def interrupt(self, number: signal.Signals, *, job: str | None = None, **variables: str) -> int:
+        """Send the script a signal while it trains, and let Slurm say that of the job from then on; its status."""
+        process = self.start(self.write(), **variables)
+        self.wait_for_training()
+        if job is not None:
+            self.does(job=job)
+        process.send_signal(number)
+        return self.finish(process)
 
     def finish(self, process: subprocess.Popen[bytes], timeout: float = PATIENCE) -> int:
         """Wait for the script and end what it has left behind, as Slurm does."""

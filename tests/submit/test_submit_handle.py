@@ -12,6 +12,7 @@ from slurm_cluster import SlurmCluster
 from training_job import write_job
 
 from cluster_ddp.job import JobFileError
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunNotFound
 from cluster_ddp.run.status import describe
 from cluster_ddp.submit import RunFailed, RunHandle, submit
@@ -79,7 +80,7 @@ def test_handle_of_a_local_run_which_outlives_the_program(
     with pytest.raises(RunFailed, match="ValueError: no"):
         run.result(300, poll=0.5)
     assert "ValueError: no" in run.logs(errors=True) and "ValueError: no" in run.logs(attempt=0, rank=0)
-    assert run.status().to_json() == describe(run._run, None).to_json()
+    assert run.status().to_json() == describe(RunDirectory(run.directory), None).to_json()
     with pytest.raises(SubmitError, match="nothing is alive to stop"):
         run.stop()
     assert capfd.readouterr().out == ""

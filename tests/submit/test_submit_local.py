@@ -30,9 +30,16 @@ from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError
 
 HERE = Path(__file__).parent
+
+
 PROJECT = HERE.parents[1]
+
+
 PATIENCE = 90.0
+
+
 SCRIPT = JobSpec(name="a", script=str(HERE / "gloo_rank.py"), args=("30",))
+
 
 Call = Callable[..., "subprocess.Popen[str]"]
 
@@ -252,6 +259,8 @@ pathlib.Path("again-" + os.environ["RANK"]).touch()
 while not pathlib.Path("end").exists():
     time.sleep(0.05)
 """
+
+
 STRANGER = """
 import os, socket, sys
 os.setuid(65534)
@@ -260,6 +269,8 @@ for port in sys.argv[2:]:
     asked.settimeout(5)
     print(asked.connect_ex((sys.argv[1], int(port))))
 """
+
+
 OUTSIDE = "192.0.2.7"
 
 
@@ -291,44 +302,6 @@ def test_restarted_ranks_of_two_nodes_meet_again_where_only_this_machine_can_rea
     assert set(answers) == {str(errno.ECONNREFUSED)}
     (tmp_path / "end").touch()
     assert finish(process)[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "devices", "procs"),
-    [
-        ({"nodes": 2, "gpus": "0,1,3,5"}, (("0", "1"), ("3", "5")), 2),
-        ({"nodes": 1, "gpus": "3", "procs": 1}, (("3",),), 1),
-        ({"nodes": 2, "gpus": "none", "procs": 3}, ((), ()), 3),
-    ],
-)
-def test_devices_are_divided_among_the_nodes(arguments: dict[str, Any], devices: Any, procs: int) -> None:
-    start = local.plan_local(SCRIPT, **arguments)
-    assert (start.gpus, start.procs) == (devices, procs)
-    for node, share in enumerate(devices):
-        assert start.variables(node)["CUDA_VISIBLE_DEVICES"] == ",".join(share)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"nodes": 2, "gpus": "0,1,2"}, "divided among 2 nodes"),
-        ({"gpus": "0,1", "procs": 3}, "--gpus none"),
-        ({"gpus": "0,0"}, "once"),
-    ],
-)
-def test_devices_that_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(SubmitError, match=words):
-        local.plan_local(SCRIPT, **arguments)
-
-
-def test_visible_devices_are_used_and_without_any_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    start = local.plan_local(SCRIPT)
-    assert (start.gpus, start.procs) == ((("4", "6"),), 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    start = local.plan_local(SCRIPT)
-    assert (start.gpus, start.procs) == (((),), 1)
-    assert "CUDA_VISIBLE_DEVICES" not in start.variables(0)
 
 
 def test_a_closed_terminal_is_no_reason_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,9 +357,8 @@ def test_a_run_that_ends_on_a_full_disk_is_lost_and_says_why(call: Call, tmp_pat
 def test_modules_in_the_current_folder_do_not_replace_pythons_own(call: Call, tmp_path: Path) -> None:
     for name in ("json", "select", "selectors", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
-    program = f"import sys; sys.path.insert(0, {str(PROJECT)!r}); from cluster_ddp.__main__ import main; main()"
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-c", program, "local", "job.yaml", "--set", "args=[1]"]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "cluster_ddp", "local", "job.yaml", "--set", "args=[1]"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 

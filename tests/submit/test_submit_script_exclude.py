@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stage import DONE, Stage, event
-from test_submit_script_performed import CANCELLED, TAKEN_BACK
+from stage import CANCELLED, DONE, TAKEN_BACK, Stage, event
 
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts

@@ -1,4 +1,4 @@
-"""The batch script and its keeper, performed with stand-ins for Slurm: signals, waiting, the decision, the requeue."""
+"""The batch script and its keeper, performed with stand-ins for Slurm: signals, and why the job ends."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from stage import CRASH, DONE, FOR_EVER, PATIENCE, UNTIL_STOPPED, Stage, event
+from stage import CANCELLED, DONE, FOR_EVER, PATIENCE, TAKEN_BACK, TIME_LIMIT, UNTIL_STOPPED, Stage, event
 
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import read_stop
 
 UNTIL_CANCELLED = 'until grep -qs cancel "$run/attempts/000/stop"; do sleep 0.05; done; exit 0'
-TIME_LIMIT = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 PreemptTime=None X=y"
+
+
 PREEMPTED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 X=y"
-CANCELLED = "JobId=77 JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None X=y"
-TAKEN_BACK = "JobId=77 JobState=COMPLETING Reason=None Restarts=1 EndTime=Unknown X=y"
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 def reason(stage: Stage) -> str | None:
@@ -37,16 +31,6 @@ def wait_for_reason(stage: Stage, wanted: str) -> None:
     while reason(stage) != wanted:
         assert time.monotonic() < deadline, stage.output
         time.sleep(0.05)
-
-
-def interrupt(stage: Stage, number: signal.Signals, *, job: str | None = None, **variables: str) -> int:
-    """Send the script a signal while it trains; its status."""
-    process = stage.start(stage.write(), **variables)
-    stage.wait_for_training()
-    if job is not None:
-        stage.does(job=job)
-    process.send_signal(number)
-    return stage.finish(process)
 
 
 def test_a_complete_run_ends_the_job(stage: Stage) -> None:
@@ -85,7 +69,7 @@ def test_the_warning_saves_and_requeues(stage: Stage, name: str) -> None:
 
 def test_the_time_limit_saves_and_requeues(stage: Stage) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
-    assert interrupt(stage, signal.SIGTERM, job=TIME_LIMIT) == 0, stage.output
+    assert stage.interrupt(signal.SIGTERM, job=TIME_LIMIT) == 0, stage.output
     request = read_stop(AttemptDirectory(stage.stop_file.parent))
     assert request is not None
     assert (request.reason, request.grace, request.level) == ("time-limit", pytest.approx(30, abs=4), 1)
@@ -137,7 +121,7 @@ def preempted(end: float | str, *, state: str = "RUNNING") -> str:
 def test_a_preemption_has_the_grace_that_slurm_gives_whoever_set_it(stage: Stage, number: signal.Signals) -> None:
     """Where Slurm has preempt_send_user_signal, the warning signal tells of a preemption."""
     stage.does(**{"training.sh": UNTIL_CANCELLED.replace("cancel", "preemption")})
-    assert interrupt(stage, number, job=preempted(90)) == 0, stage.output
+    assert stage.interrupt(number, job=preempted(90)) == 0, stage.output
     request = read_stop(AttemptDirectory(stage.stop_file.parent))
     assert request is not None and request.grace is not None
     assert request.reason == "preemption"
@@ -148,7 +132,7 @@ def test_a_preemption_has_the_grace_that_slurm_gives_whoever_set_it(stage: Stage
 @pytest.mark.parametrize("end", [10, "Unknown"])  # KILL comes KillWait after it; the job has no time limit
 def test_without_a_grace_that_is_longer_there_is_killwait(stage: Stage, end: float | str) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
-    assert interrupt(stage, signal.SIGTERM, job=preempted(end)) == 0, stage.output
+    assert stage.interrupt(signal.SIGTERM, job=preempted(end)) == 0, stage.output
     request = read_stop(AttemptDirectory(stage.stop_file.parent))
     assert request is not None
     assert (request.reason, request.grace) == ("preemption", pytest.approx(30, abs=4))
@@ -168,7 +152,7 @@ def test_an_end_of_which_only_the_steps_were_told(stage: Stage, job: str, why: s
 
 def test_a_cancelled_job_is_never_requeued(stage: Stage) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
-    assert interrupt(stage, signal.SIGTERM, job=CANCELLED) == 0, stage.output
+    assert stage.interrupt(signal.SIGTERM, job=CANCELLED) == 0, stage.output
     assert reason(stage) == "cancel"
     assert not stage.requeues()
 
@@ -192,7 +176,7 @@ def test_a_scancel_after_the_warning_is_final(stage: Stage) -> None:
 def test_a_job_that_slurm_has_queued_again_itself(stage: Stage) -> None:
     """A node failure, a requeue by hand, the end of a preemption's grace: no scancel, and no second requeue."""
     stage.does(**{"training.sh": UNTIL_STOPPED})
-    assert interrupt(stage, signal.SIGTERM, job=TAKEN_BACK) == 0, stage.output
+    assert stage.interrupt(signal.SIGTERM, job=TAKEN_BACK) == 0, stage.output
     assert reason(stage) == "preemption"
     assert not stage.requeues()
 
@@ -205,7 +189,7 @@ def test_a_run_that_a_person_has_stopped_leaves_the_queue_into_which_slurm_has_p
     stage.program("scancel", usual.removeprefix("#!/bin/bash\n").replace("record scontrol", "record scancel"))
     stop = 'until [[ -e $run/attempts/000/stop ]]; do sleep 0.05; done; echo \'{"reason": "person", "level": 1}\' >'
     stage.does(**{"training.sh": f'{stop}"$run/attempts/000/stop"'})
-    assert interrupt(stage, signal.SIGTERM, job=job) == 0, stage.output
+    assert stage.interrupt(signal.SIGTERM, job=job) == 0, stage.output
     assert stage.status()["state"] == "STOPPED"
     assert stage.calls("scancel") == taken_out
     assert not stage.requeues()
@@ -214,7 +198,7 @@ def test_a_run_that_a_person_has_stopped_leaves_the_queue_into_which_slurm_has_p
 def test_a_node_failure_is_called_that(stage: Stage) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
     stage.program("sinfo", "echo n2")
-    assert interrupt(stage, signal.SIGTERM, job=TAKEN_BACK, SLURM_JOB_NODELIST="n[1-2]") == 0, stage.output
+    assert stage.interrupt(signal.SIGTERM, job=TAKEN_BACK, SLURM_JOB_NODELIST="n[1-2]") == 0, stage.output
     assert reason(stage) == "node-failure"
     assert not stage.requeues()
 
@@ -222,7 +206,7 @@ def test_a_node_failure_is_called_that(stage: Stage) -> None:
 def test_restarts_are_counted_from_this_start(stage: Stage) -> None:
     stage.does(**{"training.sh": UNTIL_STOPPED})
     job = CANCELLED.replace("Restarts=0", "Restarts=4")
-    assert interrupt(stage, signal.SIGTERM, job=job, SLURM_RESTART_COUNT="4") == 0
+    assert stage.interrupt(signal.SIGTERM, job=job, SLURM_RESTART_COUNT="4") == 0
     assert reason(stage) == "cancel"
     assert not stage.requeues()
 
@@ -230,7 +214,7 @@ def test_restarts_are_counted_from_this_start(stage: Stage) -> None:
 def test_a_sigterm_that_is_none_of_slurms(stage: Stage) -> None:
     """``scancel --signal=TERM``, or ``kill``: Slurm lets the job run, so it may be queued again."""
     stage.does(**{"training.sh": UNTIL_STOPPED})
-    assert interrupt(stage, signal.SIGTERM) == 0
+    assert stage.interrupt(signal.SIGTERM) == 0
     assert reason(stage) == "terminated"
     assert stage.requeues() == ["77"]
 
@@ -307,139 +291,3 @@ def test_a_preemption_of_an_earlier_start_is_none_of_this_one(stage: Stage) -> N
     stage.does(**{"training.sh": f"sleep 1; {DONE}"})
     assert stage.perform(stage.write()) == 0
     assert "Slurm ends the job" not in stage.output
-
-
-def test_of_an_array_only_this_task_is_requeued(stage: Stage) -> None:
-    stage.does(**{"training.sh": CRASH})
-    assert stage.perform(stage.write(), SLURM_ARRAY_JOB_ID="70", SLURM_ARRAY_TASK_ID="4") == 0
-    assert stage.requeues() == ["70_4"]
-
-
-def test_a_requeue_that_slurm_refuses(stage: Stage) -> None:
-    stage.does(requeue_status="1", **{"training.sh": CRASH})
-    assert stage.perform(stage.write()) == 1
-    assert stage.requeues() == ["77"] * 3
-    status = stage.status()
-    assert status["state"] == "FAILED"
-    assert "requeue failed: Slurm has not queued the job again: scontrol failed (status 1)" in status["reason"]
-    assert "cluster-ddp resume" in status["reason"]
-    assert "requeued" not in stage.events()
-
-
-def test_a_requeue_waits_for_the_controller(stage: Stage) -> None:
-    """It is tried until the allocation is nearly over, and meanwhile `status` says what the job waits for."""
-    stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
-    process = stage.start(stage.write())
-    deadline = time.monotonic() + PATIENCE
-    while len(stage.requeues()) < 4:
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
-    assert "requeued" not in stage.events()
-    status = stage.status()
-    assert status["state"] == "RUNNING"
-    assert "waiting to be queued again" in status["reason"] and "Unable to contact" in status["reason"]
-    stage.does(requeue_status="0")
-    assert stage.finish(process) == 0
-    assert stage.events()[-1] == "requeued"
-
-
-def test_a_requeue_is_tried_beyond_a_time_limit_that_may_have_been_changed(stage: Stage) -> None:
-    """While the controller is away, nobody tells of the new limit, and nobody ends the job by the old one."""
-    stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
-    process = stage.start(stage.write(), SLURM_JOB_END_TIME=str(int(time.time()) + 1))
-    deadline = time.monotonic() + PATIENCE
-    while len(stage.requeues()) < 3:
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
-    stage.does(requeue_status="0")
-    assert stage.finish(process) == 0, stage.output
-    assert stage.events()[-1] == "requeued"
-
-
-def test_a_requeue_is_given_up_when_the_allocation_is_nearly_over(stage: Stage) -> None:
-    stage.does(
-        kill_wait="8", requeue_status="1", requeue_words="Unable to contact slurm", **{"training.sh": UNTIL_STOPPED}
-    )
-    assert interrupt(stage, signal.SIGTERM, job=TIME_LIMIT) == 1, stage.output
-    found = stage.status()
-    assert found["state"] == "FAILED"
-    assert "Unable to contact" in found["reason"] and "cluster-ddp resume" in found["reason"]
-
-
-def test_the_sigterm_of_the_requeue_itself_harms_nothing(stage: Stage) -> None:
-    """Slurm ends all of the job when it accepts: scontrol must live to say so, also where the warning came before."""
-    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
-    stage.program("scontrol", f"[[ $1 != requeue ]] || {{ kill -TERM $PPID $$; sleep 1; }}\n{usual}")
-    stage.does(**{"training.sh": UNTIL_STOPPED})
-    assert interrupt(stage, signal.SIGUSR1) == 0, stage.output
-    assert stage.requeues() == ["77"]
-    assert "keeps trying" not in stage.output
-    assert stage.events()[-1] == "requeued"
-
-
-def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:
-    stage.does(requeue_status="1", requeue_words="Unable to contact slurm controller", **{"training.sh": CRASH})
-    process = stage.start(stage.write())
-    deadline = time.monotonic() + PATIENCE
-    while not stage.requeues():
-        assert time.monotonic() < deadline, stage.output
-        time.sleep(0.05)
-    stage.does(job=CANCELLED)
-    assert stage.finish(process) == 0
-    assert stage.status()["state"] == "CANCELLED"
-    assert "requeued" not in stage.events()
-
-
-@pytest.mark.parametrize("training", [DONE, f"{event('failed', rank=0, error='ImportError: no module x')}\nexit 1"])
-@pytest.mark.parametrize(
-    ("shown", "updates"),
-    [
-        ("Requeue=1 Restarts=3", [["update", "JobId=77", "Requeue=0"]]),
-        ("Requeue=0 Restarts=3", []),
-        ("Requeue=1 Restarts=4", []),  # a later start of the job has replaced this one
-    ],
-)
-def test_a_job_that_is_over_stays_over(stage: Stage, training: str, shown: str, updates: list[list[str]]) -> None:
-    """Slurm 24.05 and later would start a job once more that was once preempted with grace."""
-    stage.does(job=f"JobId=77 JobState=RUNNING Reason=None {shown} PreemptTime=None X=y")
-    stage.does(**{"training.sh": training})
-    stage.perform(stage.write(), SLURM_RESTART_COUNT="3")
-    assert [call for call in stage.calls("scontrol") if call[0] == "update"] == updates, stage.output
-    assert not stage.requeues()
-
-
-def test_a_start_of_a_run_that_has_ended_ends_the_job_for_good(stage: Stage) -> None:
-    stage.does(job="JobId=77 JobState=RUNNING Reason=None Requeue=1 Restarts=1 PreemptTime=None X=y")
-    assert stage.perform(stage.write()) == 0
-    assert stage.perform(stage.write(), SLURM_RESTART_COUNT="1") == 0, stage.output
-    assert len(stage.calls("srun")) == 1
-    assert [call for call in stage.calls("scontrol") if call[0] == "update"] == [["update", "JobId=77", "Requeue=0"]]
-
-
-def test_a_failure_at_the_start_is_judged_and_not_blindly_requeued(stage: Stage) -> None:
-    stage.does(**{"training.sh": f"{event('failed', rank=0, error='ImportError: no module named x')}\nexit 1"})
-    assert stage.perform(stage.write()) == 4
-    assert not stage.requeues()
-
-
-def test_a_run_that_has_used_up_its_requeues_stalls(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, limits={"max_requeues": 0})
-    stage.does(**{"training.sh": CRASH})
-    assert stage.perform(stage.write()) == 4
-    assert not stage.requeues()
-    assert "as often as requeue.max_requeues allows" in stage.output
-
-
-def test_an_attempt_that_cannot_be_judged_is_not_blindly_requeued(stage: Stage) -> None:
-    stage.does(**{"training.sh": 'rm "$run/job.yaml"; exit 1'})
-    assert stage.perform(stage.write()) == 4
-    assert not stage.requeues()
-    assert "cannot be judged" in stage.output
-
-
-def test_a_crash_after_progress_is_requeued(stage: Stage) -> None:
-    stage.does(job="JobId=77 JobState=RUNNING Reason=None Requeue=1 Restarts=0 PreemptTime=None X=y")
-    stage.does(**{"training.sh": CRASH})
-    assert stage.perform(stage.write()) == 0
-    assert stage.requeues() == ["77"]
-    assert not [call for call in stage.calls("scontrol") if call[0] == "update"], "Slurm could not start it again"

@@ -15,11 +15,6 @@ from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.stopfile import read_stop
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
-
-
 def test_ranks_inherit_the_meeting_point_and_the_cpus(stage: Stage) -> None:
     script = stage.write(network={"profile": "ethernet", "env": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}})
     assert stage.perform(script, SLURM_CPUS_PER_TASK="6") == 0

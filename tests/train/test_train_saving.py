@@ -109,7 +109,7 @@ def works_of_a_save(run: RunDirectory, sections: dict[str, Any]) -> set[tuple[st
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Saving, "save", watched)
         patched.setattr(Staging, "copy", noted("copy", Staging.copy))
-        patched.setattr(replicas, "_hash", noted("hash of a tensor", replicas._hash))
+        patched.setattr(replicas, "tensor_hash", noted("hash of a tensor", replicas.tensor_hash))
         patched.setattr(Storage, "write", noted("write", Storage.write))
         patched.setattr(Storage, "fsync", noted("fsync", Storage.fsync))
         train(OfGains(3), job(**sections), run)

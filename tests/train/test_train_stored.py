@@ -20,7 +20,6 @@ from cluster_ddp.checkpoint.memory import MemoryCheckpoint
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.run.events import read_events
-from cluster_ddp.train.state.packing import Packer
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import State
 
@@ -56,10 +55,15 @@ def test_scalars_of_another_kind_make_a_checkpoint_damaged(scalar: str, value: A
     assert damaged["step"] == 6 and scalar in damaged["problems"][0]
 
 
-def fresh() -> State:
+def fresh(*, stepped: bool = False) -> State:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return State(model, torch.optim.AdamW(model.parameters(), lr=0.1), also=Keeps())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = State(model, optimizer, also=Keeps())
+    if stepped:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return state
 
 
 class Keeps:
@@ -75,11 +79,7 @@ class Keeps:
 
 @cache
 def stored() -> tuple[Any, dict[str, Any]]:
-    state = fresh()
-    for parameter in state._by_name.values():
-        parameter.grad = torch.ones_like(parameter)
-    state._optimizer._optimizer.step()
-    tensors, scalars = state.collect()
+    tensors, scalars = fresh(stepped=True).collect()
     plan = make_plan(*describe(tensors), (0,))
     return (tensors, plan), json.loads(json.dumps(scalars))
 
@@ -115,4 +115,4 @@ def test_any_scalars_are_damaged_or_can_be_loaded(data: st.DataObject) -> None:
         state.load(1, restored.scalars, restored.extra)
     except ClusterDDPError:
         return
-    Packer({}).pack(state._task_state(), "task")
+    state.collect()

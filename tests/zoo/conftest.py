@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,4 +11,3 @@ _HERE = Path(__file__).parent
 _HELPERS = [str(_HERE), str(_HERE.parent / "train"), str(_HERE.parent / "docs")]
 # For the processes that the tests start, which import the helpers too.
 os.environ["PYTHONPATH"] = os.pathsep.join([*_HELPERS, *filter(None, [os.environ.get("PYTHONPATH")])])
-sys.path[:0] = _HELPERS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,18 @@ MARK = "<!-- What follows is written by tests/zoo/zoo_document.py. -->\n"
 # Refused by tests of other files: what, a part of the message (… stands for what is filled in), and the test.
 ELSEWHERE = [
     ("`loss()` calls `model.module`, `self.net`: not the wrapper", "loss() did not call the model that it was given",
-     "train/test_train_refusals.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+     "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("`model.encode(x)` on several ranks", "on several ranks only model(...) sums the gradients",
-     "train/test_train_refusals.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+     "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("gradients, or weights after two steps, that differ by rank", "differ between the ranks",
-     "train/test_train_refusals.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+     "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("ranks that drift apart later: no checkpoint is published", "did not hold what rank 0 held",
-     "train/test_train_refusals.py::test_ranks_that_drift_apart_make_no_checkpoint"),
+     "train/test_train_ranks_refused.py::test_ranks_that_drift_apart_make_no_checkpoint"),
     ("a layer unfrozen in training, several ranks", "was frozen when training began and is trained now",
-     "train/test_train_refusals.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
+     "train/test_train_ranks_refused.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
     ("a layer frozen in training without `train.find_unused_parameters`, several ranks",
      "was trained when training began and is frozen now",
-     "train/test_train_refusals.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
+     "train/test_train_ranks_refused.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
     ("LBFGS, GSAM and other optimizers that need a closure", "whose step() needs a closure",
      "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
     ("AdaHessian, SophiaH and others that need second derivatives", "needs second derivatives, by loss.backward",
@@ -35,7 +34,7 @@ ELSEWHERE = [
     ("ZeroRedundancyOptimizer, which divides its state among the ranks", "divides its state among the ranks",
      "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
     ("DistributedMuon and others with a state of their own on each rank", "keeps a state of its own on each rank",
-     "train/test_train_refusals.py::test_an_optimizer_with_a_state_of_each_rank_is_refused"),
+     "train/test_train_ranks_refused.py::test_an_optimizer_with_a_state_of_each_rank_is_refused"),
     ("`loss()` that calls `backward()`, or keeps what was computed in an earlier step without `detach()`",
      "a part has had its backward pass",
      "train/test_train_refusals.py::test_a_loss_whose_backward_pass_has_been_run_is_refused"),
@@ -161,7 +160,6 @@ def _yaml(value: object) -> str:
 
 def main() -> None:
     """Write the tables into the page."""
-    sys.path[:0] = [str(Path(__file__).parent), str(PROJECT)]
     head, _, _ = PAGE.read_text().partition(MARK)
     PAGE.write_text(head + MARK + tables())
 

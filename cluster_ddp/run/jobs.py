@@ -1,0 +1,80 @@
+"""The Slurm jobs of a run: which its folder tells of, which are surely its own, which is the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.record import RunRecord, Unnoted, names_in_comments, read_record, run_in_comment, unnoted_job
+from cluster_ddp.run.storage import is_mine
+from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """What a run's folder tells of its Slurm jobs, before squeue is asked about those of many runs at once."""
+
+    run: RunDirectory
+    record: RunRecord | None  # None when run.json cannot be read
+    unreadable: str | None  # why it cannot be
+    attempts: tuple[AttemptRecord, ...]
+    unnoted: Unnoted | None = None  # set where whoever submitted it was killed, or had no clear answer
+    found: tuple[str, ...] = ()  # the jobs that squeue knows so: see `cluster_ddp.run.unnoted`
+
+    @property
+    def slurm_job_ids(self) -> list[str]:
+        """Every Slurm job of the run."""
+        noted = list(self.record.slurm_job_ids) if self.record else []
+        begun = [attempt.slurm_job_id for attempt in self.attempts if attempt.slurm_job_id]
+        return list(dict.fromkeys([*noted, *begun, *self.found]))
+
+
+def know(run: RunDirectory) -> KnownRun:
+    """Read which Slurm jobs a run has: what to ask squeue about."""
+    attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
+    try:
+        record = read_record(run)
+    except RunError as error:
+        return KnownRun(run, None, str(error), attempts)
+    return KnownRun(run, record, None, attempts, unnoted_job(run, record))
+
+
+def slurm_job_ids(run: RunDirectory) -> list[str]:
+    """Every Slurm job of a run: what to ask squeue about before `describe`."""
+    return know(run).slurm_job_ids
+
+
+def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[list[SlurmJob], list[SlurmJob]]:
+    """The jobs noted in a run that wait in Slurm's queue or hold nodes: those surely its own, and the others.
+
+    What is noted in a folder proves nothing: somebody may have copied it, or written it. A job is the run's when its
+    comment, which only its owner and Slurm's administrators can set, names this run.
+    """
+    known = know(run)
+    own = names_in_comments(run, known.record if is_mine(run.record_file) else None)
+    jobs = [slurm_jobs[job_id]._replace(job_id=job_id) for job_id in known.slurm_job_ids if job_id in slurm_jobs]
+    living = [job for job in jobs if job.state in ACTIVE | WAITING]
+    return (
+        [job for job in living if run_in_comment(job.comment) in own],
+        [job for job in living if run_in_comment(job.comment) not in own],
+    )
+
+
+def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
+    """Of the run's own jobs (a chain has several): the one that runs, else the next to start, else the latest."""
+    jobs = _own_jobs(known, slurm_jobs)
+    for states in (ACTIVE, WAITING):
+        for job in jobs:
+            if job.state in states:
+                return job
+    return jobs[-1] if jobs else None
+
+
+def _own_jobs(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
+    """The run's own jobs that Slurm knows; a job id that Slurm has given to another run since is not one."""
+    own = {None, *names_in_comments(known.run, known.record)}  # no run: submitted by hand
+    told = ((job_id, slurm_jobs[job_id]) for job_id in known.slurm_job_ids if job_id in slurm_jobs)
+    return [job._replace(job_id=job_id) for job_id, job in told if run_in_comment(job.comment) in own]

@@ -1,0 +1,155 @@
+"""Which state a run is in, and why: its own events and what Slurm says of its job, weighed against each other."""
+
+from __future__ import annotations
+
+import time
+
+from cluster_ddp.run import events
+from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.deciding import is_being_judged, waits_for_requeue, why_delayed
+from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
+from cluster_ddp.run.history import History
+from cluster_ddp.run.record import QUEUED, RunRecord
+from cluster_ddp.run.remarks import moment
+from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
+from cluster_ddp.run.stopfile import TERMINATED, read_stop
+from cluster_ddp.slurm.reasons import in_words
+from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
+
+_LEFT_NO_WORD = frozenset({"FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT"})  # of a start
+_NEVER_BEGAN = "it was to start on this machine, and has not"
+_LOCAL_START_SECONDS = 60.0
+
+
+def state_of(
+    history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+) -> tuple[RunState, str | None]:
+    """State and reason: what is final by the run's own events, then what is alive, then how the last attempt ended."""
+    outcome = outcome_so_far(history)
+    if outcome is not None and outcome.settled:
+        return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.reason
+    if job is not None and job.state in SUSPENDED:
+        return RunState.SUSPENDED, "suspended by Slurm: it goes on where it is when Slurm lets it"
+    if job is not None and job.state in ACTIVE:
+        starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
+        return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
+    if job is not None and job.held:
+        return RunState.HELD, _how_to_release(job)
+    if job is not None and job.state in WAITING:
+        return _waiting(outcome, job, failed_start(history, record, job.job_id, queued=True))
+    cancelled = job is not None and job.state == "CANCELLED"
+    if ids and not cancelled and (failed := failed_start(history, record, ids[-1], queued=False)):
+        return RunState.FAILED, failed
+    return _without_slurm(history, record, job, answered=answered, ids=ids)
+
+
+def _waiting(outcome: Outcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
+    """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
+    said = in_words(job.reason)
+    if job.starts is not None:
+        said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
+    state, why = (RunState.PENDING, failed) if outcome is None else (RunState.REQUEUED, failed or outcome.reason)
+    if why is None:
+        return state, said
+    return state, f"{why} (Slurm: {said})" if said else why
+
+
+def _without_slurm(
+    history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+) -> tuple[RunState, str | None]:
+    """The state of a run of which Slurm knows no living job, or could not be asked, or has no part in."""
+    last = history.last
+    if last is None or last.number < history.first_number:
+        if not ids and _should_have_begun(history, record):
+            return _ended(history, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
+        return _never_began(record, job, answered=answered, ids=ids)
+    if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
+        return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
+    if not answered and last.slurm_job_id and is_being_judged(history):
+        return RunState.RUNNING, "its nodes have ended; what follows is being decided, and Slurm cannot be asked here"
+    alive = attempt_is_alive(history, last)
+    if alive or (alive is None and not (answered and last.slurm_job_id)):
+        if delayed := waits_for_requeue(history):
+            return RunState.RUNNING, delayed
+        remark = None if alive else _unseen(last.slurm_job_id, last.process.host if last.process else "?")
+        said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
+        if alive or not said_to_be_over:
+            return RunState.RUNNING, _stopping(history) or remark
+    return _ended(history, last.number, job, answered=answered)
+
+
+def _should_have_begun(history: History, record: RunRecord | None) -> bool:
+    """Whether a local run was to start a while ago: who started it begins the attempt in the next moment, or never."""
+    if record is None or record.via != "local":
+        return False
+    wished = max((float(event["time"]) for event in history.resume_requests), default=record.created)
+    return time.time() - wished > _LOCAL_START_SECONDS
+
+
+def _never_began(
+    record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+) -> tuple[RunState, str | None]:
+    if job is not None:  # Slurm has ended it
+        state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
+        where = see_output(record, job.job_id)
+        return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began {where}"
+    if record is not None and record.submitting is not None:
+        return not_in_queue(record, answered=answered)
+    if ids and answered:
+        return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and it has not begun an attempt since"
+    if ids:
+        return RunState.PENDING, f"Slurm cannot be asked about job {ids[-1]} from here"
+    if record is not None and record.via in QUEUED:
+        return RunState.PENDING, "not submitted yet"
+    if record is not None and record.via == "launch":
+        return RunState.PENDING, "its nodes wait for each other, or have to be started"
+    return RunState.PENDING, None
+
+
+def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
+    """State and reason once the last attempt is over, as it ended and as Slurm has taken it."""
+    outcome: Outcome = outcome_of(history, number)
+    cancelled = job is not None and job.state == "CANCELLED"
+    if not cancelled and (delayed := why_delayed(history)):  # killed while it tried
+        return RunState.FAILED, f"requeue failed: {delayed}. To go on: cluster-ddp resume {history.run.id}"
+    requeued = history.of_attempt(number, events.REQUEUED)
+    if requeued and not answered and history.attempts[-1].slurm_job_id:
+        return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
+    if job is not None and cancelled and requeued:
+        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
+    last = history.attempts[-1]
+    came_to_nothing = job is not None and job.job_id == last.slurm_job_id and job.state in _LEFT_NO_WORD
+    if job is not None and requeued and came_to_nothing and not outcome.ending.final:
+        return RunState.LOST, (
+            f"{outcome.reason}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
+            f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "
+            f"resume {history.run.id}"
+        )
+    if outcome.stop_reason == TERMINATED and not cancelled and last.slurm_job_id and last.ended is None:
+        # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
+        return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.reason}"
+    unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
+    if job is None or not unexplained:
+        return outcome.ending.state, outcome.reason
+    if cancelled:
+        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
+    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training left no record of its end"
+
+
+def _stopping(history: History) -> str | None:
+    last = history.last
+    request = read_stop(history.run.attempt(last.number)) if last and last.ended is None else None
+    return f"stopping: {request.reason}" if request else None
+
+
+def _unseen(job_id: str | None, host: str) -> str:
+    if job_id:
+        return f"Slurm cannot be asked about job {job_id} from here; this is the last that is known"
+    return f"begun on {host}, which cannot be seen from here; this is the last that is known"
+
+
+def _how_to_release(job: SlurmJob) -> str:
+    why = job.state if job.reason in ("", "None") else job.reason
+    if job.reason == "JobHeldAdmin":
+        return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"
+    return f"Slurm holds job {job.job_id} ({why}); release it with: scontrol release {job.job_id}"

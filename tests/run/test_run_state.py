@@ -1,0 +1,314 @@
+"""Which state a run is in, and why: its own events and what Slurm says of its job."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from run_builders import begin, begin_dead, hide, job, slurm_job
+
+from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
+from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import request_stop
+from cluster_ddp.slurm.states import SlurmJob
+
+Say = Callable[..., None]
+
+
+def state_of(run: RunDirectory, slurm: dict[str, SlurmJob] | None = None) -> str:
+    return describe(run, slurm).state.value
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [("PENDING", "PENDING"), ("CONFIGURING", "PENDING"), ("RUNNING", "RUNNING"), ("COMPLETING", "RUNNING"),
+     ("CANCELLED", "CANCELLED"), ("NODE_FAIL", "LOST"), (None, "LOST")],
+)  # fmt: skip
+def test_slurms_word_on_a_job_that_has_not_begun_an_attempt(run: RunDirectory, word: str | None, state: str) -> None:
+    add_slurm_job(run, "7")
+    found = describe(run, {"7": slurm_job(word, "Priority")} if word else {})
+    assert found.state.value == state
+    if state == "PENDING":
+        assert found.reason == "jobs of a higher priority come first (Priority)"
+    assert found.slurm_job_id == "7"
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("PENDING", "JobHeldUser"),
+        ("PENDING", "JobHoldMaxRequeue"),
+        ("PENDING", "launch failed requeued held"),
+        ("PENDING", "launch_failed_requeued_held"),
+        ("PENDING", "user env retrieval failed requeued held"),
+        ("PENDING", "launch failure limit exceeded requeued held"),
+        ("PENDING", "job requeued in held state"),
+        ("REQUEUE_HOLD", "None"),
+        ("SPECIAL_EXIT", "job requeued in special exit state"),
+    ],
+)
+def test_a_held_job_is_not_waiting(run: RunDirectory, say: Say, word: str, reason: str) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    found = describe(run, {"7": slurm_job(word, reason)})
+    assert found.state.value == "HELD"
+    assert found.reason is not None and found.reason.endswith("release it with: scontrol release 7")
+    assert (word if reason == "None" else reason) in found.reason
+    assert not found.state.open, "status --watch would wait for ever"
+    own, _ = living_jobs(run, {"7": slurm_job(word, reason, run_id=run.id)})
+    assert [job.job_id for job in own] == ["7"]
+
+
+def test_what_an_administrator_holds(run: RunDirectory) -> None:
+    add_slurm_job(run, "7")
+    found = describe(run, {"7": slurm_job("PENDING", "JobHeldAdmin")})
+    assert found.state.value == "HELD" and found.reason is not None
+    assert "ask them for: scontrol release 7" in found.reason
+
+
+def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    assert state_of(run, {"7": slurm_job("PENDING", "BeginTime")}) == "REQUEUED"
+    assert state_of(run, None) == "REQUEUED"  # Slurm cannot be asked: the run's own word
+    assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING"
+    assert state_of(run, {}) == "STOPPED"  # it was to come again and is gone
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "reason"),
+    [
+        ([("completed", {"step": 300})], "COMPLETED", None),
+        ([("stopped", {"step": 5, "reason": "time-limit"})], "STOPPED", "time-limit"),
+        ([("stopped", {"step": 5, "reason": "person"})], "STOPPED", "person"),
+        ([("stopped", {"step": 5, "reason": "cancel"})], "CANCELLED", "cancelled"),
+        ([("cancelled", {"by": "me@login"})], "CANCELLED", "me@login"),
+        ([("failed", {"error": "ValueError: x", "rank": 1, "node": 3})], "FAILED", "rank 1 on node 3 failed: ValueErr"),
+        ([("failed", {"error": "this is lost:\n  a: 1", "rank": 1})], "FAILED", "rank 1 failed: this is lost: a: 1"),
+        ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
+        ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
+        ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),
+        ([], "LOST", "no record of its end"),
+    ],
+)  # fmt: skip
+def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
+    run: RunDirectory, say: Say, events: list[tuple[str, dict[str, Any]]], state: str, reason: str | None
+) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("started", 0, at=0, step=0, total_steps=300)
+    for name, fields in events:
+        say(name, 0, **fields)
+    found = describe(run, {})
+    assert found.state.value == state
+    assert found.reason is None if reason is None else reason in str(found.reason)
+
+
+def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, node=0, outcome="failed")
+    say("requeue-delayed", 0, reason="Slurm's controller does not answer")
+    found = describe(run, None)
+    assert found.state is RunState.RUNNING and "waiting to be queued again" in str(found.reason)
+    killed = describe(run, {"7": slurm_job("TIMEOUT", run_id=run.id)})
+    assert killed.state is RunState.FAILED
+    assert str(killed.reason).startswith("requeue failed: Slurm's controller does not answer. To go on: cluster-ddp re")
+    say("requeue-failed", 0, reason="no answer")
+    assert state_of(run, None) == "FAILED"
+
+
+def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(run: RunDirectory, say: Say) -> None:
+    """Slurm could not open the job's output: the batch host has the run directory read-only, or not at all."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stopped", 0, step=5, reason="time-limit")
+    say("node-finished", 0, node=0, outcome="stopped", reason="time-limit")
+    say("requeued", 0, reason="stopped: time-limit")
+    found = describe(run, {"7": slurm_job("FAILED", "NonZeroExitCode", run_id=run.id)})
+    assert found.state is RunState.LOST
+    assert "ended as FAILED (Slurm: NonZeroExitCode) before an attempt began" in str(found.reason)
+    assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
+    assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
+
+
+def test_a_sigterm_that_nobody_explained_was_the_cancel_that_slurm_tells_of(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stopped", 0, step=5, reason="terminated")
+    say("node-finished", 0, node=0, outcome="stopped", reason="terminated")
+    assert describe(run, {"7": slurm_job("CANCELLED", run_id=run.id)}).state is RunState.CANCELLED
+
+
+def test_a_run_that_is_being_judged_has_not_failed_where_slurm_cannot_be_asked(run: RunDirectory, say: Say) -> None:
+    """With the controller away, its keeper takes a minute until it says that the requeue has to wait."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, at=9_960, node=0, outcome="failed")
+    found = describe(run, None)
+    assert found.state is RunState.RUNNING and "what follows is being decided" in str(found.reason)
+    assert state_of(run, {}) == "FAILED", "Slurm knows no job that could still decide"
+    say("stalled", 0, reason="no progress")
+    assert state_of(run, None) == "STALLED"
+
+
+def test_a_run_whose_keeper_was_killed_is_not_judged_for_ever(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("rank-failed", 0, at=9_600, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("node-finished", 0, at=9_600, node=0, outcome="failed")
+    assert state_of(run, None) == "FAILED"
+
+
+def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(run: RunDirectory, say: Say) -> None:
+    """Slurm ends the step of a batch process that is gone: nobody has stopped the run, and nothing brings it back."""
+    attempt = begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stop-requested", 0, reason="terminated", node=0, by="SIGTERM to node 0 (n1)")
+    say("stopped", 0, step=15, reason="terminated")
+    say("node-finished", 0, node=0, outcome="stopped", reason="terminated")
+    assert state_of(run, {"7": slurm_job("COMPLETING", run_id=run.id)}) == "RUNNING"
+    for jobs in ({"7": slurm_job("FAILED", run_id=run.id)}, {}):
+        found = describe(run, jobs)
+        assert found.state is RunState.LOST
+        assert str(found.reason).endswith("was killed before it had the job queued again; training stopped: terminated")
+    assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
+    end_attempt(attempt)
+    assert state_of(run, {"7": slurm_job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
+
+
+def test_a_run_that_a_person_stops_as_it_is_queued_again_is_stopped(run: RunDirectory, say: Say) -> None:
+    attempt = begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("node-finished", 0, node=0, outcome="stopped")
+    say("requeued", 0, reason="stopped: time-limit")
+    end_attempt(attempt)
+    assert state_of(run, {"7": slurm_job("FAILED", run_id=run.id)}) == "LOST"
+    request_stop(attempt, reason="person", level=1, by="me")
+    assert state_of(run, {"7": slurm_job("FAILED", run_id=run.id)}) == "STOPPED"
+
+
+def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDirectory, say: Say) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stopped", 0, step=5, reason="time-limit")
+    assert state_of(run, {"7": slurm_job("RUNNING", run_id="another-run")}) == "STOPPED"
+    assert state_of(run, {"7": slurm_job("RUNNING", run_id=run.id)}) == "RUNNING"
+    stranger = slurm_job("RUNNING", run_id="another-run")
+    assert living_jobs(run, {"7": stranger}) == ([], [stranger._replace(job_id="7")])
+    copied = RunDirectory(shutil.copytree(run.path, run.path.with_name("my-copy")))
+    its_original = slurm_job("RUNNING", run_id=run.id)
+    assert state_of(copied, {"7": its_original}) == "STOPPED", "`stop` of a copy would be heard by nobody"
+    assert living_jobs(copied, {"7": its_original}) == ([], [its_original]), "`cancel` of a copy leaves the original"
+    renamed = RunDirectory(run.path.rename(run.path.with_name("my-best")))
+    assert state_of(renamed, {"7": slurm_job("RUNNING", run_id=run.id)}) == "RUNNING"
+
+
+def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) -> None:
+    assert state_of(run) == "PENDING"
+    attempt = begin(run)
+    assert state_of(run) == "RUNNING"
+    request_stop(attempt, reason="person", by="me")
+    assert describe(run, {}).reason == "stopping: person"
+    say("stopped", 0, step=5, reason="person")
+    assert state_of(run) == "RUNNING"  # it is still tearing down: a resume now would be refused
+    end_attempt(attempt)
+    assert state_of(run) == "STOPPED"
+
+
+def test_a_local_run_whose_process_is_gone_without_a_word_is_lost(run: RunDirectory, say: Say) -> None:
+    begin_dead(run)
+    say("started", 0, at=0, step=0)
+    assert state_of(run, {}) == "LOST"
+
+
+def test_a_local_run_that_could_not_begin_does_not_wait_for_ever(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    assert state_of(run) == "PENDING"  # made a moment ago
+    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 100)
+    assert state_of(run) == "LOST"
+    end_attempt(begin_dead(run))
+    say("stopped", 0, step=5, reason="person")
+    request_resume(run, by="me")
+    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 10)
+    assert state_of(run) == "PENDING"
+    monkeypatch.setattr("cluster_ddp.run.state.time.time", lambda: now + 200)
+    assert state_of(run) == "STOPPED"  # as before: whoever resumed it was refused a folder, or killed
+
+
+def test_a_local_run_on_another_machine_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
+    begin(run)
+    hide(run, 0)
+    found = describe(run, {})
+    assert found.state is RunState.RUNNING and "n7, which cannot be seen from here" in str(found.reason)
+    say("stopped", 0, step=5, reason="person")
+    assert state_of(run) == "STOPPED"
+
+
+def test_without_slurm_a_running_job_is_told_as_last_known(run: RunDirectory, say: Say) -> None:
+    add_slurm_job(run, "7")
+    assert state_of(run, None) == "PENDING"
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    found = describe(run, None)
+    assert found.state is RunState.RUNNING and "Slurm cannot be asked about job 7" in str(found.reason)
+    say("failed", 0, error="ValueError: x")
+    assert state_of(run, None) == "FAILED"
+
+
+def test_what_a_person_resumed_is_pending_again(run: RunDirectory, say: Say) -> None:
+    for ending in ("completed", "stalled", "cancelled"):
+        attempt = begin_dead(run, slurm_job_id="7")
+        say(ending, attempt.number, step=5)
+        assert state_of(run, {}) == ending.upper()
+        request_resume(run, by="me")
+        assert state_of(run, {"7": slurm_job("PENDING")}) == "PENDING"
+
+
+def test_a_scancel_of_the_requeued_job_is_a_cancel(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    found = describe(run, {"7": slurm_job("CANCELLED")})
+    assert found.state is RunState.CANCELLED
+    assert found.reason is not None and "7" in found.reason
+
+
+def test_of_a_chain_of_jobs_the_running_one_counts_then_the_next(run: RunDirectory) -> None:
+    for job_id in ("7", "8", "9"):
+        add_slurm_job(run, job_id)
+    begin_dead(run, slurm_job_id="7")
+    assert slurm_job_ids(run) == ["7", "8", "9"]
+    running = describe(run, {"8": slurm_job("RUNNING"), "9": slurm_job("PENDING", "Dependency")})
+    assert (running.state, running.slurm_job_id) == (RunState.RUNNING, "8")
+    waiting = describe(
+        run, {"7": slurm_job("TIMEOUT"), "8": slurm_job("PENDING", "Dependency"), "9": slurm_job("PENDING")}
+    )
+    assert (waiting.state, waiting.slurm_job_id) == (RunState.REQUEUED, "8")
+    seen = {
+        "7": slurm_job("TIMEOUT", run_id=run.id),
+        "8": slurm_job("PENDING", run_id=run.id),
+        "9": slurm_job("PENDING", run_id=run.id),
+    }
+    own, others = living_jobs(run, seen)
+    assert ([job.job_id for job in own], others) == (["8", "9"], [])
+
+
+def test_a_run_that_was_never_submitted_says_so(runs_dir: Any) -> None:
+    run = create_run(job(), runs_dir=runs_dir, via="sbatch", script=None)
+    assert describe(run, {}).reason == "not submitted yet"

@@ -1,0 +1,51 @@
+"""Which devices and how many ranks each node of a local run gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster_ddp.job import JobSpec
+from cluster_ddp.submit import local
+from cluster_ddp.submit.base import SubmitError
+
+SCRIPT = JobSpec(name="a", script="train.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "procs"),
+    [
+        ({"nodes": 2, "gpus": "0,1,3,5"}, (("0", "1"), ("3", "5")), 2),
+        ({"nodes": 1, "gpus": "3", "procs": 1}, (("3",),), 1),
+        ({"nodes": 2, "gpus": "none", "procs": 3}, ((), ()), 3),
+    ],
+)
+def test_devices_are_divided_among_the_nodes(arguments: dict[str, Any], devices: Any, procs: int) -> None:
+    start = local.plan_local(SCRIPT, **arguments)
+    assert (start.gpus, start.procs) == (devices, procs)
+    for node, share in enumerate(devices):
+        assert start.variables(node)["CUDA_VISIBLE_DEVICES"] == ",".join(share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"nodes": 2, "gpus": "0,1,2"}, "divided among 2 nodes"),
+        ({"gpus": "0,1", "procs": 3}, "--gpus none"),
+        ({"gpus": "0,0"}, "once"),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(SubmitError, match=words):
+        local.plan_local(SCRIPT, **arguments)
+
+
+def test_visible_devices_are_used_and_without_any_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    start = local.plan_local(SCRIPT)
+    assert (start.gpus, start.procs) == ((("4", "6"),), 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start = local.plan_local(SCRIPT)
+    assert (start.gpus, start.procs) == (((),), 1)
+    assert "CUDA_VISIBLE_DEVICES" not in start.variables(0)
