@@ -17,8 +17,8 @@ from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.job.units import format_slurm_time
 from cluster_ddp.launch.step import ATTEMPT, PORT, SRUN
 from cluster_ddp.launch.torchrun import torchrun_command
-from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
+from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_around
 
 _TEMPLATE = Path(__file__).with_name("template.sbatch")
@@ -34,7 +34,6 @@ _VARIABLES = {
     "\0args\0": "${args[@]}",
 }
 
-_STARTS_WITHOUT_ATTEMPT = 3
 _SETUP_HERE = "\0setup\0"
 _GIVEN_RUN = '${1:+$(realpath -m -- "$1")}'
 _GIVEN_SWEEP = """cluster_ddp_sweep=
@@ -196,114 +195,6 @@ def _directives(spec: JobSpec) -> Iterator[str]:
         yield directive("no-requeue", None)
     elif "requeue" not in spec.slurm.extra:
         yield directive("requeue", None)
-
-
-_FAIL = r"""cluster_ddp_drop_traps() {
-    trap - ERR DEBUG
-    [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
-}
-
-# Has Slurm queue this job again. When it accepts, it ends all of the job, and scontrol maybe before that can say so.
-cluster_ddp_requeue() {
-    timeout 60 scontrol requeue "$1" && return 0 # in a trap, return alone gives an older status
-    [[ $(timeout 60 scontrol show job -o "$1") =~ Restarts=([0-9]+) ]] &&
-        ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
-}
-
-# Keeps this job, which is queued again, from this host if the partition has enough others.
-cluster_ddp_leave_host() {
-    local others
-    others=$(timeout 60 sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" \
-        --states=idle,mixed,allocated,completing | sort -u | grep -cvxF "$SLURMD_NODENAME")
-    ((others >= SLURM_JOB_NUM_NODES)) && timeout 60 scontrol update JobId="$1" ExcNodeList="$SLURMD_NODENAME" &&
-        echo "job.sbatch: $SLURMD_NODENAME failed more than once: excluded from now on" >&2
-}
-
-# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
-# @tries@ times more often than attempts have begun, since another host may do better. That would bring back a job
-# which its owner has cancelled meanwhile.
-cluster_ddp_fail() {
-    cluster_ddp_drop_traps
-    set +eu
-    echo "job.sbatch: $2" >&2
-    local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false
-    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
-    local said=$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl shown
-    if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
-        sleep 10
-        shown=$(timeout 60 scontrol show job -o "$task")
-        [[ $shown =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]] &&
-            cluster_ddp_requeue "$task" && queued=true
-    fi
-    # It has failed here before, and is kept from no host so far
-    $queued && [[ -s $said && $shown == *"ExcNodeList=(null)"* ]] && cluster_ddp_leave_host "$task"
-    [[ -f $cluster_ddp_run/run.json ]] || exit 1
-    local words=${2//\\/\\\\}
-    words=${words//\"/\\\"}
-    printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-        "$(printf '%(%s)T' -1)" "$task" "${SLURM_RESTART_COUNT:-0}" \
-        "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
-        >>"$said"
-    exit 1
-}"""
-
-_BEFORE_SETUP = r"""# A command of launch.setup that fails ends this start, and so does one that would end this
-# script or take its place. A trap of those lines for EXIT runs at the end; one for ERR takes the place of this one.
-# shellcheck disable=SC2317
-cluster_ddp_setup_failed() {
-    local again=once
-    ((${SLURM_RESTART_COUNT:-0} == 0)) || again=again # it has worked once
-    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
-}
-trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR
-trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT
-trap '[[ ! $BASH_COMMAND =~ ^exec\ +[^\<\>\{\&0-9] ]] ||
-    cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $BASH_COMMAND"' DEBUG"""
-
-_AFTER_SETUP = """cluster_ddp_drop_traps
-set +eu +o pipefail +o posix # whatever those lines have set: this script looks at each status itself
-
-# Puts the last program into this script's place, where Slurm's signals find it. Where launch.setup has left an EXIT
-# trap, this script waits for that program and passes the signals on.
-cluster_ddp_hand_over() {
-    [[ -n $(trap -p EXIT) ]] || exec "$@"
-    trap '' @signal@ TERM
-    "$@" &
-    trap 'kill -s @signal@ $!' @signal@
-    trap 'kill -s TERM $!' TERM
-    while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
-    wait $!
-    exit
-}"""
-
-
-def hand_over(spec: JobSpec) -> str:
-    """The word before the last command of a batch script, the keeper's."""
-    return "cluster_ddp_hand_over" if spec.launch.setup else "exec"
-
-
-def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[str]:
-    """What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup."""
-    yield f"cluster_ddp_run={run}"
-    yield ""
-    yield _FAIL.replace("@tries@", str(_STARTS_WITHOUT_ATTEMPT))
-    yield ""
-    if spec.launch.setup:
-        yield from (_BEFORE_SETUP, "")
-    yield "# A signal that comes before the keeper runs must not end this script: the keeper asks Slurm what it missed"
-    yield f"trap : {signal} TERM"
-    yield ""
-    if spec.launch.setup:
-        yield from ("# The lines of launch.setup", setup, "", _AFTER_SETUP.replace("@signal@", signal), "")
-    yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported in place of Python's own"
-    yield ""
-
-
-def python_starts(python: str, packages: str) -> Iterator[str]:
-    """The lines by which a batch script sees that the interpreter is there, with what this start needs of it."""
-    yield f"{python} -c 'import {packages}' ||"
-    where = "${SLURMD_NODENAME:-this host}"
-    yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python"'
 
 
 def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:

@@ -24,8 +24,9 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_comment, update_record
 from cluster_ddp.slurm.commands import SlurmError, environment_for
 from cluster_ddp.submit.base import SubmitError
+from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import quote
-from cluster_ddp.submit.script import check_setup, hand_over, job_options, own_comment, preamble, python_starts
+from cluster_ddp.submit.script import check_setup, job_options, own_comment
 from cluster_ddp.submit.submitit_job import SubmititJob, warning_name
 
 if TYPE_CHECKING:

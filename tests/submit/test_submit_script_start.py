@@ -117,6 +117,75 @@ def test_a_requeue_that_scontrol_did_not_live_to_tell_of_counts(stage: Stage) ->
     assert stage.status()["state"] == "REQUEUED" or '"queued": true' in _said_by_script(stage)
 
 
+def test_a_sigterm_before_the_requeue_is_accepted_does_not_lose_it(stage: Stage) -> None:
+    """Of a time limit, or of a preemption: all of the job gets it, scontrol and what it is called with too."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    stage.program("scontrol", f"{_killed_once(stage)}\n{usual}")
+    stage.does(**{"python.sh": "exit 127"})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write()) == 1
+    assert stage.requeues() == ["77"]
+    assert '"queued": true' in _said_by_script(stage)
+
+
+def test_what_is_known_of_a_bad_host_survives_the_end_that_an_accepted_requeue_brings(stage: Stage) -> None:
+    """Slurm ends all of the job then: what has to be asked is asked before, and what is to be told is told at once."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    killed = f"[[ ! -e {stage.folder}/accepted ]] || {{ {_killed_once(stage)}; }}"
+    accepted = f"[[ $1 != requeue ]] || touch {stage.folder}/accepted"
+    stage.program("scontrol", f"{killed}\n{accepted}\n{usual}")
+    stage.program("sinfo", f"[[ ! -e {stage.folder}/accepted ]] && printf '%s\\n' node-a node-b node-c")
+    stage.program("sleep", "exit 0")
+    stage.does(**{"python.sh": "exit 127"})
+    stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None ExcNodeList=(null) X=y")
+    for restart in ("0", "1"):
+        (stage.folder / "accepted").unlink(missing_ok=True)
+        stage.perform(stage.write(), SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b")
+        stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None ExcNodeList=(null) X=y")
+    assert [call[2] for call in stage.calls("scontrol") if call[0] == "update"] == ["ExcNodeList=node-b"]
+    assert _said_by_script(stage).count('"queued": true') == 2
+
+
+@pytest.mark.parametrize("slept", [True, False])
+def test_a_failed_start_is_queued_again_at_once_when_its_end_is_near(stage: Stage, slept: bool) -> None:
+    """A SIGTERM to this script alone, as `scancel --batch` sends it, is not slept through."""
+    stage.does(**{"python.sh": "exit 127"})
+    stage.program("sleep", f"touch {stage.folder}/training; exec {shutil.which('sleep')} {'0' if slept else '3600'}")
+    process = stage.start(stage.write())
+    stage.wait_for_training()
+    if not slept:
+        process.send_signal(signal.SIGTERM)
+    assert stage.finish(process) == 1
+    assert stage.requeues() == ["77"]
+
+
+def test_a_failed_start_waits_for_slurms_controller(stage: Stage) -> None:
+    """It would otherwise be the end of a run that another host could have gone on with."""
+    usual = (stage.bin / "scontrol").read_text().removeprefix("#!/bin/bash\n")
+    stage.program("scontrol", f"[[ -e {stage.folder}/back ]] || {{ echo 'Unable to contact' >&2; exit 1; }}\n{usual}")
+    stage.program(
+        "sleep", f"echo >>{stage.folder}/slept; (($(grep -c '' {stage.folder}/slept) < 4)) || touch {stage.folder}/back"
+    )
+    stage.does(**{"python.sh": "exit 127"})
+    assert stage.perform(stage.write()) == 1
+    assert stage.requeues() == ["77"]
+    assert '"queued": true' in _said_by_script(stage)
+
+
+def test_a_start_that_fails_while_slurm_queues_it_again_waits_in_the_queue(stage: Stage) -> None:
+    stage.does(job="JobId=77 JobState=COMPLETING Reason=None Restarts=1 PreemptTime=None X=y")
+    stage.does(**{"python.sh": "exit 127"})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write()) == 1
+    assert not stage.requeues()
+    assert '"queued": true' in _said_by_script(stage)
+
+
+def _killed_once(stage: Stage) -> str:
+    """The first of a stand-in's calls of each kind is ended by a signal."""
+    return f"[[ -e {stage.folder}/killed-$1 ]] || {{ touch {stage.folder}/killed-$1; kill -TERM $$; }}"
+
+
 def _said_by_script(stage: Stage) -> str:
     return "".join(file.read_text() for file in (stage.run / "events").glob("script-*.jsonl"))
 
