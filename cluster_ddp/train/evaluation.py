@@ -24,7 +24,7 @@ from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
-from cluster_ddp.train.refusals import refuse_loader
+from cluster_ddp.train.refusals import refuse_loader, refuse_without_group
 from cluster_ddp.train.task import Task, expect_type
 
 
@@ -188,7 +188,12 @@ def switches(optimizer: object) -> TypeGuard[Switching]:
 
 def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
     """What ``optimizer()`` of the task gives, ready to train."""
-    optimizer = expect_type(task.optimizer(model, lr), Optimizer, "optimizer()")
+    try:
+        made = task.optimizer(model, lr)
+    except (RuntimeError, ValueError) as error:
+        refuse_without_group(error)
+        raise
+    optimizer = expect_type(made, Optimizer, "optimizer()")
     if switches(optimizer):
         optimizer.train()
     return optimizer

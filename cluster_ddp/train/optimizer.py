@@ -111,33 +111,6 @@ def start_momentum(optimizer: Optimizer, *, spoilt: bool) -> None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def members(optimizer: Optimizer) -> list[list[int]]:
-    """The ids of the parameters in each group."""
-    return [list(map(id, group["params"])) for group in optimizer.param_groups]
-
-
-def check_members(optimizer: Optimizer, at_first: list[list[int]]) -> None:
-    """Raise a `TaskError` where a group has other parameters than before the first step, or in another order."""
-    check_groups(optimizer, len(at_first))
-    for number, (now, first) in enumerate(zip(members(optimizer), at_first, strict=True)):
-        if now != first:
-            raise TaskError(
-                f"group {number} of the optimizer holds other parameters, or in another order, than before the first "
-                "step, which a resume could not repeat: let each stay where optimizer() has put it. One that is not to "
-                "be trained any more gets requires_grad=False; settings, such as weight_decay, may change for a group"
-            )
-
-
-def check_groups(optimizer: Optimizer, at_first: int) -> None:
-    """Raise a `TaskError` for groups added since the first step, which a resume could not repeat."""
-    if len(optimizer.param_groups) != at_first:
-        raise TaskError(
-            f"the optimizer had {at_first} parameter groups before the first step and has "
-            f"{len(optimizer.param_groups)} now, which a resume could not repeat: give all parameters to optimizer() "
-            "from the beginning, and let those that come later begin with requires_grad=False"
-        )
-
-
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """Whether the optimizer itself leaves an update out by its `found_inf`, without the host waiting for the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

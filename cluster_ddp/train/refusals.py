@@ -31,6 +31,7 @@ _UNSTORED = {
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"float4\w*|u?int[1-7]|bits\w+|qu?int\w+|complex32", name)
 }
+_NO_GROUP = "process group has not been initialized"  # in what torch raises
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
@@ -54,6 +55,16 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
             "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
             "the gradients only"
         )
+
+
+def refuse_without_group(error: Exception) -> None:
+    """Raise a `TaskError` where the error of an optimizer is that a single rank is in no process group."""
+    if _NO_GROUP in str(error):
+        raise TaskError(
+            "the optimizer works together with those of other ranks, by torch.distributed, and a single rank has no "
+            "process group: give one that works by itself, as those of torch do. One that divides its work or its "
+            "state among the ranks is refused on several ranks, too"
+        ) from error
 
 
 def refuse_dtypes(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
 
 _SHOWN = 5  # names of what is told
+_LOOKING = 0.001  # part of the time that may go into looking for what begins to change and is not saved
 _CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
 
 
@@ -47,6 +49,7 @@ class Saving:
         self._steps_here = 0
         self._rank = world.rank
         self._told: set[str] = set()
+        self._next_look = math.inf  # `time.monotonic` of it, once there is something to compare with
         self._logged: set[str] = set()  # by a script, which may log what it likes
         self._is_best_due = False
         self._checked: SavePlan | None = None
@@ -173,9 +176,19 @@ class Saving:
             self._check(state, step, collected, together=True)
             self.tell_unsaved(state)
 
+    def look(self, state: State) -> None:
+        """Call now and then between steps: `tell_unsaved` as often as takes a thousandth of the training's time."""
+        if time.monotonic() >= self._next_look:
+            self.tell_unsaved(state)
+
     def tell_unsaved(self, state: State) -> None:
         """Say what has changed in model, task and optimizer and is in no checkpoint; a step may depend on it."""
-        names = state.unsaved() if self._rank == 0 and self._checkpointer is not None else []
+        if self._rank != 0 or self._checkpointer is None:
+            return
+        begun = time.monotonic()
+        names = state.unsaved()
+        ended = time.monotonic()
+        self._next_look = ended + (ended - begun) / _LOOKING
         if names := [name for name in names if name not in self._told]:
             self._told.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from cluster_ddp.job import TrainSpec
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.optimizer import check_groups
+from cluster_ddp.train.state.groups import check_groups
 
 
 class Schedule:
@@ -54,7 +55,7 @@ class Schedule:
         self._warmup = train.warmup_steps
         self._shape = _shapes(train, peak=peak, total=total)[train.schedule]
         self._tell = tell
-        self._rates: list[float] | None = None  # as they were set last
+        self._rates: list[float | None] = [None] * len(self._peaks)  # as they were set last
         self._is_told = False
 
     def factor(self, update: int) -> float:
@@ -70,27 +71,27 @@ class Schedule:
     def apply(self, update: int) -> None:
         """Set the rates for update number `update`."""
         check_groups(self._optimizer, len(self._peaks))
-        if not self._is_told:
-            self._tell_of_others()
-        factor = self.factor(update)
-        self._rates = [peak * factor for peak in self._peaks]
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        factor, rates = self.factor(update), self._rates
+        for number, group in enumerate(self._optimizer.param_groups):
+            rate = self._peaks[number] * factor
+            if group["lr"] is not rates[number]:  # the first time, or by somebody else
+                self._look_at(number, group["lr"])
             if isinstance(group["lr"], Tensor):  # as compiled optimizers and those of torchao need it
                 group["lr"].fill_(rate)
             else:
-                group["lr"] = rate
+                group["lr"] = rates[number] = rate
 
-    def _tell_of_others(self) -> None:
-        for number, rate in enumerate(self._rates or ()):
-            found = self._optimizer.param_groups[number]["lr"]
-            if not isinstance(found, Tensor) and found != rate:  # a tensor may be on a device, which has no time for it
-                self._is_told = True
-                self._tell(
-                    f"the learning rate of the optimizer's group {number} was set to {found:g} in training, which has "
-                    f"no effect: the trainer sets the rate of each update by train.schedule, here {rate:g}. Let "
-                    "train.schedule say how it changes; for a rate of its own give the group its lr in optimizer()"
-                )
-                return
+    def _look_at(self, number: int, found: Any) -> None:
+        """Tell of a rate that is another than was set; a tensor may be on a device, which has no time for it."""
+        rate = self._rates[number]
+        if self._is_told or rate is None or isinstance(found, Tensor) or found == rate:
+            return
+        self._is_told = True
+        self._tell(
+            f"the learning rate of the optimizer's group {number} was set to {found:g} in training, which has no "
+            f"effect: the trainer sets the rate of each update by train.schedule, here {rate:g}. Let train.schedule "
+            "say how it changes; for a rate of its own give the group its lr in optimizer()"
+        )
 
 
 def _shapes(train: TrainSpec, *, peak: float, total: int) -> dict[str, Callable[[int], float]]:

@@ -201,10 +201,13 @@ class Session:
         assert self._state is not None
         step = self.step + 1
         self.beat.step(step)
+        self._state.check_groups()
         self.saving.prepare(self._state, step)
         if step == self._compared_after:
             refuse_differences(f"after step {step} weights or optimizer", self._state.alike())
         self.decision = self._consensus.end(step - 1)
+        if self.decision.synced:  # about once a second
+            self.saving.look(self._state)
         return self.decision
 
     def goes_on(self) -> Callable[[int], bool]:

@@ -139,13 +139,13 @@ class Trainer:
             # Judges the updates before this one: on a GPU the last answer is here by now, and the host need not wait.
             left_out = self.nonfinite.check(micro.step)
             self.schedule.apply(micro.step - left_out)  # an update that was left out does not advance the schedule
-            self.update.clip()
+            self.update.clip()  # of the gradients alone, so that a save may still copy the weights meanwhile
             self.session.saving.wait_for_staging()  # a save under way still copies the weights that change now
             left_out_now = self.update.step()
             self.buffers.put_back(left_out_now)
             if self.ema is not None:
-                self.ema.update(left_out_now)
-            self.profiler.end(micro.step)
+                self.ema.update(left_out_now)  # takes in the weights that the update has made
+            self.profiler.end(micro.step)  # with the update and the average, without what is not done in every step
             self.single_samples.end()
 
             decision = self.session.end_step()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
+from cluster_ddp.train.refusals import refuse_without_group
 from cluster_ddp.train.step import gradients_of
 
 
@@ -90,7 +91,11 @@ class Update:
         -------
         Whether it was left out; on a device, where the host does not wait, a tensor of one element, 1.0 when it was.
         """
-        left_out = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
+        try:
+            left_out = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
+        except (RuntimeError, ValueError) as error:
+            refuse_without_group(error)
+            raise
         # As optimizer.zero_grad() does in three to six times the time; here of all parameters, the optimizer's or not.
         for parameter in self._parameters:
             parameter.grad = None

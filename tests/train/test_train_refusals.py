@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
@@ -97,8 +100,16 @@ class InBackward(SGD):
         pass
 
 
+class Gathers(SGD):
+    """As DistributedMuon and DeMo: each rank updates some of the parameters, and the others ask it for them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        torch.distributed.all_reduce(self.param_groups[0]["params"][0].detach())
+
+
 class With(Plain):
-    def __init__(self, kind: type[SGD]) -> None:
+    def __init__(self, kind: Callable[..., Optimizer]) -> None:
         self.kind = kind
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
@@ -144,6 +155,9 @@ class Normed(Plain):
         (With(Divided), {}, "Divided, which divides its state among the ranks"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
         (With(InBackward), {}, "InBackward, which changes weights while its fused_backward() runs"),
+        (With(Gathers), {}, "a single rank has no process group"),
+        (With(Gathers), {"precision": "fp16"}, "a single rank has no process group"),
+        (With(partial(ZeroRedundancyOptimizer, optimizer_class=SGD)), {}, "a single rank has no process group"),
         (Sparse(), {"clip_norm": 1.0}, "train.clip_norm: torch cannot limit the norm of sparse gradients"),
         (Half(), {"precision": "fp16"}, "model() gives parameters in fp16"),
         (Normed(images=False), {"global_batch": 49, "drop_last": False}, "leaves 1 sample for the last batch"),

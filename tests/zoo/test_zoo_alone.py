@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,11 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from zoo_awkward import COUNTED
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
-from zoo_training import Case, ZooTask, judge
+from zoo_training import Case, Crash, ZooTask, job_of, judge
 
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
-from cluster_ddp.train import update
+from cluster_ddp.train import Trainer, update
 
 
 @pytest.mark.parametrize("case", [*OF_OPTIMIZERS, *OF_MODELS, *OF_DATA, *OF_STEPS], ids=str)
@@ -155,6 +158,55 @@ def test_a_rate_that_is_set_by_hand_has_no_effect_and_is_told(
 ) -> None:
     assert str(judge(Case(train={"schedule": schedule}), tmp_path, SetsRates)) == "exact"
     assert "the optimizer's group 0 was set to" in capfd.readouterr().err
+
+
+class ChangesLate(ZooTask):
+    """Lets a parameter change its group, or changes a default of the optimizer, from its fifth step on."""
+
+    def __init__(self, what: str, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.what = what
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step >= 4 and self.what == "defaults":
+            self.made.defaults["weight_decay"] = 0.5
+        elif self.trainer.step == 4:
+            first, second = (group["params"] for group in self.made.param_groups)
+            second.append(first.pop())
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("group", "holds other parameters, or in another order"), ("defaults", "changed weight_decay in the optimizer's")],
+)
+def test_what_training_changes_late_of_groups_and_defaults_is_refused_in_that_step(
+    what: str, message: str, tmp_path: Path
+) -> None:
+    verdict = judge(Case("Adam in two groups"), tmp_path, partial(ChangesLate, what))
+    assert message in (verdict.refused or "") and verdict.refused_at == 5, verdict
+
+
+class CountsLate(ZooTask):
+    """Begins to count in its fifth step, and then crashes as soon as that has been told."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None and self.trainer.directory is not None
+        if self.trainer.step >= 4:
+            self.late = self.trainer.step
+            if any("task.late" in warning for warning in describe(self.trainer.directory, {}).warnings):
+                raise Crash
+            time.sleep(0.01)
+        return super().loss(model, batch)
+
+
+def test_what_begins_to_change_late_is_told_while_training_goes_on(tmp_path: Path) -> None:
+    task = CountsLate(Case(train={"steps": 10_000}))
+    job = job_of(task.case)
+    task.trainer = Trainer(job, task, create_run(job, runs_dir=tmp_path, via="local", script=None))
+    with pytest.raises(Crash):
+        task.trainer.run()
 
 
 class ReplacesLayer(ZooTask):

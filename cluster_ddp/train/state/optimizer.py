@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError
-from cluster_ddp.train.optimizer import check_members, members, refuse_broken, refuse_divided
+from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
 from cluster_ddp.train.state.attributes import Attributes, are_hooks, equal_bits, is_same
+from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, contiguous_strides, laid_out, unpack
 
@@ -66,7 +67,7 @@ class OptimizerState:
         )
         self._seen: Attributes | None = None
         self._unread: set[str] = set()
-        self._members = members(optimizer)
+        self.groups = FirstGroups(optimizer)
         self._first: list[dict[str, tuple[Any, Any]]] = [
             {key: (value, _packed_or_none(value)) for key, value in group.items() if key not in _NOT_STATE}
             for group in optimizer.param_groups
@@ -304,7 +305,7 @@ class OptimizerState:
 
     def _changed_settings(self, packer: Packer) -> list[dict[str, Any]]:
         """The settings of each group that the optimizer has changed by itself; the rest is the job file's to say."""
-        check_members(self._optimizer, self._members)
+        self.groups.check()
         changed = []
         for number, (group, first) in enumerate(zip(self._optimizer.param_groups, self._first, strict=True)):
             found = {}

@@ -152,6 +152,10 @@ class State:
         if self._also is not None and task_state:
             self._also.load_state_dict(task_state)
 
+    def check_groups(self) -> None:
+        """Raise a `TaskError` where the groups of the optimizer are not what a resume would find; for every step."""
+        self._optimizer.groups.check()
+
     def alike(self) -> dict[str, Tensor]:
         """What must have the same bits on all ranks, by name."""
         tensors, _ = self.collect()
