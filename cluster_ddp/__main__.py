@@ -9,7 +9,7 @@ _RARELY = 100_000
 
 
 def main() -> NoReturn:
-    """Run a command. What its imports make stays to the end: looking for garbage among it would only take time."""
+    """Run a command. What its imports make lives to the end: looking for garbage among it would only cost time."""
     gc.set_threshold(_RARELY, *gc.get_threshold()[1:])
     from cluster_ddp.cli import app
 

@@ -19,10 +19,10 @@ _status: int | None = None  # that `fast_exit` was called with
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep Python's garbage collector away from what is made in here, which stays to the end.
+    """Pause Python's garbage collector while objects are made that live to the end of the process.
 
-    Importing torch makes half a million objects. The collector would search them again and again, to find nothing: a
-    fifth to a third of the time that the imports take. The little that it would find costs 6 MiB.
+    Importing torch makes half a million of them. The collector would search them again and again and find nothing: a
+    fifth to a third of the time that the imports take. The little garbage that stays costs 6 MiB.
     """
     gc.disable()
     try:
@@ -48,16 +48,16 @@ def limit_umask(run: Path | None = None) -> None:
 def fast_exit(status: int, *, at_once: bool = False) -> NoReturn:
     """End this process with this status, its output flushed, without taking the interpreter down.
 
-    Taking hundreds of modules apart is a fifth of what a short command takes. And in a rank, threads of Gloo may still
-    hold Python objects: one that wants Python's lock while the interpreter is being taken down aborts the process
-    ("terminate called without an active exception").
+    Tearing down hundreds of modules is a fifth of the time that a short command takes. And in a rank, threads of Gloo
+    may still hold Python objects: one that wants Python's lock while the interpreter is being taken down aborts the
+    process ("terminate called without an active exception").
 
     Threads are waited for, after a failure for a few seconds only, and what was registered with `atexit` is called.
 
     Parameters
     ----------
     at_once
-        Pass over both: they may wait for a network.
+        Skip both: they may be waiting for a network.
     """
     global _status
     if at_once:
@@ -81,6 +81,6 @@ def _end(status: int) -> NoReturn:
 
 @atexit.register
 def _end_if_asked() -> None:
-    """Registered before all others, and so called after them: what is left is only to take the interpreter down."""
+    """Registered first and therefore called last: only the teardown of the interpreter is left."""
     if _status is not None:
         _end(_status)

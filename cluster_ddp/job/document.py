@@ -75,7 +75,7 @@ def fault(place: Place, message: str, allowed: str = "") -> JobFileError:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether a path is a file; one that cannot even be asked for (too long, no permission) is none."""
+    """Say whether a path is a file; one that cannot even be looked up (too long, no permission) is not."""
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for those
 
 
@@ -134,7 +134,7 @@ def read_text(file: Path) -> str:
     """Read a YAML file that a person wrote; `JobFileError` as `read_document` says."""
     whole = Place(file, 0)
     if not is_file(file):
-        raise fault(whole, "is no regular file" if os.path.lexists(file) else "no such file")
+        raise fault(whole, "is not a regular file" if os.path.lexists(file) else "no such file")
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)

@@ -1,4 +1,4 @@
-"""A file with everything it extends laid under it, and the paths in it made absolute from where they are written."""
+"""Reading a job file with everything that it extends merged beneath it, and its relative paths made absolute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster_ddp.job.templates import is_path, template_file
 
 
 def read_extended(chain: tuple[Path, ...]) -> Node:
-    """Read the last file of `chain` and everything it extends. The name is a file's own and not inherited."""
+    """Read the last file of `chain` and everything it extends. `name:` is not inherited."""
     own = read_document(chain[-1])
     entries = mapping(own)
     extends = entries.pop("extends", None)
@@ -24,7 +24,7 @@ def read_extended(chain: tuple[Path, ...]) -> Node:
     base_file = _extended_file(extends)
     if any(base_file.samefile(file) for file in chain):
         circle = " -> ".join(map(str, (*chain, base_file)))
-        raise fault(extends.place, f"extends: goes round in a circle: {circle}", "a job that does not lead back here")
+        raise fault(extends.place, f"extends: is circular: {circle}", "a job that does not lead back here")
     base = read_extended((*chain, base_file))
     inherited = {key: node for key, node in mapping(base).items() if key != "name"}
     return merge(replace(base, value=inherited), own)

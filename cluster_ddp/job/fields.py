@@ -1,4 +1,4 @@
-"""The types of the job file's values: what is taken, and what is said about what is not.
+"""The types of the job file's values: what is accepted, and the error message for anything else.
 
 A validator here raises `refused`, whose message names what is allowed; pydantic's own errors (a wrong type, a
 number out of bounds) get theirs in `report`.
@@ -18,7 +18,7 @@ from cluster_ddp.job.units import DURATION_FORMS, SLURM_TIME_FORMS, parse_durati
 
 REFUSED = "refused"
 CONTRADICTION = "contradiction"
-MAX_SECONDS = 10 * 365 * 86400  # seconds: ten years, so that a slip of the keyboard cannot overflow Slurm's minutes
+MAX_SECONDS = 10 * 365 * 86400  # seconds: ten years, so that a typo cannot overflow Slurm's minutes
 MAX_INT = 2**31 - 1
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -54,27 +54,27 @@ def _string(value: object, allowed: str) -> str:
 
 
 def line(value: object) -> str:
-    """Return a string of one line with something in it, fit for an ``#SBATCH`` line or a path."""
+    """Return a non-empty string of one line, fit for an ``#SBATCH`` line or a path."""
     text = _string(value, "a string of one line")
     if not text.strip():
         raise refused("is empty", allowed="a string; omit the key, or give it no value, for the default")
     if re.search(_CONTROL, text) or not _is_encodable(text):
-        raise refused("has a line break or another control character in it", allowed="a string of one line")
+        raise refused("contains a line break or another control character", allowed="a string of one line")
     return text
 
 
 def _no_number(value: object) -> str:
-    """Return a line of which a bare number is more likely a slip than meant, such as a folder."""
+    """Return a line in which a bare number is more likely a mistake than meant, such as a folder."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise refused("is a number", allowed="a string of one line; in quotes, if the number is meant")
     return line(value)
 
 
 def _any_string(value: object) -> str:
-    """Return any string that a process can be given as an argument or an environment value."""
+    """Return any string that can be passed to a process as an argument or an environment value."""
     text = _string(value, "a string")
     if "\0" in text or not _is_encodable(text):
-        raise refused("has a character in it that no process can be given", allowed="a string without NUL characters")
+        raise refused("contains a character that no process can be passed", allowed="a string without NUL characters")
     return text
 
 
@@ -183,7 +183,7 @@ def _sequence(value: object) -> object:
 
 
 NO_NUMBER = "no number"
-"""Marks a string for which a bare number is not taken as written."""
+"""Marks a string that must not be written as a bare number."""
 
 Line = Annotated[str, PlainValidator(line)]
 Text = Annotated[str, PlainValidator(_no_number), NO_NUMBER]

@@ -57,7 +57,7 @@ def elements_of(grid: Sequence[str], listed: Sequence[Settings] = ()) -> list[Se
 
 
 def identity(settings: Settings) -> Settings:
-    """By what two elements are the same: the order of their settings does not count."""
+    """What makes two elements the same; the order of their settings does not matter."""
     return tuple(sorted(settings))
 
 
@@ -102,7 +102,7 @@ def _axis(option: str) -> list[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between the commas that stand outside of brackets, braces and quotes."""
+    """The parts between the commas outside brackets, braces and quotes."""
     closing: list[str] = []
     quoted, begin = "", 0
     for position, character in enumerate(text):
@@ -151,5 +151,5 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """What of a text may stand in the name of a folder, whoever reads it."""
+    """The text reduced to what is safe in the name of a folder."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text).strip("_")[:_MAX_VALUE]

@@ -43,7 +43,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A valid job, and what is to be said about it all the same."""
+    """A valid job, and the warnings about it."""
 
     spec: JobSpec
     warnings: tuple[str, ...]
@@ -57,7 +57,7 @@ class RunJob:
     # before, spec: the job as the run has it, and with the settings
     before: JobSpec
     spec: JobSpec
-    remarks: tuple[str, ...]  # one on each key that this version does not know and omits
+    remarks: tuple[str, ...]  # one for each key that this version does not know and ignores
 
 
 def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool = True) -> LoadedJob:
@@ -157,7 +157,7 @@ def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
     """Load the resolved job of a run directory and lay settings over it; the file is read once.
 
     Without settings nothing is merged, looked up or made absolute. What the run was submitted with is taken as it is,
-    also where a job file would be refused for it today.
+    even where a job file would be refused for it today.
 
     Raises
     ------
@@ -263,9 +263,9 @@ def _validate(root: Node) -> JobSpec:
 def _without_plugins() -> Iterator[None]:
     """Keep pydantic from looking for plugins while it builds the models.
 
-    For that it reads the metadata of every installed package: 15 ms where it is quick, seconds on a slow shared file
-    system. Its own switch, a variable of the environment, saves that but not the modules that it would be done with,
-    which are a tenth of the start. Where pydantic has no such module any more, all stays as it is without this.
+    To find them it reads the metadata of every installed package: 15 ms at best, seconds on a slow shared file system.
+    Its own switch, an environment variable, saves that but still imports the modules involved, which is a tenth of the
+    start-up time. With a pydantic that has no such module this changes nothing.
     """
     loader = "pydantic.plugin._loader"
     if JobSpec.__pydantic_complete__ or loader in sys.modules:

@@ -248,7 +248,7 @@ class CheckpointSpec(Section):
     keep_every: fields.PositiveInt | None = None  # steps: multiples of it are kept for ever
     keep_best: KeepBestSpec | None = None
     background: bool = True
-    when_busy: Literal["wait", "skip"] = "wait"  # a save is due while the one before is still being written
+    when_busy: Literal["wait", "skip"] = "wait"  # when a save is due while the one before is still being written
     ranks_writing: Literal["all", "node", "one"] = "all"
 
     @model_validator(mode="before")
@@ -299,7 +299,7 @@ class JobSpec(Section):
     script: fields.Text | None = None
     args: fields.Strings = ()  # handed to the script
     args_on_resume: fields.Strings = ()  # handed to it after these, in every attempt but the first
-    not_secret: fields.Strings = ()  # keys that are taken for a secret's and are none, such as params.api_key
+    not_secret: fields.Strings = ()  # keys that look like the name of a secret and are not, such as params.api_key
     slurm: SlurmSpec = section()
     launch: LaunchSpec = section()
     network: NetworkSpec = section()

@@ -1,4 +1,4 @@
-"""What would be valid but is not taken from a person: secrets, and what sbatch refuses or takes for something else.
+"""What the models accept but a person may not write: secrets, and what sbatch refuses or misreads.
 
 These checks are not in the models: a run that was submitted before there was such a check goes on with its job.
 """
@@ -20,7 +20,7 @@ _ADVICE = (
     "nothing secret in a job file: export it in the shell you submit from (Slurm hands the environment on), let a line "
     "of launch.setup read it from a file of mode 600, or keep it in ~/.netrc. If this is no secret: not_secret: [{key}]"
 )
-_DIRECTIVE = "is an order to sbatch, and some scripts carry it out"
+_DIRECTIVE = "is a directive to sbatch, which obeys it in some scripts"
 _NO_DIRECTIVE = "a line of bash; options of sbatch go to the section slurm, or to slurm.extra"
 
 
@@ -31,7 +31,7 @@ class _Refusal(NamedTuple):
 
 
 def refuse(spec: JobSpec, root: Node, *, before: Node | None = None) -> None:
-    """Refuse what is not taken from a person.
+    """Refuse what a person may not write.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is wrong with a job file, so that it can be put right: place, key, value, what is allowed, what was meant."""
+"""What is wrong with a job file, so that it can be fixed: place, key, value, what is allowed, what was meant."""
 
 from __future__ import annotations
 

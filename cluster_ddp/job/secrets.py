@@ -18,9 +18,10 @@ _SECRET_ENDS = re.compile(
     r"(PASSWORD|PASSWD|PASSPHRASE|APIKEY|SECRET|(AUTH|ACCESS|API|HF|REFRESH|SESSION)TOKEN|(DB|PG|SQL|SSH|USER|ROOT|MY)PASS"
     r"|[A-Z]_PWD|(DB|SQL|PG)PWD)$"
 )
-# What such a name says about one without holding it: KEY_SIZE, TOKEN_DIM, API_KEY_FILE. An id may be one half of it.
+# What follows in a name that describes a secret without holding one: KEY_SIZE, TOKEN_DIM, API_KEY_FILE. An id may be
+# one half of a secret.
 _ABOUT_ONE = re.compile(r"_(SIZE|DIM|LEN|LENGTH|RATE|COUNT|TYPE|FILE|PATH|DIR)$")
-# The name of a parameter or an option ends so. Most that end in key or token are none: sort_key, pad_token.
+# How the name of a secret parameter or option ends. Most that end in key or token are not secret: sort_key, pad_token.
 _SECRET_SETTING = re.compile(
     r"(password|passwd|passphrase|api-?key|access-?key(-?id)?|private-?key|secret-?key|client-?secret|auth-?key"
     r"|(auth|access|api|bearer|refresh|hf|huggingface|hub|wandb|github|gitlab|slack|session|login)-?token"
@@ -60,7 +61,7 @@ def without_password(text: str) -> str:
 def secrets_in(job: JobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is or looks like a secret, by the name it goes by or by its own form: its key, and what is wrong with it.
 
-    What the job's own ``not_secret`` names is none.
+    What the job's own ``not_secret`` names is not one.
     """
     image = job.launch.container.image if job.launch.container else None
     others = {
@@ -126,7 +127,7 @@ def _wrong_below(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[s
 
 
 def _is_secret_setting(name: str, value: object) -> bool:
-    """Whether a parameter or an option of that name, with that value, is a secret; where one is to be found is none."""
+    """Whether a parameter or an option of that name, with that value, is a secret; where to find one is not."""
     if value is None or isinstance(value, (bool, float, Mapping, list, tuple)) or str(value) == "":
         return False
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.rpartition(".")[2]).lower().strip("-").replace("_", "-")

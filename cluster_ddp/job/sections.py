@@ -86,7 +86,7 @@ def _known(node: Node, model: type[Section], path: tuple[str, ...], remarks: lis
             raise fault(
                 below.place,
                 f"{name}: cluster_ddp {__version__} does not know this setting, and without it the run would be "
-                "trained in another way.\n    Go on with the version that made the run (run.json tells which), or "
+                "trained differently.\n    Go on with the version that made the run (run.json tells which), or "
                 "take the line out",
             )
         remarks.append(f"{below.place}: {name}: cluster_ddp {__version__} does not know this key and omits it")

@@ -38,7 +38,7 @@ def site_defaults() -> Node | None:
                         f"chmod o-w {written}")  # fmt: skip
     for key, node in entries.items():
         if key not in KEYS:
-            raise fault(node.place, f"{key}: is not among what a site has defaults for", ", ".join(KEYS))
+            raise fault(node.place, f"{key}: is not a key that a site can set defaults for", ", ".join(KEYS))
     if os.environ.get(RUNS_VARIABLE):  # what is exported beats a default
         entries.pop("runs_dir", None)
     return Node(entries, root.place)

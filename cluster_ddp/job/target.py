@@ -43,7 +43,7 @@ def check_task(task: str) -> None:
     spec = _find_module(where)
     if spec.origin is None:
         raise TargetProblem(f"{where} is a folder without __init__.py, not a module", in_file=False)
-    if spec.origin.endswith(".py"):  # a compiled module cannot be looked into: it is taken at its word
+    if spec.origin.endswith(".py"):  # the names in a compiled module cannot be seen without importing it
         _check_class(_source(Path(spec.origin)), name, spec.origin, in_file=False)
 
 

@@ -33,7 +33,7 @@ def parse_slurm_time(text: str) -> int:
     Raises
     ------
     ValueError
-        When `text` has none of these forms, or minutes or seconds of 60 and more behind a larger unit.
+        When `text` has none of these forms, or minutes or seconds of 60 and more after a larger unit.
     """
     clock = re.fullmatch(_CLOCK, text.strip())
     if clock is None or not text.isascii():
@@ -41,7 +41,7 @@ def parse_slurm_time(text: str) -> int:
     days = clock[1]
     numbers = [int(group) for group in clock.groups()[1:] if group is not None]
     if any(number > 59 for number in numbers[1:]):
-        raise ValueError(f"{text!r}: minutes and seconds behind a colon go up to 59")
+        raise ValueError(f"{text!r}: minutes and seconds after a colon go up to 59")
     if days is not None:
         hours, minutes, seconds = numbers + [0] * (3 - len(numbers))
         return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds

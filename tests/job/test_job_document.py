@@ -147,7 +147,7 @@ def test_a_folder_and_a_missing_file_are_no_job_files(tmp_path: Path) -> None:
         with pytest.raises(JobFileError, match="no such file"):
             read_document(path)
     for path in (tmp_path, Path("/dev/zero")):
-        with pytest.raises(JobFileError, match="is no regular file"):
+        with pytest.raises(JobFileError, match="is not a regular file"):
             read_document(path)
 
 

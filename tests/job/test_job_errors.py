@@ -145,4 +145,4 @@ def test_sbatch_options_with_a_place_of_their_own(errors_of: Errors, text: str, 
 def test_a_line_of_setup_is_no_order_to_sbatch(errors_of: Errors, line: str) -> None:
     """submitit writes these lines directly behind its own directives, where sbatch obeys them."""
     message = errors_of(f'launch:\n  setup:\n    - "true"\n    - "{line}"\n')
-    assert "job.yaml:4: launch.setup.1: " in message and "is an order to sbatch" in message
+    assert "job.yaml:4: launch.setup.1: " in message and "is a directive to sbatch" in message

@@ -77,7 +77,7 @@ def test_the_other_choice_takes_the_place_of_the_inherited_one(job: WriteJob, tm
         ("name: x\nextends: missing.yaml\n", [":2: extends: ", "missing.yaml: no such file"]),
         ("extends: [a]\n", [":1: extends: is not a string"]),
         ("extends: 3\n", [":1: extends: is not a string"]),
-        ("extends: job.yaml\n", [":1: extends: goes round in a circle", "job.yaml -> "]),
+        ("extends: job.yaml\n", [":1: extends: is circular", "job.yaml -> "]),
         ("extends: /\n", [":1: extends: /: no such file"]),
     ],
 )
