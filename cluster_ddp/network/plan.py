@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """What the job file's `network:` comes to."""
+    """What the job file's `network:` amounts to."""
 
     settings: tuple[Setting, ...]  # the variables to export, in the order of the script
     timeout: int  # seconds that a collective may take: the process-group timeout
@@ -68,7 +68,7 @@ class NetworkPlan:
 
 
 def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> NetworkPlan:
-    """Work out the variables: the profile's defaults, beaten by what was exported, by the keys, and by `env`.
+    """Work out the variables: the defaults of the profile, overridden by exported variables, by the keys, and by `env`.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """What is known about single variables: which exist, who reads them, and which values they take.
 
-NCCL ignores a variable it does not know and a level it cannot read, without a word, and a training that then runs
-slowly or over the wrong interface tells nobody why. So these are checked before the queue.
+NCCL silently ignores a variable it does not know and a level it cannot read, and training then runs slowly or over the
+wrong interface with no hint why. So these are checked before the job is queued.
 Read from the sources of NCCL 2.29 and torch 2.13.
 """
 

@@ -51,7 +51,7 @@ _UNREACHABLE = (
 )
 """In an answer: the controller is away, starting, or handing over to another, or nobody here can speak to it.
 
-Anything else is a no.
+Anything else is a refusal.
 """
 
 PAUSES = (1.0, 3.0)
@@ -61,7 +61,7 @@ _MAX_ANSWER = 4000
 """Characters of an answer that are shown; the end says most."""
 
 _COMMAND_TIMEOUT = 100.0
-"""Seconds; above MessageTimeout of a slow cluster, so that Slurm's own words come first."""
+"""Seconds; above MessageTimeout of a slow cluster, so that Slurm's own error comes first."""
 
 
 class SlurmError(ClusterDDPError):
@@ -127,7 +127,7 @@ def try_script(text: str, *, seconds: float) -> None:
 
 
 def parse_job_id(answer: str) -> str:
-    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster``, perhaps below a site's greeting."""
+    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster``, perhaps after a banner."""
     lines = answer.strip().splitlines()
     job_id = lines[-1].split(";")[0].strip() if lines else ""
     if not job_id.isdigit():
@@ -141,7 +141,7 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
     Parameters
     ----------
     job_ids
-        Ids, ``123`` or ``123_4``; what is none is not asked about. Those that Slurm no longer knows are missing from
+        Ids, ``123`` or ``123_4``; anything else is not asked about. Those that Slurm no longer knows are missing from
         the answer.
 
     Raises
@@ -188,7 +188,7 @@ def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
 def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, SlurmJob]:
     """Ask the accounting, with one call of sacct, how jobs ended that squeue no longer knows.
 
-    Empty where there is no accounting. A job that is not over to it is left out: squeue knows better what is alive.
+    Empty where there is no accounting. A job that is not over by it is omitted: squeue knows better what is alive.
     """
     wanted = sorted(filter(is_job_id, set(job_ids)))
     command = ["sacct", "--noheader", "--allocations", "--parsable2", ENDED_FIELDS, f"--jobs={','.join(wanted)}"]
@@ -225,12 +225,12 @@ def _split_start(reason: str) -> tuple[str, float | None]:
 
 
 def cancel_job(*job_ids: str, only_waiting: bool = False) -> None:
-    """``scancel``; a job that is no longer there is as good as cancelled.
+    """``scancel``; a job that is no longer there counts as cancelled.
 
     Parameters
     ----------
     only_waiting
-        Leave those alone that have started meanwhile.
+        Leave jobs alone that have started meanwhile.
     """
     assert all(map(is_job_id, job_ids)), job_ids
     require("scancel")
@@ -251,7 +251,7 @@ def require(command: str) -> None:
 
 
 def environment_for(script: str) -> dict[str, str]:
-    """The environment to submit a batch script with: nothing in it takes the place of what the script says."""
+    """The environment to submit a batch script with: nothing in it overrides what the script says."""
     return without_overridden(child_environment(os.environ), script)
 
 

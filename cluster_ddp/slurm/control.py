@@ -1,4 +1,4 @@
-"""What a job asks about itself and its nodes, and what it has done to itself: scontrol and sinfo."""
+"""What a job asks Slurm about itself and its nodes, and what it has Slurm do with it: scontrol and sinfo."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _configured(key: str, default: float, *, seconds: float) -> float | None:
 
 
 def grace_time(partition: str, qos: str) -> float:
-    """Seconds that a job has when it is preempted, by its partition or by its QOS, whichever preemption here goes by.
+    """Seconds that a job has when it is preempted, by its partition or its QOS, whichever decides preemption here.
 
     0 where there is no grace, or Slurm does not answer.
     """
@@ -67,7 +67,7 @@ def grace_time(partition: str, qos: str) -> float:
 
 
 def requeue_job(task: str) -> None:
-    """Have a job queued again. Slurm ends what still runs of it, its batch script too. It is not tried again here."""
+    """Have a job queued again. Slurm ends what still runs of it, its batch script too. This does not retry."""
     call_once(["scontrol", "requeue", task], seconds=_REQUEUE_SECONDS)
 
 
@@ -77,7 +77,7 @@ def forbid_requeue(task: str) -> None:
 
 
 def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
-    """Keep a job from some hosts, besides those that it is kept from already; only a queued job takes this."""
+    """Exclude hosts from a job, besides those that it excludes already; possible only while it is queued."""
     excluded = _excluded(task)
     known = _hosts(excluded)
     if new := [host for host in hosts if host not in known]:
@@ -86,7 +86,7 @@ def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
 
 
 def excluded_hosts(task: str) -> list[str]:
-    """The hosts that a job is kept from."""
+    """The hosts that a job excludes."""
     return _hosts(_excluded(task))
 
 
@@ -98,7 +98,7 @@ def usable_nodes(partition: str) -> set[str]:
 
 
 def down_nodes(hosts: Sequence[str]) -> list[str]:
-    """Those of the hosts that Slurm takes for dead; none when it cannot be asked."""
+    """The hosts among these that Slurm considers down; none when it cannot be asked."""
     command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", f"--nodes={','.join(hosts)}"]
     try:
         answer = call_once(command, seconds=_SECONDS / 2)
@@ -108,7 +108,7 @@ def down_nodes(hosts: Sequence[str]) -> list[str]:
 
 
 def _excluded(task: str) -> str:
-    """The node list that a job is kept from, as Slurm writes it."""
+    """The node list that a job excludes, as Slurm writes it."""
     job = parse_job(call(["scontrol", "show", "job", "-o", task], seconds=_SECONDS))
     return job.excluded if job else ""
 

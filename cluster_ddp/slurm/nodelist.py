@@ -1,7 +1,7 @@
 """Slurm's node lists: ``a[1-3,07],b12,rack[1-2]n[01-02]`` and their hosts, in Slurm's order.
 
 ``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, but
-needs no Slurm; with ``--first`` only the first. ClusterShell expands the ranges; the pieces are taken apart here
+needs no Slurm; with ``--first`` only the first. ClusterShell expands the ranges; the list is split here
 because its node sets are sorted, and the first host of Slurm's list is the one that runs the rendezvous.
 """
 
@@ -14,7 +14,7 @@ import sys
 from cluster_ddp.job.errors import ClusterDDPError
 
 MAX_HOSTS = 1_000_000
-"""More than any cluster has: a range beyond it is a slip, and is refused before it fills the memory."""
+"""More than any cluster has: a range beyond it is a mistake, and is refused before it fills the memory."""
 
 _PIECE = re.compile(r"\[(?P<ranges>[^\[\]]*)\]|(?P<text>[A-Za-z0-9._-]+)")
 _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")

@@ -1,4 +1,4 @@
-"""What partitions allow and their nodes have: ``scontrol show partition`` and ``sinfo``, read and not judged."""
+"""What partitions allow and their nodes have: ``scontrol show partition`` and ``sinfo``, parsed and not judged."""
 
 from __future__ import annotations
 

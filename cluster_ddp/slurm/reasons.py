@@ -28,7 +28,7 @@ _OF_WHOM = {"Job": "one job", "Node": "one node", "User": "one user", "Account":
 def in_words(reason: str) -> str | None:
     """What a reason of squeue's means, for people; None where Slurm has nothing to say.
 
-    A reason that is not known here is told as Slurm has it.
+    A reason that is not known here is given as Slurm has it.
     """
     if reason in ("", "None"):
         return None

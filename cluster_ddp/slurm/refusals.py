@@ -1,4 +1,4 @@
-"""What to do about the words with which Slurm refuses a job."""
+"""What to do about each error with which Slurm refuses a job."""
 
 from __future__ import annotations
 

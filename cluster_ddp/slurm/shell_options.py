@@ -1,7 +1,7 @@
-"""What the shell that submits has set for sbatch (``SBATCH_PARTITION`` and the like), against what a script says.
+"""What the submitting shell has set for sbatch (``SBATCH_PARTITION`` and the like) and a script has set otherwise.
 
-sbatch puts its variables before the ``#SBATCH`` lines of a script. Here what a job asks for is what it gets, whatever
-the shell holds; a variable counts where the script has no line of its own.
+To sbatch its variables beat the ``#SBATCH`` lines of a script. Here a job gets what it asks for, whatever the shell
+holds; a variable counts only where the script has no such line.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _VARIABLES = {
     "signal": ("SBATCH_SIGNAL",),
     "time": ("SBATCH_TIMELIMIT",),
 }
-"""By option: the variables that would take its place, or with it ask for what sbatch refuses."""
+"""By option: the variables that would override it, or that sbatch refuses together with it."""
 
 _NEVER = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_WAIT"})
-"""Of one run several jobs, output that nobody looks for, a submission that lasts as long as the job."""
+"""They would make several jobs of one run, write output where nobody looks, or make sbatch wait for the job to end."""
 
 _DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 
 
 def without_overridden(environment: Mapping[str, str], script: str) -> dict[str, str]:
-    """The environment without the variables that would take the place of what a batch script says."""
+    """The environment without the variables that would override what a batch script says."""
     said = {variable for option in _DIRECTIVE.findall(script) for variable in _VARIABLES.get(option, ())}
     return {name: value for name, value in environment.items() if name not in said | _NEVER}

@@ -1,4 +1,4 @@
-"""What ``scontrol show job -o`` tells a job about its own end. Nothing is asked here: answers are read and judged."""
+"""What ``scontrol show job -o`` tells a job about its own end. Answers are parsed and judged; Slurm is not called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShownJob:
     end_time: str  # when Slurm will end it, in local time; ``Unknown`` without a time limit
     # When it was preempted; ``None`` where it was not. A job that is queued again shows no such field
     preempt_time: str
-    excluded: str  # the node list that the job is kept from
+    excluded: str  # the node list that the job excludes
     qos: str
 
 

@@ -24,7 +24,7 @@ _JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,9})?")
 
 
 def is_job_id(text: str) -> bool:
-    """Whether `text` is the id of a job or of a task of an array, and nothing that Slurm's commands take for more."""
+    """Whether `text` is the id of a job or of a task of an array, and nothing that Slurm's commands read as more."""
     return _JOB_ID.fullmatch(text) is not None
 
 
