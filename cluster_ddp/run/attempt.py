@@ -44,7 +44,7 @@ def begin_attempt(
         The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of
         it), the supervisor of a local start. Its end is taken for the attempt's.
     job_alive
-        Asks Slurm whether another job is still alive; None for an answer that cannot be had. Called only when the
+        Asks Slurm whether another job is still alive; None when it cannot tell. Called only when the
         attempt before was begun by another job on another machine and has left no sign of its end.
 
     Raises
@@ -52,7 +52,7 @@ def begin_attempt(
     RunAlive
         Another attempt is alive, or may be.
     RunEnded
-        The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and no person
+        The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and nobody
         has asked to resume it since.
     RunError
         The run's folder cannot be written.
@@ -73,7 +73,7 @@ def begin_attempt(
         if number > LAST_NUMBER:
             raise RunError(
                 f"{run.attempt(LAST_NUMBER).path} has the last number that an attempt can have. "
-                "If it is no attempt, remove it"
+                "If it is not an attempt, remove it"
             )
         record = AttemptRecord(number, time.time(), identify(pid, host), slurm_job_id, restart_count, nodes, procs)
         try:
@@ -100,7 +100,7 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
     if alive is not None:
         return alive
     if record.number < history.first_number:
-        return False  # a person's resume has made sure of that
+        return False  # the person who resumed made sure of that
     return False if _has_signed_off(history, record) else None
 
 
@@ -119,7 +119,7 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
     ----------
     seen
         The run as it was before the caller made sure; by default as it is now. What has happened since is not
-        cleared: an attempt that somebody else has begun meanwhile counts, and a cancelling holds.
+        cleared: an attempt that somebody else has begun meanwhile counts, and a cancellation holds.
 
     Raises
     ------

@@ -23,11 +23,11 @@ class AttemptRecord:
     """What is known about an attempt besides its events."""
 
     number: int  # 0 for the first attempt of the run
-    # begun, ended: Unix seconds. `ended` is None as long as the attempt has not been concluded, which one that is
+    # begun, ended: Unix seconds. `ended` is None as long as the attempt has not been concluded; one that is
     # killed never is
     begun: float
-    # The process whose life is the attempt's: the batch script, the supervisor of a local start. None when its record
-    # is damaged
+    # The process that lives as long as the attempt: the batch script, the supervisor of a local start. None when its
+    # record is damaged
     process: ProcessIdentity | None
     # slurm_job_id, restart_count: the allocation; Slurm counts restarts of the same job from 0
     slurm_job_id: str | None = None
@@ -45,7 +45,7 @@ class AttemptRecord:
 
 
 def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
-    """The record of an attempt; what is missing or damaged in it is as good as unknown."""
+    """The record of an attempt; what is missing or damaged in it counts as unknown."""
     value = read_json_object(attempt.record_file) or {}
     job_id = value.get("slurm_job_id")
     return AttemptRecord(

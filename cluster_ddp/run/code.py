@@ -24,7 +24,7 @@ _GIT_SECONDS = 60.0
 
 
 class Code(NamedTuple):
-    """What a snapshot is to hold, found out before there is a run."""
+    """What a snapshot will hold, determined before there is a run."""
 
     root: Path  # of the git repository
     files: tuple[str, ...]  # relative to the root
@@ -48,7 +48,7 @@ def find_code(near: Path, *, leave_out: Path) -> Code:
         largest = max(files, key=lambda name: (root / name).lstat().st_size)
         raise RunError(
             f"launch.snapshot: the code in {root} has {size >> 20} MiB, and at most {MAX_BYTES >> 20} are kept.\n"
-            f"The largest file is {largest}; name what is no code in .gitignore"
+            f"The largest file is {largest}; list what is not code in .gitignore"
         )
     return Code(root, files, revision, _git(root, "diff", "--binary", "HEAD")[:MAX_BYTES])
 
@@ -76,7 +76,7 @@ def kept_path(run: RunDirectory, path: str) -> str:
 
 
 def kept_task(run: RunDirectory, task: str) -> str:
-    """The task with its file in the copy; one that is named by its module is found by `kept_search_path`."""
+    """The task with its file in the copy; `kept_search_path` finds one that is named by its module."""
     file, colon, name = task.rpartition(":")
     return f"{kept_path(run, file)}:{name}" if colon and file.endswith(".py") else task
 

@@ -1,4 +1,4 @@
-"""Making the digest of a run: what of an ended attempt's events is kept, so that all that is asked of it stays true."""
+"""Making the digest of a run: which events of an ended attempt are kept so that every question still has its answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_MANY = (*_FAILURES, NODE_STARTED, NODE_FINISHED, STOP_REQUESTED, HANG, WARNI
 
 
 def write_digest(run: RunDirectory) -> None:
-    """Put together what the attempts that are over have taught; where it cannot be written, all goes on without."""
+    """Summarize the events of the attempts that are over; where that cannot be written, everything works without it."""
     attempts = [read_attempt(attempt) for attempt in list_attempts(run)]
     over = {record.number for record in attempts if record.ended is not None or record is not attempts[-1]}
     found = read_whole_events(run)

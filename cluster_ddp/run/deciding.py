@@ -1,4 +1,4 @@
-"""A run between the end of its nodes and what its keeper makes of it: judged, queued again, or waiting to be."""
+"""A run whose nodes have ended and whose keeper has not: it is being judged, or waits to be queued again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JUDGED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which 
 
 
 def waits_for_requeue(history: History) -> str | None:
-    """That the last attempt, which is over, still waits to be queued again, and why; None when it does not."""
+    """Says why the last attempt, which is over, still waits to be queued again; None when it does not."""
     why = why_delayed(history)
     return why and f"waiting to be queued again, which is tried until the allocation is nearly over: {why}"
 

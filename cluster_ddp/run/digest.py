@@ -1,9 +1,9 @@
-"""What ended attempts taught, in one small file: `events/digest.json`.
+"""The events of ended attempts that matter, in one small file: `events/digest.json`.
 
-An attempt of many nodes leaves thousands of lines in hundreds of files, which say few things many times. When an
-attempt has ended, what matters of the lines until then is put together (`condense`), with how far each file was read;
-who wants to know the run's events reads that and what has been appended since. Nothing but time is lost with it: the
-files of events stay as they are, and a digest that does not fit them is passed over.
+An attempt of many nodes leaves thousands of lines in hundreds of files, which say few things many times. When it has
+ended, the lines that matter are written to this file (`condense`), with how far each file was read; whoever reads the
+run's events reads it and what has been appended since. Losing it costs only time: the event files stay as they are, and
+a digest that does not match them is ignored.
 """
 
 from __future__ import annotations

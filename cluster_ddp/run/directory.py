@@ -1,4 +1,4 @@
-"""Where everything of a run lies on shared storage: the one home of the names in its folder."""
+"""Where everything of a run lies on shared storage: the names in its folder are defined here only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
 
 class _Inside:
-    """A name in a folder, as an attribute of the class that stands for the folder; put together once."""
+    """A name in a folder, as an attribute of the class that stands for the folder; computed once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -87,7 +87,7 @@ class RunDirectory:
     resume_file = _Inside("resume.json")  # who resumed it last; changed by one call of `resume` at a time
     record_file = _Inside("run.json")  # the run's identity; a folder is a run when this file exists
     events = _Inside("events")  # a file for each writer
-    digest_file = _Inside("events/digest.json")  # what ended attempts taught, in short
+    digest_file = _Inside("events/digest.json")  # the events of ended attempts that matter
     metrics_file = _Inside("metrics.jsonl")  # written by rank 0
     attempts = _Inside("attempts")
     arrivals = _Inside("arrivals")  # the nodes that wait for the others, where no Slurm starts them all
@@ -135,7 +135,7 @@ class RunDirectory:
             )
 
     def exists(self) -> bool:
-        """Whether this folder holds a run; one whose record cannot be read is a run, too."""
+        """Whether this folder holds a run; one whose record cannot be read is a run too."""
         return os.path.lexists(self.record_file)
 
 

@@ -37,9 +37,9 @@ from cluster_ddp.run.stopfile import (
     read_stop,
 )
 
-# What stands behind a stop, what explains most first. A SIGTERM reaches every process at once, so the ranks may have
-# stopped for "terminated" before the batch script found out what it meant and said so in the stop file. Ranks whose
-# agent was killed get one from the kernel, too.
+# The reasons for a stop, the one that explains most first. A SIGTERM reaches every process at once, so the ranks may
+# have stopped for "terminated" before the batch script found out what it meant and said so in the stop file. Ranks
+# whose agent was killed get one from the kernel, too.
 _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_LOST)
 
 # Errors that a program gets from its surroundings: a peer that died, the network, the machine. Starting again helps,
@@ -82,7 +82,7 @@ class RunState(str, enum.Enum):
 
     @property
     def open(self) -> bool:
-        """Whether something of the run will still happen by itself."""
+        """Whether anything more will happen to the run by itself."""
         return self.alive or self in (RunState.PENDING, RunState.REQUEUED)
 
 
@@ -113,13 +113,13 @@ class Outcome:
     ending: Ending
     reason: str
     stop_reason: str | None = None  # what asked it to stop, one of `stopfile.REASONS`; None when nothing did
-    settled: bool = False  # an event of the run has decided it, whatever of the attempt is still alive
+    settled: bool = False  # an event of the run has decided it, even if parts of the attempt are still alive
 
 
 def outcome_of(history: History, number: int) -> Outcome:
     """How an attempt ended. For one that is still alive: how it would have ended were it gone now.
 
-    Whoever wants to know what a run has come to asks this function: `status`, the decision about a requeue, and the
+    Everything that needs to know how a run ended calls this function: `status`, the decision about a requeue, and the
     refusal to begin another attempt.
     """
     if history.cancelled is not None:
@@ -143,7 +143,7 @@ def outcome_of(history: History, number: int) -> Outcome:
     if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and any(
         event["event"] in (NODE_FAILED, NODE_LOST) for event in events
     ):
-        stop_reason = None  # what is done to the others when a node has failed is no stop
+        stop_reason = None  # ending the others when a node has failed is not a stop
     saved = any(event["event"] == STOPPED for event in events)
     if stop_reason == AGENT_LOST and failures and not saved:
         stop_reason = None  # nor is it when ranks failed before all had met
@@ -166,7 +166,7 @@ def outcome_of(history: History, number: int) -> Outcome:
 
 
 def outcome_so_far(history: History) -> Outcome | None:
-    """What the run has come to since a person last asked to resume it; None when it has not begun an attempt since."""
+    """How the run stands since a person last asked to resume it; None when it has not begun an attempt since."""
     last = history.last
     if history.cancelled is None and (last is None or last.number < history.first_number):
         return None

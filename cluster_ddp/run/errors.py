@@ -1,4 +1,4 @@
-"""What can be wrong with a run, said so that a person knows what to do."""
+"""What can be wrong with a run."""
 
 from __future__ import annotations
 

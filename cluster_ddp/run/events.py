@@ -2,7 +2,7 @@
 
 The files lie on shared storage, where appends of several hosts to one file are not atomic, and an attempt may live on
 elsewhere while the next one runs. So no two hosts write to one file; on one host appends are atomic. A reader takes
-what it can: a torn or damaged line is passed over.
+what it can and skips torn or damaged lines.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SUPERSEDED = "superseded"  # as the outcome of `node-finished`: a newer attempt 
 NOTIFIED = "notified"  # state, error: the command of notify: has run, and what went wrong with it (or null)
 WARNING = "warning"  # rank, host, message: training goes on, but a person should know
 
-# The values that others compute with, compare or look up; what is of another kind in a file is as good as not there.
+# The values that others compute with, compare or look up; a value of another kind is treated as missing.
 _WHOLE = frozenset({"step", "samples", "total_steps", "world_size", "rank", "cancels"})
 _PLAIN = frozenset(
     {"node", "host", "signal", "reason", "error", "by", "phase", "outcome", "via", "slurm_job_id", "training"}
@@ -83,7 +83,7 @@ class EventWriter:
     def write(self, event: str, *, attempt: int | None = None, **fields: Any) -> bool:
         """Append one event and wait until it is durable.
 
-        Training must go on when the storage is full, so this does not raise for what the storage says: it warns on
+        Training must go on when the storage is full, so an error of the storage is not raised: this warns on
         standard error and returns False.
         """
         line = json.dumps({"time": time.time(), "event": event, "attempt": attempt, **fields}, default=str)
@@ -96,7 +96,7 @@ class EventWriter:
 
 
 def on_this_host(role: str) -> str:
-    """The name under which processes of this role write events: no other host writes to their file."""
+    """The name under which processes of this role write events on this host, which no other host uses."""
     import socket  # not for a dry run
 
     return f"{role}-{socket.gethostname()}"
@@ -108,7 +108,7 @@ def login_writer() -> str:
 
 
 def caller() -> str:
-    """Who calls a command, for events and stop requests; a container may know users by number only."""
+    """Who called a command, for events and stop requests; in a container a user may have only a number."""
     import getpass
     import socket
 
@@ -120,16 +120,16 @@ def caller() -> str:
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """All events of a run that matter, merged by time. What cannot be read, or is not an event, is passed over.
+    """All events of a run that matter, merged by time. What cannot be read, or is not an event, is skipped.
 
-    Of attempts that are over, what was said by many nodes alike may be there once: see `cluster_ddp.run.condense`.
+    Of attempts that are over, what many nodes said alike may appear once: see `cluster_ddp.run.condense`.
     """
     whole, torn = _read(run, read_digest(run.digest_file))
     return sorted([*whole.events, *torn], key=_time)
 
 
 def read_whole_events(run: RunDirectory) -> Digest:
-    """The events as `read_events` has them, but for lines that still lack an end, and how far each file was read."""
+    """The events as from `read_events`, without lines that are still being written, and how far each file was read."""
     whole, _ = _read(run, read_digest(run.digest_file))
     return Digest(tuple(sorted(whole.events, key=_time)), whole.places)
 

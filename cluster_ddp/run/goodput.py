@@ -1,4 +1,4 @@
-"""How much of a run's time went into work that lasted."""
+"""How much of a run's time was spent on work that was kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster_ddp.run.history import History
 class Goodput:
     """Seconds over all attempts.
 
-    What of its time a script that reports nothing has kept, only the script knows: productive and lost are None then.
+    Of a script that reports nothing only the script knows what it kept: productive and lost are None then.
     """
 
     # Training whose result a checkpoint holds; in an attempt that is alive, all training so far

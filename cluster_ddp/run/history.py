@@ -31,7 +31,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class History:
-    """What happened to a run so far."""
+    """What has happened to a run so far."""
 
     run: RunDirectory
     events: tuple[Event, ...]
@@ -54,7 +54,7 @@ class History:
 
     @cached_property
     def cancels(self) -> tuple[Event, ...]:
-        """The events of all cancellings, also of those that a person has taken back."""
+        """The events of all cancellations, those that a person has taken back included."""
         return tuple(event for event in self.events if event["event"] == CANCELLED)
 
     @cached_property
@@ -65,7 +65,7 @@ class History:
 
     @cached_property
     def cancelled(self) -> Event | None:
-        """The event of the owner's cancelling, unless a person has asked to resume since."""
+        """The event of the owner's cancellation, unless a person has asked to resume since."""
         taken_back = max(map(self._cancels_taken_back, self.resume_requests), default=0)
         return self.cancels[-1] if len(self.cancels) > taken_back else None
 
@@ -115,7 +115,7 @@ class History:
         return float(self.of_attempt(number)[-1]["time"]) - min(started) if started else 0.0
 
     def ran_on(self) -> list[tuple[int, Event]]:
-        """Where an attempt was still alive when a newer one had begun: its number, and the last event of the node.
+        """Attempts that were still alive after a newer one had begun: the number, and the last event of each such node.
 
         Those since a person last asked to resume, and the last attempt before that.
         """
@@ -142,7 +142,7 @@ class History:
         """How many attempts, counted back from `upto`, ended without a checkpoint of a new step.
 
         Attempts before a person's last request to resume do not count; nor does a checkpoint of step 0. A script that
-        reports nothing has got on in an attempt that it was asked to end.
+        reports nothing counts as having made progress in an attempt that it was asked to end.
         """
         idle = 0
         saved: set[int] = set()

@@ -1,4 +1,4 @@
-"""The Slurm jobs of a run: which its folder tells of, which are surely its own, which is the current one."""
+"""The Slurm jobs of a run: those noted in its folder, those that are surely its own, and the current one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What a run's folder tells of its Slurm jobs, before squeue is asked about those of many runs at once."""
+    """What a run's folder says about its Slurm jobs, read before squeue is asked about those of many runs at once."""
 
     run: RunDirectory
     record: RunRecord | None  # None when run.json cannot be read
     unreadable: str | None  # why it cannot be
     attempts: tuple[AttemptRecord, ...]
     unnoted: Unnoted | None = None  # set where whoever submitted it was killed, or had no clear answer
-    found: tuple[str, ...] = ()  # the jobs that squeue knows so: see `cluster_ddp.run.unnoted`
+    found: tuple[str, ...] = ()  # the jobs that squeue knows by that: see `cluster_ddp.run.unnoted`
 
     @property
     def slurm_job_ids(self) -> list[str]:

@@ -23,7 +23,7 @@ from cluster_ddp.run.reading import as_whole, open_regular, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 
 _BEGINNING = -1  # the place of an attempt that goes on from no checkpoint: one of step 0 lies beyond it
-_HEAD_BYTES = 4096  # of a manifest: what says whose it is comes before what may be long
+_HEAD_BYTES = 4096  # of a manifest: the lines that say whose it is come before those that may be long
 _ATTEMPT = re.compile(rb'^ "attempt": (\d{1,6}),$', re.MULTILINE)
 _AFTER_ATTEMPT = re.compile(rb'^ "world_size": ', re.MULTILINE)
 
@@ -67,7 +67,7 @@ class Lineage:
     unsigned: int = -1
 
     def counts(self, attempt: int | None, step: int) -> bool:
-        """Whether what an attempt did at a step belongs to the run; None stands for an attempt that is not named."""
+        """Whether what an attempt did at a step belongs to the run; None stands for an unnamed attempt."""
         return self.left_by(attempt, step) is None
 
     def left_by(self, attempt: int | None, step: int) -> int | None:
@@ -111,7 +111,7 @@ def record_origin(attempt: AttemptDirectory, origin: Origin, storage: Storage) -
     """Record what an attempt goes on from, before it trains; durable when it returns.
 
     Ranks that are restarted within the attempt go on from what it has saved itself, and leave the record as it is; only
-    when that was damaged, and they go back further, the place moves back.
+    when that was damaged, so that they go further back, does the place move back.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def steps_that_count(checkpoints: Path, lineage: Lineage) -> list[int]:
 
 
 def last_step_that_counts(checkpoints: Path, lineage: Lineage) -> int | None:
-    """The last of `steps_that_count`, found without a look at those before it; None when there is none."""
+    """The last of `steps_that_count`, found without looking at those before it; None when there is none."""
     return next((step for step in reversed(steps_in(checkpoints)) if _may_count(checkpoints, step, lineage)), None)
 
 

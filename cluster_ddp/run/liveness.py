@@ -17,12 +17,12 @@ from cluster_ddp.run.reading import as_time
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME_FIELD = 22  # of /proc/<pid>/stat, counted from 1: clock ticks since boot
 _FIRST_FIELD_AFTER_NAME = 3
-_CLAIM_SECONDS = 300.0  # after which one from a host that cannot be seen is taken for dead
+_CLAIM_SECONDS = 300.0  # after which one from a host that cannot be seen is considered dead
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process for all time: no other process has had, or will have, the same values."""
+    """A process, identified for all time: no other process ever has the same values."""
 
     host: str
     pid: int
@@ -75,12 +75,12 @@ def is_alive(process: ProcessIdentity) -> bool | None:
 
 
 def claim() -> dict[str, Any]:
-    """This process as the one that is at something, since now, in its JSON form."""
+    """This process as the one that works on something from now on, in JSON form."""
     return {**asdict(identify(os.getpid())), "since": time.time()}
 
 
 def is_claimed(claim: dict[str, Any] | None) -> bool:
-    """Whether the process of a `claim` is still at it; of one on a host that cannot be seen, for some minutes."""
+    """Whether the process of a `claim` is still working; on a host that cannot be seen, a claim lasts some minutes."""
     process = read_identity(claim or {})
     if claim is None or process is None:
         return False

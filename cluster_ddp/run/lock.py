@@ -24,14 +24,14 @@ from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, i
 from cluster_ddp.run.storage import Storage, closing
 
 PATIENCE_SECONDS = 30.0  # seconds that a change waits for its turn
-SLOW_SECONDS = 5.0  # seconds after which the same holder, alive or not, has had its turn
+SLOW_SECONDS = 5.0  # seconds after which the lock is taken from the same holder, alive or not
 _PAUSE = 0.01
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _LOST = (errno.ENOENT, errno.ESTALE)
 
 
 class LockHeld(RunError):
-    """A lock could not be had."""
+    """A lock could not be taken."""
 
 
 def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]) -> None:
@@ -77,7 +77,7 @@ def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]
 def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
     """Wait for the lock and take it; the draft inside it, and the descriptor that it is written by.
 
-    The draft is open from the start: opened by its name, it might be made once more in a lock that is another's by now.
+    The draft is open from the start: opened by its name, it might be created in a lock that by now belongs to another.
     """
     name = f"{identity_name(identify(os.getpid()))}~{os.urandom(6).hex()}"
     own = lock.with_name(f"{lock.name}-{os.urandom(6).hex()}")

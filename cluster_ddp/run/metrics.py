@@ -13,7 +13,7 @@ from typing import Any
 from cluster_ddp.run.lineage import Lineage
 from cluster_ddp.run.reading import as_number, as_time, as_whole, parse_lines, parse_object, read_tail
 
-# A long run's file is too long to read at each look; this much of its end holds tens of thousands of lines.
+# A long run's file is too long to be read every time; this much of its end holds tens of thousands of lines.
 _TAIL_BYTES = 4 << 20
 # A row as `MetricsFile` writes it.
 _ROW = re.compile(
@@ -72,7 +72,7 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
 
 
 def _telling(data: bytes, lineage: Lineage) -> list[Row]:
-    """The rows that decide what is latest, found from the end of the lines with as few of them parsed as will do.
+    """The rows that decide what is latest, found from the end while parsing as few of them as possible.
 
     None where that is not sure: only in a file in which every row is of a later step, or attempt, than the one before
     do those at the end decide, and only what the names of all metrics are tells when enough of it is read.

@@ -1,4 +1,4 @@
-"""The form of a node's log: each line says who printed it, so that what one rank printed can be found again.
+"""The form of a node's log: each line says who printed it, so that the output of one rank can be picked out.
 
 A node has one file, `attempts/NNN/node-<N>.log`, for all that its ranks and its torchrun print: files, not bytes, are
 what a large run would have too many of. Lines without a mark are the node program's own.

@@ -1,4 +1,4 @@
-"""What is to be expected of a run that trains."""
+"""When a run that trains will be done, and how fast it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster_ddp.run.history import History
 
 @dataclass(frozen=True)
 class Outlook:
-    """How fast a run trains and when it will be through, by what it measured last."""
+    """How fast a run trains and when it will be done, by what it measured last."""
 
     samples_per_second: float | None  # None when the run does not measure it
     ends: float | None  # Unix seconds when the last step will be finished, if nothing comes between; None: not known
@@ -22,7 +22,7 @@ class Outlook:
 
 
 def outlook_of(history: History, total_steps: int | None) -> Outlook:
-    """What the last line of the metrics lets expect of a run that trains."""
+    """The outlook of a run that trains, from the last line of its metrics."""
     latest = history.metrics
     seconds, measured = latest.values.get("seconds_per_step"), latest.times.get(latest.attempt)
     rate = latest.values.get("samples_per_second")

@@ -1,8 +1,8 @@
 """The one reader of a run's files, which may come from a stranger, another version, a broken disk or a live writer.
 
 Only regular files are read, never through a link and never longer than their kind can be; a named pipe, a device or a
-sparse file of terabytes is refused before a byte is read. Values have known types and ranges, so that whoever computes
-with them or prints them needs no checks of their own.
+sparse file of terabytes is refused before a byte is read. Values have known types and ranges, so that code that
+computes with them or prints them needs no further checks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _read(fd: int, expected: int, limit: int) -> bytes:
 def parse_lines(data: bytes) -> list[dict[str, Any]]:
     """The objects among lines of JSON.
 
-    Torn lines, damaged lines and lines that are not objects are passed over: the writer may have died, or be in the
+    Torn lines, damaged lines and lines that are not objects are skipped: the writer may have died, or be in the
     middle of a line.
     """
     lines = _OBJECT_LINE.findall(data)

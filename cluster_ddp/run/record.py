@@ -34,7 +34,7 @@ _COMMENT = "cluster_ddp "  # begins the comment of a job of ours; the run's id f
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What does not follow from the job file: who the run is and what it was made with."""
+    """What does not follow from the job file: which run it is and what it was made with."""
 
     id: str
     name: str
@@ -52,8 +52,8 @@ class RunRecord:
     nodes: int | None = None
     procs: int | None = None
     global_batch: int | None = None  # samples per step, resolved at the first attempt and kept for the life of the run
-    # The process that gives a job to a batch system, and since when, until the job's id is noted. When nobody is at it
-    # any more, the job may be in the queue or not
+    # The process that gives a job to a batch system, and since when, until the job's id is noted. Once that process is
+    # gone, the job may be in the queue or not
     submitting: dict[str, Any] | None = None
 
     @property
@@ -66,7 +66,7 @@ class RunRecord:
 class Unnoted:
     """How squeue knows a job that may have been submitted for a run, and whose id nobody has noted."""
 
-    names: frozenset[str]  # one of which its comment gives: the run's, or the sweep's
+    names: frozenset[str]  # the run's or the sweep's, one of which its comment gives
     task: int | None = None  # of the sweep's array
     noted_arrays: frozenset[str] = frozenset()  # of the sweep, which begin with other elements
 
@@ -167,7 +167,7 @@ def announce_submission(run: RunDirectory) -> None:
 
 
 def slurm_comment(run_id: str) -> str:
-    """The comment of a run's Slurm jobs, by which they are known: Slurm uses job ids again."""
+    """The comment of a run's Slurm jobs, by which they are recognised: Slurm reuses job ids."""
     return f"{_COMMENT}{run_id}"
 
 
@@ -183,7 +183,7 @@ def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
 
 
 def unnoted_job(run: RunDirectory, record: RunRecord) -> Unnoted | None:
-    """How a job is known that was being submitted when the process that did was killed; None where none was.
+    """How to recognise a job whose submitter was killed while submitting it; None where that did not happen.
 
     The name of an element, which its own job's comment gives, may be that of one of another sweep as well.
     """
@@ -208,7 +208,7 @@ def _change(run: RunDirectory, change: Callable[[RunRecord], RunRecord]) -> None
 
 
 def code_folder(spec: JobSpec) -> Path:
-    """Where the user's code is, as far as the job file tells."""
+    """Where the user's code is, according to the job file."""
     source = spec.script or (spec.task or "").rpartition(":")[0]
     return Path(source).parent if os.sep in str(source) else Path.cwd()
 

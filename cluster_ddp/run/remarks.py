@@ -25,7 +25,7 @@ def warnings_of(history: History) -> tuple[str, ...]:
 
 
 def _ran_on(history: History) -> list[str]:
-    """Which nodes still ran an attempt after a newer one had begun, which was none of the attempt's doing."""
+    """Which nodes still ran an attempt after a newer one had begun, which the attempt could not help."""
     told = []
     for number, event in history.ran_on():
         until = moment(float(event["time"]))

@@ -1,7 +1,7 @@
-"""What the ended runs of a folder amount to, kept in the user's own cache: who looks at many need not read them again.
+"""The states of the ended runs of a folder, in the user's cache, so that listing many need not read them all again.
 
-Each is kept with a mark of every file and folder that its state was read from, and counts only as long as these are as
-they were. The cache can be thrown away at any time; nothing but the next look's time is lost with it.
+Each is kept with a mark of every file and folder that its state was read from, and is valid only while these are
+unchanged. The cache can be deleted at any time; only the next listing takes longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cluster_ddp.slurm.states import SlurmJob
 _FORMAT = 1
 _MAX_BYTES = 256 << 20  # a hundred thousand runs
 _ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.STALLED, RunState.STOPPED, RunState.CANCELLED)
-# Whatever has changed a moment ago may change again without a mark that tells: some file systems count whole seconds,
+# What has changed a moment ago may change again without changing its mark: some file systems count whole seconds,
 # and the clock of another may be late.
 _REST_SECONDS = 600.0
 
@@ -68,11 +68,11 @@ class EndedRuns:
         return _read(self._file, self._header)
 
     def know(self, run: RunDirectory) -> KnownRun | EndedRun:
-        """What squeue is to be asked about a run by; read from the run only where it has to be."""
+        """What to ask squeue about; read from the run only where necessary."""
         return self._recall(run) or know(run)
 
     def describe(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-        """Say where a run stands (see `cluster_ddp.run.status.describe`), and keep it in mind if it has ended."""
+        """Say where a run stands (see `cluster_ddp.run.status.describe`), and remember it if it has ended."""
         alone = _is_alone(known.slurm_job_ids, slurm_jobs)
         if isinstance(known, EndedRun):
             return known.status if alone else describe_known(know(known.run), slurm_jobs)
@@ -82,13 +82,13 @@ class EndedRuns:
         return status
 
     def summarize(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
-        """Say in short where a run stands; what was read for that is not enough to be kept."""
+        """Say in short where a run stands; too little is read for this to be remembered."""
         if isinstance(known, KnownRun):
             return summarize_known(known, slurm_jobs)
         return self.describe(known, slurm_jobs)
 
     def save(self, looked_at: Sequence[RunDirectory]) -> None:
-        """Write down what was kept in mind, of the runs that there still are; where it cannot be, all goes on."""
+        """Write the cache, without runs that no longer exist; it does not matter if it cannot be written."""
         if not self._changed:
             return
         names = {run.path.name for run in looked_at}
@@ -106,7 +106,7 @@ class EndedRuns:
                 return None
             return EndedRun(run, kept["slurm_job_ids"], _status_from(kept["status"]))
         except (KeyError, TypeError, ValueError):
-            return None  # kept by another revision of this version, whose statuses hold other things
+            return None  # kept by another revision of this version, whose statuses have other fields
 
     def _keep(self, known: KnownRun, status: RunStatus) -> None:
         marks = _marks_of(known.run)
@@ -118,7 +118,7 @@ class EndedRuns:
 
 
 def _is_alone(slurm_job_ids: list[str], slurm_jobs: Mapping[str, SlurmJob] | None) -> bool:
-    """Whether Slurm has no say: it knows none of the jobs, or there never was one."""
+    """Whether the state does not depend on Slurm: it knows none of the jobs, or there never was one."""
     return not slurm_job_ids or (slurm_jobs is not None and slurm_jobs.keys().isdisjoint(slurm_job_ids))
 
 
@@ -134,7 +134,7 @@ def _cache_folder() -> Path:
 
 
 def _read(file: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """The runs in a cache that this version has written for this folder; none when it is damaged or somebody else's."""
+    """The runs in a cache that this version has written for this folder; none when it is damaged or not ours."""
     try:
         data = read_file(file, _MAX_BYTES) if is_mine(file) else b""
     except OSError:

@@ -1,4 +1,4 @@
-"""What is to become of a run whose attempt has ended: the rule that the batch host acts on."""
+"""What happens to a run whose attempt has ended: the rule that the batch host acts on."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def decide(
 
 
 def prepare_to_decide() -> None:
-    """Load ahead what `decide` needs: once Slurm has sent SIGTERM, each second may be missing at the end."""
+    """Load what `decide` needs ahead of time: once Slurm has sent SIGTERM, every second counts."""
     _load_resolved()
 
 
 def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: str) -> None:
     """Write the decision's event, if it has one, and that the attempt is over.
 
-    Of the decisions, requeue and stall become events; the others have theirs from training. What cannot be written (a
-    full disk) is said on standard error: the decision still holds.
+    Of the decisions, requeue and stall become events; the others have theirs from training. An event that cannot be
+    written (a full disk) is reported on standard error: the decision still holds.
     """
     names = {"requeue": events.REQUEUED, "stall": events.STALLED}
     if decision.action in names:
@@ -92,7 +92,7 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
 
 
 def _within_limits(history: History, number: int, outcome: Outcome, limits: RequeueSpec) -> Decision:
-    # The jobs of a chain are no requeues.
+    # The jobs of a chain are not requeues.
     counted = [record for record in history.attempts if history.first_number <= record.number <= number]
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:

@@ -26,7 +26,7 @@ _MAX_CANDIDATES_SHOWN = 10
 def runs_dir_of(spec: JobSpec | None) -> Path:
     """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute.
 
-    Without a job the site file's stands for it.
+    Without a job, that of the site file.
     """
     chosen = (spec.runs_dir if spec is not None else None) or os.environ.get(RUNS_VARIABLE)
     if not chosen and spec is None and site_file() is not None:
@@ -63,7 +63,7 @@ def create_run(
 
 
 def share_with_group(folder: Path) -> None:
-    """Let the group of a folder change what is in it, and what will be."""
+    """Let the group of a folder change what is in it, now and later."""
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXG | stat.S_ISGID)
 
 

@@ -33,7 +33,7 @@ def silent_nodes(history: History) -> str | None:
 
 
 def _silent_for(attempt: AttemptDirectory, node: int) -> float:
-    """Seconds since a node program touched its file; 0 where it has signed off, or has not come to it."""
+    """Seconds since a node program touched its file; 0 where it has signed off or not started yet."""
     try:
         touched = attempt.alive_file(node).lstat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""A start of a run's Slurm job before its ranks train: what it waits for, and why it has failed."""
+"""A start of a run's Slurm job whose ranks do not train yet: what it waits for, or why it has failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def see_output(record: RunRecord | None, job_id: str) -> str:
 
 
 def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
-    """State and reason of a run that somebody submits, or was about to when he was stopped; no job is known of it.
+    """State and reason of a run of which no job is known: it is being submitted, or its submission was cut off.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
 _LEFT_NO_WORD = frozenset({"FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT"})  # of a start
-_NEVER_BEGAN = "it was to start on this machine, and has not"
+_NEVER_BEGAN = "it was to start on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
 
 
@@ -29,7 +29,7 @@ def state_of(
     if outcome is not None and outcome.settled:
         return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.reason
     if job is not None and job.state in SUSPENDED:
-        return RunState.SUSPENDED, "suspended by Slurm: it goes on where it is when Slurm lets it"
+        return RunState.SUSPENDED, "suspended by Slurm; it goes on from where it is when Slurm resumes it"
     if job is not None and job.state in ACTIVE:
         starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
@@ -57,7 +57,7 @@ def _waiting(outcome: Outcome | None, job: SlurmJob, failed: str | None) -> tupl
 def _without_slurm(
     history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
-    """The state of a run of which Slurm knows no living job, or could not be asked, or has no part in."""
+    """The state of a run that Slurm is no part of or knows no living job of, or where it could not be asked."""
     last = history.last
     if last is None or last.number < history.first_number:
         if not ids and _should_have_begun(history, record):
@@ -79,7 +79,7 @@ def _without_slurm(
 
 
 def _should_have_begun(history: History, record: RunRecord | None) -> bool:
-    """Whether a local run was to start a while ago: who started it begins the attempt in the next moment, or never."""
+    """Whether a local run was started a while ago: its attempt begins a moment later, or never."""
     if record is None or record.via != "local":
         return False
     wished = max((float(event["time"]) for event in history.resume_requests), default=record.created)
@@ -107,7 +107,7 @@ def _never_began(
 
 
 def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
-    """State and reason once the last attempt is over, as it ended and as Slurm has taken it."""
+    """State and reason once the last attempt is over, from how it ended and what Slurm made of that."""
     outcome: Outcome = outcome_of(history, number)
     cancelled = job is not None and job.state == "CANCELLED"
     if not cancelled and (delayed := why_delayed(history)):  # killed while it tried

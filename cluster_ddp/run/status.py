@@ -23,7 +23,7 @@ from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.state import state_of
 from cluster_ddp.slurm.states import SlurmJob
 
-# Of an attempt that ended before its first checkpoint only these, the node programs' among them, know how far it came.
+# The only events, besides checkpoints, that say how far an attempt came; some are written by the node programs.
 _TELL_A_STEP = (events.STARTED, events.RESUMED, events.FAILED, events.RANK_FAILED, events.HANG, events.NODE_FINISHED)
 _IN_JSON = (
     "run_id", "name", "state", "attempts", "step", "total_steps", "samples", "training", "last_checkpoint", "metrics",
@@ -34,7 +34,7 @@ _IN_JSON = (
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What `list` shows of a run: all that can be told without what training has measured."""
+    """What `list` shows of a run: all that is known without reading what training has measured."""
 
     run_id: str
     name: str
@@ -44,7 +44,7 @@ class RunSummary:
     last_checkpoint: int | None  # step of the newest checkpoint; None when there is none
     slurm_job_id: str | None
     directory: str
-    record: RunRecord | None  # the run's identity, which `status --json` leaves out; None when run.json cannot be read
+    record: RunRecord | None  # the run's identity, which `status --json` omits; None when run.json cannot be read
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class RunStatus(RunSummary):
     samples: int | None
     # What a step is, in words for people: ranks, global batch, peak learning rate; None when not known
     training: str | None
-    reports_nothing: bool  # it is a script that does not tell of steps; left out of `status --json`
+    reports_nothing: bool  # it is a script that does not report its steps; omitted in `status --json`
     metrics: dict[str, float]  # latest value of each metric
     warnings: tuple[str, ...]  # what training warned of since a person last asked to resume, each once, the latest last
     goodput: Goodput
     world_size: int | None  # ranks of the last attempt that trained; None when not known yet
     samples_per_second: float | None  # of a run that trains, if it measures them
-    seconds_left: float | None  # of training, if nothing comes between; None when not known, or not training
+    seconds_left: float | None  # of training, if nothing interrupts it; None when not known, or not training
     last_failure: str | None  # attempt, rank, host and error, for people; None when nothing has failed
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
 
 
 def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-    """Say where a run stands of which the jobs have been asked about; see `describe`."""
+    """Say where a run stands whose jobs have been looked up already; see `describe`."""
     history = read_history(known.run, known.attempts)
     summary = _summary(known, history, slurm_jobs)
     step, samples = _position(history, history.metrics)
@@ -148,7 +148,7 @@ def _last_job_id(history: History, ids: list[str]) -> str | None:
 
 
 def _position(history: History, metrics: LatestMetrics) -> tuple[int | None, int | None]:
-    """Steps and samples as the latest attempt that tells of any has them."""
+    """Steps and samples according to the latest attempt that reported any."""
     for record in reversed(history.attempts):
         logged = [metrics.step] if record.number == metrics.attempt and metrics.step is not None else []
         steps = [*_steps_in(history, record.number, events.CHECKPOINT, events.STOPPED, events.COMPLETED), *logged]
@@ -178,7 +178,7 @@ def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | No
 
 
 def _latest(history: History, name: str) -> Any:
-    """The latest value of that name in an event, as the latest attempt has it: the clocks of two hosts may differ."""
+    """The latest value of that name in an event of the latest attempt: the clocks of two hosts may differ."""
     told = (event for event in reversed(history.events) if event.get(name) is not None)
     latest = max(told, key=lambda event: as_whole(event.get("attempt")) or 0, default=None)
     return None if latest is None else latest[name]

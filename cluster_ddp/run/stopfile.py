@@ -1,7 +1,7 @@
-"""The stop file of an attempt: the wish that training saves and ends now, left on shared storage for every node.
+"""The stop file of an attempt: the request that training save and end now, left on shared storage for every node.
 
 It is how a stop reaches a run whatever started it (sbatch, submitit, local). One poller per node reads it; the node
-program hands the wish on to its ranks over the heartbeat file.
+program passes the request on to its ranks through the heartbeat file.
 
 Several may write it in the same moment, on several machines, and the last one wins. So a person's decision has a file
 of its own, which nothing but another one replaces.
@@ -29,12 +29,12 @@ HANG = "hang"
 AGENT_LOST = "agent-lost"
 NODE_FAILURE = "node-failure"
 
-# In the order of the codes on the heartbeat file; 0 there means none. A new one goes to the end.
+# In the order of their codes in the heartbeat file, where 0 means none. Add new ones at the end.
 REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST, NODE_FAILURE)
-# Reasons behind which stands a person's decision that the run is not to go on by itself.
+# Reasons that mean a person has decided that the run is not to go on by itself.
 FINAL_REASONS = frozenset({PERSON, CANCEL})
 
-# A script that reports nothing is killed so long after it was asked to stop: what torchrun gives ranks.
+# Seconds after a stop request at which a script that reports nothing is killed: as long as torchrun gives ranks.
 SCRIPT_GRACE_SECONDS = 30.0
 
 SAVE_AND_END = 1
@@ -57,8 +57,8 @@ def request_stop(
 ) -> StopRequest:
     """Ask every node of an attempt to stop, and return the request that now holds.
 
-    A request that is there already is only ever sharpened: its level does not fall, and a person's decision is not
-    replaced by a signal that comes after it.
+    An existing request only ever becomes more urgent: its level does not fall, and a person's decision is not replaced
+    by a later signal.
     """
     if reason not in REASONS:
         raise ValueError(f"{reason!r} is not a reason to stop; one of {', '.join(REASONS)}")
@@ -77,7 +77,7 @@ def request_stop(
 def read_stop(attempt: AttemptDirectory) -> StopRequest | None:
     """The stop request of an attempt, or None.
 
-    A stop file that a person made by hand (`touch stop`) counts as a person's wish; one that is only half there yet
+    A stop file that a person made by hand (`touch stop`) counts as a request by a person; one that is only half written
     is read at the next poll.
     """
     request = _read(attempt.stop_file)

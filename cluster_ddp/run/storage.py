@@ -23,7 +23,7 @@ from typing import Any
 _FOLDER_FLUSH_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
-"""For `os.open`: a link in place of the file is an error, for it may lead anywhere."""
+"""For `os.open`: a link in place of the file is an error, because it may lead anywhere."""
 
 
 class Storage:
@@ -44,9 +44,9 @@ class Storage:
             rest = rest[os.write(fd, rest) :]
 
     def begin_flush(self, fd: int, offset: int, length: int) -> None:
-        """Let the disk begin with these bytes of a file while the next ones are prepared; `fsync` has less to wait for.
+        """Have the disk begin to write these bytes of a file while the next are prepared; `fsync` then waits for less.
 
-        Advice only: on a system or file system without it nothing happens, and what goes wrong is left to `fsync`.
+        Only a hint: nothing happens on a system or file system without it, and errors are left to `fsync`.
         """
         call = _sync_file_range()
         if call is not None:
@@ -81,7 +81,7 @@ class Storage:
         path.mkdir(mode)
 
     def rmtree(self, path: Path) -> None:
-        """Remove a folder and all in it; of a link, or a file in its place, only that itself."""
+        """Remove a folder and everything in it; a link, or a file in its place, is removed itself."""
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path)
         else:
@@ -110,7 +110,7 @@ def created(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
 
 @contextlib.contextmanager
 def closing(storage: Storage, fd: int) -> Iterator[None]:
-    """Close a descriptor at the end; where something has failed before, that is what is raised."""
+    """Close a descriptor at the end; an earlier error takes precedence over one of closing."""
     try:
         yield
     except BaseException:
@@ -160,7 +160,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def is_mine(path: Path) -> bool:
-    """Whether there is something of that name, and it belongs to who calls this."""
+    """Whether the path exists and belongs to the caller."""
     try:
         return path.lstat().st_uid == os.geteuid()
     except OSError:
@@ -168,7 +168,7 @@ def is_mine(path: Path) -> bool:
 
 
 def is_mine_alone(folder: Path) -> bool:
-    """Whether a folder belongs to who calls this, and nobody else may write in it."""
+    """Whether a folder belongs to the caller and nobody else may write in it."""
     try:
         found = folder.stat()
     except OSError:
@@ -196,9 +196,9 @@ def open_without_links(path: Path, flags: int) -> int:
 
 
 def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a file of lines for appending, made if it is not there: its descriptor, and what is to be written first.
+    """Open a file of lines for appending, made if it is not there: its descriptor, and what to write first.
 
-    That is the end of a line that a killed process left torn, which would otherwise take the next one with it.
+    That is a line break after a line that a killed process left torn, which would otherwise spoil the next one.
     """
     fd = open_append(path)
     try:

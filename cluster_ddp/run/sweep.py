@@ -6,7 +6,7 @@
       job.sbatch         the script of the arrays; also that of each run, by which it is resumed
       0003-lr=1e-3/      a run, from the first start of its element on
 
-The same job and the same grid have the same folder, so that the same command finds what there is already.
+The same job and the same grid get the same folder, so that the same command finds what exists already.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SweepRecord:
     arrays: tuple[SlurmArray, ...] = ()
     metric: str | None = None  # by which an element is the best: that of checkpoint.keep_best
     mode: str = "max"
-    at_once: int | None = None  # how many may run at the same time; None for as many as there is room for
+    at_once: int | None = None  # how many may run at the same time; None for no limit
     submitting: dict[str, Any] | None = None  # the process that is submitting or running elements, and since when
     announced: int | None = None  # the element that is task 0 of an array that was given to sbatch and is not noted yet
 
@@ -148,8 +148,8 @@ def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], S
 
 
 def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Sequence[Settings]) -> SweepRecord:
-    """The record with these elements besides those that it has; what is there keeps its number."""
-    from cluster_ddp.job.grid import identity, labels  # loads YAML, which showing a sweep does without
+    """The record with these elements added; existing ones keep their numbers."""
+    from cluster_ddp.job.grid import identity, labels  # loads YAML, which showing a sweep does not need
 
     record = record or SweepRecord(sweep.id, time.time(), ())
     known = {identity(element.settings) for element in record.elements}
@@ -166,7 +166,7 @@ def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Seq
 
 
 def claimed(record: SweepRecord) -> SweepRecord:
-    """The record with this process as the one that submits; a `RunError` while another does.
+    """The record with this process as its submitter; a `RunError` while another process submits it.
 
     What another was about to submit when it was killed is forgotten: whoever claims the sweep has taken that up before.
     """

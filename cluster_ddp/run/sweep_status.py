@@ -1,4 +1,4 @@
-"""Where the elements of a sweep stand: those that have a run, and those that have not begun."""
+"""Where the elements of a sweep stand, whether they have a run or have not begun."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class NotBegun:
 def know_elements(
     sweep: SweepDirectory, record: SweepRecord, know_run: Callable[[RunDirectory], K]
 ) -> list[K | NotBegun]:
-    """Read what squeue is to be asked about the elements of a sweep by, in their order.
+    """Read what to ask squeue about for the elements of a sweep, in their order.
 
     Parameters
     ----------
     know_run
-        Reads that of one that has a run: `cluster_ddp.run.jobs.know`, or what knows more.
+        Does so for an element that has a run: `cluster_ddp.run.jobs.know`, or what knows more.
     """
     begun = {element.name for element in sweep.begun(record.elements)}
     offset = None if record.busy else record.announced
@@ -109,7 +109,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt began ({said})"
 
 
-# What a sweep as a whole is said to do or to be: the first of these that any element is.
+# The state of a sweep as a whole is the first of these that any element is in.
 _AS_A_WHOLE = (
     RunState.RUNNING,
     RunState.SUSPENDED,
@@ -127,7 +127,7 @@ _AS_A_WHOLE = (
 
 @dataclass(frozen=True)
 class SweepCounts:
-    """How many elements of a sweep stand where."""
+    """How many elements of a sweep are in which state."""
 
     sweep: SweepDirectory
     states: dict[RunState, int]
@@ -135,7 +135,7 @@ class SweepCounts:
 
     @classmethod
     def of(cls, sweep: SweepDirectory, found: Sequence[RunSummary], wrong: str | None) -> SweepCounts:
-        """Count what was found of its elements."""
+        """Count the states of its elements."""
         counted = Counter(status.state for status in found)
         return cls(sweep, {state: counted[state] for state in _AS_A_WHOLE if counted[state]}, wrong)
 

@@ -1,4 +1,4 @@
-"""Saves that a stop began and the end of the allocation cut short: what they were, and what helps against them."""
+"""Saves that a stop began and the end of the allocation cut short, and what to do about them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cluster_ddp.run.reading import as_number, as_whole
 from cluster_ddp.run.stopfile import TIME_LIMIT
 
 _SAVES_PER_ATTEMPT = 4  # where attempts are too short for the save at their end
-_SAVES_APART = 2.0  # times what a save takes, at the least: training goes on between them
+_SAVES_APART = 2.0  # saves are at least this many times their duration apart, so that training gets on between them
 
 
 @dataclass(frozen=True)
 class UnfinishedSave:
-    """A save at the end of an attempt that was begun and is not there."""
+    """A save at the end of an attempt that was begun and never finished."""
 
     step: int
     reason: str  # what asked the attempt to stop
-    grace: float | None  # seconds that there were; None where nobody said
+    grace: float | None  # seconds that it had; None when not known
     trained: float  # seconds from the beginning of training in this attempt to the request
 
     def describe(self, takes: float | None) -> str:
@@ -42,7 +42,7 @@ class UnfinishedSave:
 
 
 def unfinished_saves(history: History) -> list[UnfinishedSave]:
-    """Those of the attempts since a person last asked to resume, in order; of one that may still save there is none."""
+    """Those of the attempts since a person last asked to resume, in order, except of an attempt that may still save."""
     numbers = [record.number for record in history.attempts if record.number >= history.first_number]
     return [save for number in numbers if (save := _unfinished(history, number)) is not None]
 
@@ -54,7 +54,7 @@ def seconds_of_a_save(history: History) -> float | None:
 
 
 def seconds_between_saves(history: History) -> float | None:
-    """How far apart saves may be so that something remains of an attempt that is cut short; None: no need is known."""
+    """How far apart saves may be so that something is kept of an attempt that is cut short; None where any will do."""
     trained = [save.trained for save in unfinished_saves(history)]
     if not trained:
         return None

@@ -1,7 +1,7 @@
-"""Jobs in Slurm that no folder tells of: whoever submitted them was killed before noting their ids.
+"""Jobs in Slurm that no folder mentions: whoever submitted them was killed before noting their ids.
 
-Their comments name the run or the sweep that they are for, so squeue tells of them when it is asked about all jobs of
-this user. It is asked so only where a submission was cut off; then that takes the place of the call by job ids.
+Their comments name the run or the sweep that they are for, so squeue shows them when it is asked about all jobs of
+this user. That is done only where a submission was cut off, and then replaces the call by job ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ K = TypeVar("K", bound=Known)
 def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
     """What squeue says about the jobs of runs and elements, noted or not, by one call; `SlurmError` as `query_jobs`.
 
-    Only where a submission was cut off, and others have runs among these, theirs take a second one.
+    Where a submission was cut off and some of the runs are other people's, those take a second call.
     """
     known = list(known)
     if not any(isinstance(entry, KnownRun | NotBegun) and entry.unnoted for entry in known):
@@ -38,7 +38,7 @@ def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
 
 
 def with_unnoted(known: Sequence[K], jobs: Mapping[str, SlurmJob]) -> list[K]:
-    """The same runs and elements, with the jobs that their folders do not tell of among theirs."""
+    """The same runs and elements, each with the jobs that its folder does not mention."""
     by_name: dict[tuple[str | None, str], list[str]] = {}
     for job_id in dict.fromkeys(job.job_id for job in jobs.values()):
         by_name.setdefault((run_in_comment(jobs[job_id].comment), job_id.partition("_")[2]), []).append(job_id)
