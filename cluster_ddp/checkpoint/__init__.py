@@ -1,7 +1,7 @@
-"""Checkpoints: written in the background by all ranks, verified when read, never half there.
+"""Checkpoints: written in the background by all ranks, verified when read, never incomplete.
 
 format, verify, folders, export      what lies on disk; torch-free, so that login nodes can list and export
-plan, staging, coordinator, writer   a save, from live tensors to a folder with its final name
+plan, staging, coordinator, writer   a save, from live tensors to the folder under its final name
 replicas                             whether all ranks hold the same
 restore                              from the newest intact checkpoint back to live tensors
 checkpointer                         what a training holds: saving and restoring in one object

@@ -1,4 +1,4 @@
-"""What a training holds of its checkpoints: it saves the state in the background and brings it back, verified."""
+"""What a training uses for its checkpoints: it saves the state in the background and restores it, verified."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Checkpointer:
         self._record = report
         self._unreported = collections.deque[tuple[str, dict[str, Any]]](maxlen=_MAX_UNREPORTED)
         if rank == 0:
-            with contextlib.suppress(OSError):  # it exists already; or the first save reports it
+            with contextlib.suppress(OSError):  # it exists already, or the first save will report why not
                 self._storage.mkdir(directory)
                 self._storage.fsync_dir(directory.parent)
         self._coordinator = SaveCoordinator(
@@ -182,7 +182,7 @@ class Checkpointer:
             self._run(save, writes, self._digest)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory for saving these tensors, in the background; otherwise the first save waits for it.
+        """Allocate the memory for saving these tensors in the background; otherwise the first save waits for it.
 
         Call it after the first step, once the optimizer has its state.
         """
@@ -278,18 +278,18 @@ class Checkpointer:
         return self._plan
 
     def _check_goes_on(self) -> None:
-        """Raise what the save before has found, on all ranks."""
+        """Raise what the previous save has found, on all ranks."""
         if self._writer.superseded:
             raise AttemptSuperseded(self._attempt.number)
         if self._writer.diverged is not None:
             raise RanksDiverged(
                 f"the ranks no longer train the same model: {self._writer.diverged}\n"
-                "    no checkpoint was made of it, and the one before is intact: loss() has to compute everything that "
-                "has a gradient by model(...), and nothing that changes weights may depend on the rank"
+                "    no checkpoint was made of it, and the previous one is intact: loss() has to compute everything "
+                "that has a gradient by model(...), and nothing that changes weights may depend on the rank"
             )
 
     def _run(self, save: Save, writes: bool, digest: ReplicaDigest) -> None:
-        """Carry out a save, on the background thread: no exception may leave it."""
+        """Carry out a save on the background thread, which no exception may leave."""
         try:
             digest.take()
             shard = self._staging.shard() if writes else None
@@ -333,7 +333,7 @@ class Checkpointer:
             say(f"cluster-ddp: cannot report {event}: {error!r}")
 
     def _end(self) -> None:
-        """At the exit of the interpreter: finish a save that needs no other rank; soon give up one that does."""
+        """When the interpreter exits: finish a save that needs no other rank; soon give up one that does."""
         if self._thread is None:
             return
         self._join(None if self._coordinator.world_size == 1 else _EXIT_WAIT)
@@ -351,7 +351,7 @@ def _end_all() -> None:
 
 
 def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the scalars as they will be read back."""
+    """A copy of the scalars as it will be read back."""
     plain: dict[str, Any] = {}
     for name, value in scalars.items():
         try:

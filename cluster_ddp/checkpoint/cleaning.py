@@ -1,4 +1,4 @@
-"""Removing the checkpoints of a run that is over, as a person asks for; what training itself removes: retention.py."""
+"""Removing the checkpoints of a run that is over, on request; for those that training removes, see retention.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeavyFolder(NamedTuple):
 
 
 def heavy_folders(run: RunDirectory, keep: Collection[int]) -> list[HeavyFolder]:
-    """The checkpoints but those of the steps to keep, and what was set aside. Links and other people's files are not.
+    """The checkpoints that are not of the steps to keep, and those set aside; no links, no other people's files.
 
     Raises
     ------

@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from cluster_ddp.checkpoint.folders import this_process
 
-# Seconds between two requests to the store; more with many ranks, which all ask the same server.
+# Seconds between two requests to the store; longer with many ranks, since all ask the same server.
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.001, 0.05, 0.0005
 _EXCHANGES_KEPT = 16  # ranks go through them together, so none is ever this far behind
 _instances = itertools.count()  # all ranks make their checkpointers in the same order
 
 
 class Abandoned(Exception):
-    """This process gives up a save because it ends."""
+    """This process gives up a save because it is ending."""
 
 
 class SaveCoordinator:
@@ -62,7 +62,7 @@ class SaveCoordinator:
         self._exchanges = 0
 
     def send(self, save: int, receipt: dict[str, Any]) -> None:
-        """Hand rank 0 what this rank has to say of a save: the receipt of its shard, or what went wrong with it."""
+        """Send rank 0 the result of this rank in a save: the receipt of its shard, or what went wrong."""
         self._put(self._background, f"save/{save}/receipt/{self.rank}", receipt)
 
     def collect(self, save: int, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
@@ -72,7 +72,7 @@ class SaveCoordinator:
         return {rank: self._get(self._background, key) for rank, key in keys.items()}
 
     def announce(self, save: int, outcome: dict[str, Any]) -> None:
-        """Rank 0: say what became of a save, and delete the messages of the one before."""
+        """Rank 0: announce the outcome of a save, and delete the messages of the previous one."""
         self._put(self._background, f"save/{save}/outcome", outcome)
         if self.world_size > 1:
             old = save - 1  # all ranks are through with it: each has sent its receipt for this one
@@ -80,7 +80,7 @@ class SaveCoordinator:
                 self._background.delete_key(f"{self._prefix}/save/{old}/{key}")
 
     def outcome(self, save: int) -> dict[str, Any]:
-        """Wait for rank 0 to say what became of a save."""
+        """Wait for rank 0 to announce the outcome of a save."""
         outcome: dict[str, Any] = self._get(self._background, f"save/{save}/outcome")
         return outcome
 
@@ -96,7 +96,7 @@ class SaveCoordinator:
         return value
 
     def to_rank_0(self, value: Any) -> list[Any]:
-        """On rank 0 the values of all ranks, on the others their own only; called by all, in the same order."""
+        """On rank 0 the values of all ranks, on the others only their own; called by all, in the same order."""
         if self.world_size == 1:
             return [value]
         self._exchanges += 1

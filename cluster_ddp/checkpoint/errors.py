@@ -38,7 +38,7 @@ class CheckpointOfAnotherRun(CheckpointError):
 
 
 class NoIntactCheckpoint(CheckpointError):
-    """All checkpoints of a run are damaged, and were set aside: there is nothing to go on from."""
+    """All checkpoints of a run are damaged and were set aside: there is nothing to go on from."""
 
     comes_back = True
 

@@ -20,7 +20,7 @@ def export_newest(
 
     Returns
     -------
-    The number of tensors, the checkpoint's manifest, and the checkpoints passed over because they are not intact.
+    The number of tensors, the checkpoint's manifest, and the checkpoints skipped because they are not intact.
 
     Raises
     ------

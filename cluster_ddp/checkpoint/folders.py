@@ -1,4 +1,4 @@
-"""The folders in ``<run>/checkpoints``: what their names say, which checkpoints are kept, and what is left over.
+"""The folders in ``<run>/checkpoints``: what their names mean, which checkpoints are kept, and what is left over.
 
 Only a complete checkpoint has a name that begins with ``step-`` (run/directory.py). The others say what they are in
 their first word: ``tmp-`` is being written or removed, ``replaced-`` was set aside for a newer save of the same step,
@@ -23,7 +23,7 @@ from cluster_ddp.run.storage import Storage
 _SET_ASIDE = ("damaged-", "abandoned-")
 _ABANDONED = re.compile(r"abandoned-step-(?P<step>\d{8,18})(-.*)?")
 _OWNED = re.compile(r"(?P<kind>tmp|tmp-removed|replaced)-step-(?P<step>\d{8,18})~(?P<owner>[^~]*(?:~[^~]*){4})")
-# A process on another machine cannot be looked up: what it left counts as dead when nothing in it changed for so long.
+# A process on another machine cannot be looked up: what it left is dead when nothing in it has changed for this long.
 _FOREIGN_AGE = 3600.0  # seconds
 
 
@@ -79,15 +79,15 @@ def _free(wanted: Path) -> Path:
 
 
 def put_back_interrupted(storage: Storage, directory: Path, own: str) -> None:
-    """Give the checkpoints their names back that were being replaced, or removed by a process that is gone.
+    """Give checkpoints their names back that were being replaced, or were being removed by a process that is gone.
 
-    A replacement that is still under way, in an attempt that does not know yet of a newer one, fails then: a folder
+    A replacement that is still under way, in an attempt that does not yet know of a newer one, then fails: a folder
     cannot be renamed onto another.
 
     Parameters
     ----------
     own
-        The caller as an owner. What it is removing itself is not put back.
+        The caller as an owner. What the caller itself is removing is not put back.
     """
     for name, kind, step, owner in _owned_in(directory):
         if (directory / step_name(step)).exists() or kind == "tmp":
@@ -98,7 +98,7 @@ def put_back_interrupted(storage: Storage, directory: Path, own: str) -> None:
 
 
 def put_back_removed(storage: Storage, directory: Path) -> bool:
-    """Undo all removals, for a run of which nothing else is left; whether there were any.
+    """Undo all removals, for a run of which nothing else is left; returns whether there were any.
 
     A removal first takes the name, and then looks whether a newer attempt may need the checkpoint; whoever removed it
     may have been killed between the two.
@@ -123,7 +123,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def remove_checkpoint(storage: Storage, folder: Path) -> None:
-    """Remove a folder that has no final name any more, its manifest first: without one it is never put back.
+    """Remove a folder that has lost its final name, its manifest first: without one it is never put back.
 
     Of a link only the link is removed.
     """
@@ -133,7 +133,7 @@ def remove_checkpoint(storage: Storage, folder: Path) -> None:
 
 
 def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[str, str]:
-    """Remove the unfinished folders that nobody works on any more; what stays against that, by name, and why.
+    """Remove the unfinished folders that nobody works on any more; returns what could not be removed, by name, and why.
 
     A checkpoint that was set aside for a newer save of its step is removed only once that newer one is there. Of a link
     only the link is removed.
@@ -163,7 +163,7 @@ def strangers_in(directory: Path) -> list[str]:
 
 
 def best_step(steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> int | None:
-    """The step with the best value of a metric, the largest for ``max``, of equal ones the newest; None without any."""
+    """The step with the best value of a metric, the largest for ``max``, the newest of equals; None if none has it."""
     sign = 1.0 if mode == "max" else -1.0
     rated = [(sign * metrics[step][name], step) for step in steps if name in metrics.get(step, {})]
     return max(rated)[1] if rated else None

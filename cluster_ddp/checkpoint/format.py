@@ -203,7 +203,7 @@ class Manifest:
         return encode({**body, "digest": digest(body)})
 
     def _body(self) -> dict[str, Any]:
-        # What tells whose it is comes first: `run.lineage.steps_that_count` reads no further.
+        # The keys that say whose it is come first: `run.lineage.steps_that_count` reads no further.
         return {
             "format": FORMAT,
             "run_id": self.run_id,
@@ -227,7 +227,7 @@ class Manifest:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """The one way in which a manifest is written, so that not even a changed space goes unnoticed."""
+    """The only form in which a manifest is written, so that not even a changed space goes unnoticed."""
     return json.dumps(body, indent=1).encode() + b"\n"
 
 
@@ -298,7 +298,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def _check_numbers(value: object) -> None:
-    """Raise `ValueError` for a whole number that is none to compute with: too large for a float."""
+    """Raise `ValueError` for a whole number that is too large to compute with as a float."""
     if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
         raise ValueError("a number among the scalars is too large")
     for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -315,7 +315,7 @@ def _count(value: object) -> int:
 def _moment(value: object) -> float:
     moment = as_time(value)
     if moment is None:
-        raise ValueError("the time of its making is not one")
+        raise ValueError("the time of its creation is not a time")
     return moment
 
 

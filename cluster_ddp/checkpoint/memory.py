@@ -1,4 +1,4 @@
-"""A whole checkpoint in memory, by which a training finds out early whether its state would come back."""
+"""A whole checkpoint in memory, with which a training finds out early whether its state would be restored."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class MemoryCheckpoint:
 
 
 def _read(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, contiguous."""
+    """A contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

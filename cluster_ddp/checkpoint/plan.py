@@ -1,4 +1,4 @@
-"""Who writes what: each tensor goes to one of the writing ranks, in the same way on every rank."""
+"""Who writes what: each tensor is assigned to one of the writing ranks, alike on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 class SavePlan:
     """The shards of a save and who writes them."""
 
-    layouts: dict[int, Layout]  # by writing rank, the layout of its shard; ranks with nothing to write have none
+    layouts: dict[int, Layout]  # the layout of each writing rank's shard; ranks with nothing to write have none
     aliases: dict[str, str]  # names of the tensors that share their memory with another, and that other's name
     # Names of the tensors that are the same on all ranks; they change only in the optimizer's step
     replicated: frozenset[str]
@@ -105,7 +105,7 @@ _LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 class Tensors(dict[str, Tensor]):
-    """Tensors by name as they are at one moment, each looked at once: to look at a small one takes as long as a copy.
+    """Tensors by name at one moment, each inspected once: inspecting a small one takes as long as copying it.
 
     More may be added; none is taken out or replaced.
     """
@@ -115,9 +115,9 @@ class Tensors(dict[str, Tensor]):
         self._looks: dict[str, list[Any]] = {look: [] for look in _LOOKS}
 
     def looks(self) -> dict[str, list[Any]] | None:
-        """All that `describe` goes by, in the order of the tensors: while it stays the same, so does what that gives.
+        """Everything that `describe` depends on, in the order of the tensors: while it is the same, so is the result.
 
-        None where a tensor has no memory of its own, as sparse ones.
+        None where a tensor has no memory of its own, such as a sparse one.
         """
         new = list(islice(self.values(), len(self._looks["type"]), None))
         try:

@@ -42,7 +42,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class ReplicaDigest:
-    """What must be alike on all ranks, in a few bytes.
+    """A digest of a few bytes of what must be alike on all ranks.
 
     On the CPU `take` computes it, in the background, and nothing may change before that; on a device it is computed
     there at once, in the order of what is queued.
@@ -65,7 +65,7 @@ class ReplicaDigest:
             self._taken.set()
 
     def take(self) -> None:
-        """Compute it where that has not been done."""
+        """Compute it unless that has been done."""
         try:
             if not self._taken.is_set():
                 self._digests = tensor_digests(self._tensors)

@@ -1,4 +1,4 @@
-"""Bringing a state back: the newest checkpoint that every rank finds intact, read and verified in one pass."""
+"""Restoring a state: the newest checkpoint that every rank finds intact is read and verified in one pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from cluster_ddp.run.directory import MANIFEST, RunDirectory, step_name
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.run.storage import Storage
 
-# What whoever restores puts in place: it need not be there before the first step.
+# Tensors that the caller puts in place itself: they need not exist before the first step.
 _EXTRA = ("optimizer.", "buffer.", "extra.", "task.")
 
 # Raises a ValueError unless scalars, and the tensors that they refer to, are what was given to a save.
@@ -96,7 +96,7 @@ def _empty(stored: StoredTensor) -> Tensor:
 
 
 def match(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], Differences]:
-    """Which live tensor takes which stored one, live tensors that share memory once; and what does not match."""
+    """Which live tensor takes which stored one (once for those that share memory), and what does not match."""
     stored_as = manifest.names()
     missing, shape, dtype, tied = [], [], [], []
     source_of: dict[str, str] = {}
@@ -159,7 +159,7 @@ class _Finding:
 
     restored: Restored | None = None
     damage: tuple[str, ...] = ()  # by file
-    unreadable: str = ""  # or another run's: it is passed over and stays as it is
+    unreadable: str = ""  # or another run's: it is skipped and stays as it is
     mismatch: CheckpointMismatch | None = None
 
 
@@ -205,7 +205,7 @@ class Restore:
             return max(wanted), "", False
         if self._refused or damaged:
             found = [f"{step_name(step)}: {why}" for step, why in self._refused.items()] or damaged
-            found += [f"{name}: intact perhaps, but a newer attempt has gone on without it" for name in abandoned]
+            found += [f"{name}: may be intact, but a newer attempt has gone on without it" for name in abandoned]
             return None, (
                 f"no intact checkpoint is left in {self._directory}, and nothing was deleted. Put an intact copy back "
                 "under its step- name, or move that folder away to start from the beginning; then: cluster-ddp resume "
@@ -254,7 +254,7 @@ class Restore:
         return True
 
     def _decide(self, step: int, findings: list[dict[str, Any]]) -> dict[str, str]:
-        """Rank 0: what becomes of a checkpoint, from what all ranks found. Damage that one rank proves is enough."""
+        """Rank 0: what to do with a checkpoint, from what all ranks found. Damage that one rank proves is enough."""
         damage = list(dict.fromkeys(problem for finding in findings for problem in finding["damage"]))
         unreadable = next((finding["unreadable"] for finding in findings if finding["unreadable"]), "")
         mismatch = next((finding["mismatch"] for finding in findings if finding["mismatch"]), "")

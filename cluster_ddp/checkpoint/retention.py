@@ -3,7 +3,7 @@
 An attempt may not know yet that a newer one has begun, and may be held up between any two operations. So nothing is
 removed at once: a checkpoint first loses its name, then this attempt looks whether a newer one has begun, and gives the
 name back if so. A newer attempt begins before it looks for a checkpoint to go on from; so it either finds one that
-stays, or none. After each renaming it is looked at what was renamed.
+stays, or none. After each renaming, what was renamed is checked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Saved(NamedTuple):
 
 
 class Retention:
-    """What one attempt does with the checkpoints that are there already. Rank 0 uses it.
+    """What one attempt does with the checkpoints that exist already. Rank 0 uses it.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class Retention:
             raise AttemptSuperseded(self._attempt.number)
 
     def make_room(self, step: int) -> None:
-        """Take the name of this step from what has it: an earlier save of it, from before a crash or a fall-back.
+        """Free the name of this step: an earlier save of it, from before a crash or a fall-back, may have it.
 
         Raises
         ------
         CheckpointOfAnotherRun
-            Its checkpoint is not touched.
+            The checkpoint there is of another run and is not touched.
         AttemptSuperseded
             A newer attempt has saved it; it keeps its name.
         """
@@ -172,7 +172,7 @@ class Retention:
             raise
 
     def _remove_abandoned(self, newest: int, refused: dict[str, str]) -> None:
-        """Remove what earlier attempts saved beyond their place, as far as this one has come."""
+        """Remove what earlier attempts saved beyond their place, up to the step that this one has reached."""
         lineage = self._lineage()
         for name, step in abandoned_in(self._directory).items():
             found = _read(self._directory / name) if step <= newest else None

@@ -58,7 +58,7 @@ class Staging:
         The rest is copied on the current stream, before anything launched later can change it.
         """
         if self._unpin is None:
-            with torch.no_grad():  # in one call: for small tensors half of the time
+            with torch.no_grad():  # in one call, which halves the time for small tensors
                 torch._foreach_copy_(list(self._views.values()), [tensors[name] for name in self._views])
             return
         on_side: list[str] = []
@@ -104,13 +104,13 @@ class Staging:
         memory = mmap.mmap(-1, size, **private)
         # Large pages make the first copy several times faster. Data loading workers are forked from this process: every
         # save after that would copy the pages they share, so that theirs are empty. (With MADV_DONTFORK they would have
-        # none: a worker that frees this object would free what has been put in that place since.)
+        # none: a worker that frees this object would free whatever has been mapped there since.)
         for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
-            with contextlib.suppress(AttributeError, OSError):  # advice only: not every system and kernel takes it
+            with contextlib.suppress(AttributeError, OSError):  # only a hint: not every system and kernel supports it
                 if advice is not None:
                     memory.madvise(advice)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
-        self._flat.zero_()  # the system finds the memory here rather than during the first copy
+        self._flat.zero_()  # so that the system finds the memory here rather than during the first copy
         self._to_be_pinned = pinned
         if pinned and _pin(self._flat):
             # Also when nobody calls `release`: the driver must not keep what the system gives to others.

@@ -114,7 +114,7 @@ def verify(folder: Path, run_id: str | None = None) -> Manifest:
 
 
 def read_shard(path: Path, shard: Shard, manifest: Manifest, places: Mapping[str, Place], scratch: memoryview) -> None:
-    """Read a shard once from its beginning to its end, hash it, and put each tensor's bytes in their place.
+    """Read a shard once from beginning to end, hash it, and put each tensor's bytes in their place.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def read_shard(path: Path, shard: Shard, manifest: Manifest, places: Mapping[str
     Raises
     ------
     CheckpointDamaged
-        The file is not the one in the manifest. What the places hold by then is not to be used.
+        The file is not the one in the manifest. What the places hold by then must not be used.
     OSError
         The storage cannot be read.
     """
@@ -177,7 +177,7 @@ class CheckpointInfo:
 
 
 def run_id_of(run: RunDirectory) -> str:
-    """The run id in the checkpoints of a run: that of its record, for a person may have renamed the folder.
+    """The run id in the checkpoints of a run: that of its record, since a person may have renamed the folder.
 
     It is the folder's name when there is no record to read: a script under a bare torchrun has none, and the weights of
     a run that lost its record can still be exported.
@@ -189,7 +189,7 @@ def run_id_of(run: RunDirectory) -> str:
 
 
 def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[CheckpointInfo]:
-    """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and what else lies there."""
+    """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and anything else there."""
     lineage = _lineage(directory)
     inspected = (_inspect(directory / step_name(step), step, run_id, read_all, lineage) for step in steps_in(directory))
     return [info for info in inspected if info is not None] + [
@@ -200,7 +200,7 @@ def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[Ch
 
 
 def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tuple[Path, Manifest, list[CheckpointInfo]]:
-    """The newest checkpoint that counts and all of whose bytes are right, and those newer ones that were passed over.
+    """The newest checkpoint that counts and all of whose bytes are right, and the newer ones that were skipped.
 
     Raises
     ------
@@ -251,7 +251,7 @@ def _inspect(path: Path, step: int, run_id: str, read_all: bool, lineage: Lineag
 
 
 def _abandoned(path: Path, step: int, lineage: Lineage) -> CheckpointInfo:
-    """One that was set aside because it does not count; its bytes interest nobody any more."""
+    """One that was set aside because it does not count; nobody needs its bytes any more."""
     attempt = None
     with contextlib.suppress(OSError):
         attempt = attempt_in(path)
@@ -280,7 +280,7 @@ def _fill_place(entry: Entry, place: Place | None, fill: Callable[[memoryview], 
 
 
 def _check_agreement(name: str, entries: tuple[Entry, ...], manifest: Manifest) -> None:
-    """Check that the header and the manifest say the same of each tensor; else one of them was made up."""
+    """Check that the header and the manifest agree on each tensor; otherwise one of them was forged."""
     listed = {tensor: (s.dtype, s.shape) for tensor, s in manifest.tensors.items() if s.shard == name}
     if listed != {entry.item.name: (entry.item.dtype, entry.item.shape) for entry in entries}:
         raise ShardDamaged("its tensors are not those of the manifest")

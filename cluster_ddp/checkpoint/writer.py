@@ -1,4 +1,4 @@
-"""Making a save durable, in the background and without collectives: each writing rank its shard, rank 0 the whole.
+"""Making a save durable, in the background and without collectives: each rank writes its shard, rank 0 completes it.
 
 A checkpoint becomes valid in `Writer._publish`, by the rename that gives its folder the final name.
 """
@@ -111,7 +111,7 @@ class Writer:
         return durable
 
     def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
-        """Write, hash and flush this rank's file; the receipt says what it is, or why there is none."""
+        """Write, hash and flush this rank's file; the receipt describes it, or says why there is none."""
         rank, storage = self._coordinator.rank, self._storage
         path = self._temporary(save) / shard_name(rank)
         receipt = {"file": path.name}
@@ -224,8 +224,8 @@ class Writer:
         with created(storage, temporary / MANIFEST) as fd:
             storage.write(fd, manifest.to_bytes())
         storage.fsync_dir(temporary)
-        with contextlib.suppress(OSError):  # there may be none, and no checkpoint fails for want of it
-            storage.flush_lines(self._metrics_file)  # first: who goes on from the checkpoint does not log it again
+        with contextlib.suppress(OSError):  # there may be none, and no checkpoint fails for lack of it
+            storage.flush_lines(self._metrics_file)  # first: whoever resumes does not log them again
         self._retention.refuse_superseded()
         try:
             self._retention.make_room(save.step)  # a folder that is not empty cannot be renamed onto
@@ -244,7 +244,7 @@ class Writer:
             self._storage.rmtree(self._temporary(save))
 
     def _tidy_up(self, newest: int) -> None:
-        """Remove what is no longer kept. What the storage refuses is said once, and tried again after the next save."""
+        """Remove what is no longer kept. What the storage refuses is reported once and retried after the next save."""
         refused = self._retention.tidy_up(newest)
         for name in sorted(refused.keys() - self._refused):
             self._report(events.REMOVAL_FAILED, {"name": name, "reason": f"cannot remove {name}: {refused[name]}"})
