@@ -1,4 +1,4 @@
-"""Which address of this host the other nodes reach it by."""
+"""The address by which the other nodes reach this host."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """torchrun's agent as a child of the node program.
 
-Slurm may send a signal to every process of a step. The agent must not end on it, or its ranks would not get to save:
+Slurm may send a signal to every process of a step. The agent must survive it, or its ranks could not save:
 
-- it is started with those signals ignored. torchrun replaces that for the signals that it handles, so it is told to
+- it is started with those signals ignored. torchrun installs handlers for some, so it is told to
   handle only one that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; an older agent that gets SIGTERM gives
   its ranks 30 s).
 - ignored signals are inherited: a rank ignores them too until it installs handlers of its own.
 
-It is a session of its own, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.
+It has its own session, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Agent:
-    """A running torchrun, of a command without placeholders; the signals that it `survives` its ranks ignore, too."""
+    """A running torchrun, from a command without placeholders; its ranks too ignore the signals that it `survives`."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, survives: Iterable[signal.Signals]

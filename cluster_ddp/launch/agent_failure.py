@@ -1,4 +1,4 @@
-"""Why a node could not take part: what its system or its torchrun said, with what to do about it."""
+"""Why a node could not take part: what its system or torchrun said, and what to do about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)"
 class AgentFailure:
     """Why torchrun's agent gave up."""
 
-    error: str  # in words for people, with the remedy where one is known
+    error: str  # for people, with the remedy if one is known
     suspect: bool  # whether the node itself may be at fault, so that another should be tried
 
 
@@ -58,7 +58,7 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
 
 
 def explain(error: Exception, run: RunDirectory) -> str:
-    """Why a node program could not begin, with what to do."""
+    """Why a node program could not begin, and what to do."""
     if not run.exists():
         return f"{run.path} is not there; the runs folder {_SHARED}"
     if not isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""The nodes that a job was given, as its keeper sees them: why and when they are taken away, and how to get others."""
+"""The nodes of a job as its keeper sees them: why and when they are taken away, and how to get others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from cluster_ddp.slurm.start import SlurmStart, step_environment
 from cluster_ddp.slurm.states import LETS_RUN
 
 _SHORT_SECONDS = 5.0
-"""For an answer while the end is near; a busy site may take 40 s for each."""
+"""Seconds to wait for an answer while the end is near; a busy site may take 40 s for each."""
 
 
 class Allocation(Protocol):
@@ -52,7 +52,7 @@ class Allocation(Protocol):
         """The environment of the step."""
 
     def ask_ahead(self) -> bool:
-        """Ask what had better be known when the end comes; whether the end has been announced already."""
+        """Ask in advance what is needed at the end; returns whether the end has been announced already."""
 
     def why_it_ends(self, seconds: float) -> str | None:
         """Why a signal came: one of the words of `cluster_ddp.slurm.shown`; None without an answer in `seconds`."""
@@ -60,7 +60,7 @@ class Allocation(Protocol):
     def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
         """Why the allocation ends, by a word of `cluster_ddp.slurm.shown`, and the seconds from now until SIGKILL.
 
-        These are at the least, and None where nobody knows. None without an answer in `seconds`. `since` is when the
+        The seconds are a lower bound, None if unknown. None without an answer in `seconds`. `since` is when the
         signal came, on the monotonic clock.
         """
 
@@ -76,7 +76,7 @@ class Allocation(Protocol):
         """Have the job started again. It may not return; `SlurmRefused` and `SlurmError` as from Slurm's commands."""
 
     def stay_ended(self, *, unwanted: bool) -> None:
-        """Keep the job, which is over, from being started again by whoever gave the nodes.
+        """Keep Slurm, or whoever gave the nodes, from starting the job again, which is over.
 
         Parameters
         ----------
@@ -88,14 +88,14 @@ class Allocation(Protocol):
         """Whether there are enough nodes besides the bad ones."""
 
     def keep_from(self, bad: Sequence[str]) -> bool:
-        """Keep the job, which is queued again, from the bad hosts; whether that was accepted."""
+        """Exclude the bad hosts from the job, which is queued again; returns whether that was accepted."""
 
 
 @contextlib.contextmanager
 def _unharmed() -> Iterator[None]:
     """Let what is started in here outlive Slurm's SIGTERM, which goes to all of a job, and the warning.
 
-    It inherits that they are blocked. This process takes those that come meanwhile afterwards, if not in other threads.
+    It inherits blocked signals. This process handles those that arrive meanwhile afterwards, unless other threads do.
     """
     blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -155,7 +155,7 @@ class SlurmAllocation:
         return why, seconds_until_kill(job, waits)
 
     def _learn_kill_wait(self) -> None:
-        """Ask, again where there was no answer yet. Two may ask at once: no answer takes none back."""
+        """Ask, or ask again if there was no answer yet. Two may ask at once: no answer overwrites a known one."""
         if self._kill_wait is None and (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
             self._kill_wait = answer
 

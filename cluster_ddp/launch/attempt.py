@@ -1,4 +1,4 @@
-"""The first and the last act of an attempt: beginning it, and having it judged when its processes have ended."""
+"""The beginning of an attempt, and its judgement when its processes have ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDirectory:
-    """Begin the attempt that this start is; the same start of a Slurm job gets the same one again.
+    """Begin the attempt of this start; the same start of a Slurm job gets the same attempt again.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
 def begin_when_there_is_room(
     run: RunDirectory, start: SlurmStart | None, *, pid: int, patience: float = ROOM_SECONDS
 ) -> AttemptDirectory:
-    """Begin the attempt; a full disk is waited for, since ending the job now would end the run for good."""
+    """Begin the attempt; waits while the disk is full, since ending the job now would end the run for good."""
     deadline, said = time.monotonic() + patience, False
     while True:
         try:
@@ -92,7 +92,7 @@ def begin_when_there_is_room(
 def judge(
     attempt: AttemptDirectory, start: SlurmStart | None, *, job_runs: Callable[[], bool] | None = None, writer: str
 ) -> Decision:
-    """Judge an attempt whose processes have ended. What it ended of is recorded; the decision is not.
+    """Judge an attempt whose processes have ended. The cause of its end is recorded; the decision is not.
 
     Parameters
     ----------
@@ -113,7 +113,8 @@ def judge(
 def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
     """Record that a script has completed, or was stopped, if it has not said so itself.
 
-    A script that knows nothing of this package leaves no record of its end; what its node programs saw stands for it.
+    A script that knows nothing of this package leaves no record of its end; what its node programs saw is taken
+    instead.
     """
     events = [event for event in read_events(attempt.run) if event.get("attempt") == attempt.number]
     started = {event.get("node") for event in events if event["event"] == NODE_STARTED and event.get("script")}

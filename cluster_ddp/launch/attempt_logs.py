@@ -1,4 +1,4 @@
-"""What the nodes and ranks of an attempt have printed, as it stands in the run's folder."""
+"""What the nodes and ranks of an attempt have printed, from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class AttemptLogs:
     def __init__(self, attempt: AttemptDirectory, node: int | None = None) -> None:
         self._attempt = attempt
         self._node = node
-        self._tails: dict[Path, tuple[int, LogLine | None, Tail]] = {}  # node, who prints it where the file tells, file
+        self._tails: dict[Path, tuple[int, LogLine | None, Tail]] = {}  # node, who prints it if the file says so, file
 
     def nodes(self) -> list[int]:
-        """The nodes that have a log, whichever is to be read."""
+        """All nodes that have a log, including those that are not read here."""
         try:
             names = [_NODE_LOG.fullmatch(path.name) for path in self._attempt.path.iterdir()]
         except OSError:
@@ -38,7 +38,7 @@ class AttemptLogs:
         return sorted({int(name[1]) for name in names if name})
 
     def lines(self, *, rest: bool = False) -> Iterator[tuple[int, LogLine]]:
-        """The node and the line of all that is new since the last call; with `rest` also lines that lack an end."""
+        """Each line that is new since the last call, with its node; with `rest` also lines that lack an end."""
         for node in self.nodes():
             if self._node in (None, node):
                 self._find(node)

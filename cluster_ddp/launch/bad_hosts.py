@@ -1,7 +1,7 @@
-"""Hosts that fail a run: which they are, as far as the run's record and Slurm can tell, and when to leave them.
+"""Hosts on which a run fails: which they are, as far as its record and Slurm can tell, and when to avoid them.
 
-A keeper whose attempt has ended keeps the queued job from them itself. Where the batch host has died, or Slurm has
-queued the job again for a reason of its own, nobody could, and the next start is the first that can tell.
+A keeper whose attempt has ended excludes them from the queued job itself. Where the batch host has died, or Slurm has
+queued the job again on its own, nobody could do that, and the next start is the first that can.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from cluster_ddp.slurm.start import SlurmStart
 if TYPE_CHECKING:
     from cluster_ddp.launch.running_step import RunningStep
 
-_ENOUGH = 2  # attempts: once may be bad luck
-# What a host does to its ranks. An error of the network is not among it: it shows on the host that lives on.
+_ENOUGH = 2  # attempts that a host has failed: once may be bad luck
+# Errors that a host causes in its ranks. Network errors are not among them: they show on the host that survives.
 _SIGNALS = ("SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL")
 _BROKEN = re.compile(
     r"killed from outside|\bECC\b|CUDA-capable device|CUDA driver|busy or unavailable|input/output error|stale file",
@@ -44,7 +44,7 @@ _BROKEN = re.compile(
 
 
 def suspects(history: History, upto: int) -> list[str]:
-    """The hosts that ended more than one attempt, as far as can be told, or ran on when a newer one had begun.
+    """The hosts that ended more than one attempt, as far as is known, or kept running after a newer one had begun.
 
     Parameters
     ----------
@@ -68,14 +68,14 @@ def _culprits(history: History, number: int) -> set[str]:
 
 
 def enough_others(usable: set[str], *, bad: Iterable[str], excluded: Iterable[str], nodes: int) -> bool:
-    """Whether a job that needs so many nodes can do without the bad ones, and those it is kept from already."""
+    """Whether a job that needs so many nodes can do without the bad ones and those that it excludes already."""
     return len(usable - set(bad) - set(excluded)) >= nodes
 
 
 def record_lost_nodes(history: History, attempt: AttemptDirectory, writer: EventWriter) -> bool:
     """Ask Slurm which of the attempt's nodes that never signed off are down, and record them; whether there are any.
 
-    Nobody on them could say so.
+    They could not say so themselves.
     """
     events = history.of_attempt(attempt.number)
     if any(event["event"] == NODE_LOST for event in events):
@@ -91,10 +91,10 @@ def record_lost_nodes(history: History, attempt: AttemptDirectory, writer: Event
 
 
 def record_failed_nodes(attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, step: RunningStep) -> None:
-    """Record the nodes that could not speak for themselves, for a step that has ended.
+    """Record the nodes that could not report their own end, for a step that has ended.
 
     A node program that never said that it had started is named with its last words. One that was ended before it had
-    come up, because another had failed or the job was stopped, is none of them.
+    come up, because another had failed or the job was stopped, is not recorded.
     """
     history = read_history(attempt.run)
     hosts = host_list(start)
@@ -121,12 +121,12 @@ def _explained(history: History, number: int) -> bool:
     return any(
         event["event"] != STOP_REQUESTED or not waited or event.get("reason") != TERMINATED
         for event in history.of_attempt(number, STOP_REQUESTED, NODE_FAILED, NODE_LOST, RANK_FAILED, HANG)
-        if event not in waited  # nodes that others have waited for are what is looked for
+        if event not in waited  # a node that the others waited for is just what is looked for
     )
 
 
 def _short(host: object) -> str:
-    """A host's name as Slurm has it; a node may know itself by the full one."""
+    """A host's name in Slurm's form; a node may know itself by its full name."""
     return str(host or "").split(".")[0]
 
 
@@ -134,7 +134,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     """All suspects of the run, if Slurm has started its job again on one of them; none otherwise.
 
     Call it before the attempt is begun. It names a host only once since a person's last resume, and records that, so
-    that a job which Slurm does not keep from a host is not requeued for ever.
+    that a job which Slurm keeps starting on a host is not requeued for ever.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
         history = read_history(run)
     bad = suspects(history, last.number)
     new = (set(bad) & set(host_list(start)) if bad else set()) - _named_before(history)
-    # What cannot be recorded (a full disk) could be asked for ever.
+    # What cannot be recorded (a full disk) would be asked for again and again.
     recorded = [
         events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.task) for host in sorted(new)
     ]

@@ -1,4 +1,4 @@
-"""The batch host as a keeper sees it: clocks, the signals that come, what goes on beside the keeper, and the step."""
+"""The batch host as a keeper sees it: clocks, incoming signals, work in the background, and the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Signal(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What Slurm has said about a signal: why the job ends, and the seconds that are left, where that is known."""
+    """Slurm's explanation of a signal: why the job ends, and the seconds that are left, if known."""
 
     signal: Signal
     reason: str
@@ -35,7 +35,7 @@ News = Signal | Answer
 
 
 class BatchHost:
-    """What a keeper waits for and whatever takes its time, in one place, so that its decisions depend on nothing else.
+    """Everything that a keeper waits for or that takes time, in one place: its decisions depend on nothing else.
 
     Signals and answers arrive as news, one at a time, in the order in which they came.
     """
@@ -61,7 +61,7 @@ class BatchHost:
             signal.signal(number, self._note)
 
     def ignore(self, *numbers: int) -> None:
-        """From here on these end no call of Slurm's commands; those that have come count."""
+        """From here on these interrupt no call of Slurm's commands; those that have come still count."""
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
 
@@ -71,7 +71,7 @@ class BatchHost:
         self._news.put(Signal(number, self.now()))
 
     def post(self, news: News) -> None:
-        """Add news that something beside the keeper has found out."""
+        """Add news from something that runs in the background."""
         self._news.put(news)
 
     def next_news(self, seconds: float) -> News | None:
@@ -82,7 +82,7 @@ class BatchHost:
             return None
 
     def beside(self, do: Callable[[], None]) -> None:
-        """Do something that may take long, without waiting for it."""
+        """Do something that may take long in the background."""
         threading.Thread(target=do, daemon=True).start()
 
     def within(self, seconds: float, do: Callable[[], T]) -> T | None:

@@ -1,4 +1,4 @@
-"""When a node's agent and ranks are ended because they do not end by themselves, and how the node has ended then."""
+"""When to end a node's agent and ranks because they do not end by themselves, and how the node then counts as ended."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HUNG = "hang"
 
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
-_NO_OTHERS_SECONDS = 1.0  # the same where an agent is known to be gone: those that are left would wait for it
+_NO_OTHERS_SECONDS = 1.0  # the same once an agent is known to be gone: the others would wait for it
 _COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
 _STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
 _ENDING_SECONDS = 5.0  # a Python that ends handles no signal any more
-_SECOND_SIGNAL_SECONDS = 15.0  # what a script does at the first may be to save and go on
+_SECOND_SIGNAL_SECONDS = 15.0  # a script may react to the first by saving and going on
 
 
 class Ending:
@@ -56,11 +56,11 @@ class Ending:
 
     @property
     def has_stopped_script(self) -> bool:
-        """Whether ranks of a script were sent a signal that they handle: however they end now, they were stopped."""
+        """Whether ranks of a script were sent a signal that they handle: however they end then, they were stopped."""
         return bool(self._sent) or self._ended_at_once
 
     def note(self, gone: list[Rank]) -> None:
-        """Take in the ranks that have ended since the last call, to be made right after they were looked for.
+        """Note the ranks that have ended since the last call; to be called right after looking for them.
 
         Slurm may signal all processes of a step: a script may have ended by that before it could be signalled here.
         """
@@ -70,7 +70,7 @@ class Ending:
             self._ended_at_once |= any(self._ranks.phase(rank) is None for rank in gone)
 
     def after_stop(self) -> str | None:
-        """As what to end all that is left, now that a stop was asked for; None: it has time to end by itself."""
+        """The outcome with which to end what is left after a stop request; None while it may still end by itself."""
         if self._stopping.overdue:
             return KILLED
         if not self._ranks.living:
@@ -85,7 +85,7 @@ class Ending:
         return self._alone_for() > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete())
 
     def _agent_alone(self) -> str | None:
-        """An agent without ranks: they have saved what there was to save."""
+        """An agent whose ranks are gone: they have saved what there was to save."""
         if not self._ranks.seen:
             overdue = self._stopping.waited() > _NO_RANKS_SECONDS
         else:
@@ -100,7 +100,7 @@ class Ending:
         """Ranks without a heartbeat are sent the signals that they handle, and all of them have a while to end."""
         unregistered = self._ranks.unregistered()
         if len(unregistered) < len(self._ranks.living):
-            return None  # some are on the heartbeat, the others come to it: a script that joins the run
+            return None  # some use the heartbeat and the others will: a script that joins the run
         urgent = self._stopping.level == AT_ONCE
         heard = True in [self._signal(rank, urgent=urgent) for rank in unregistered]
         if not heard and not urgent:
@@ -127,7 +127,7 @@ class Ending:
         return bool(handled)
 
     def _warn_unheard(self, since: float) -> None:
-        starts = self._clock() - since <= _STARTING_SECONDS  # it may still come to it
+        starts = self._clock() - since <= _STARTING_SECONDS  # it may still get to it
         if not self._has_warned and not starts and self._stopping.waited() > _ENDING_SECONDS:
             self._has_warned = True
             self._warn(

@@ -1,6 +1,6 @@
-"""What the agent and the ranks find in their environment.
+"""The environment of the agent and the ranks.
 
-The job's explicit settings beat what is set already; that, which a person has exported, beats every default.
+The job's explicit settings override what a person has exported, which overrides every default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _OF_ANOTHER_TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|TORCHELASTIC_\w+|PET_\w+"
 )
-# The agent handles SIGQUIT only, which nobody sends: the others it must survive (see agent.py).
+# The agent handles SIGQUIT only, which nobody sends: it must survive the others (see agent.py).
 _AGENT_SIGNALS = "SIGQUIT"
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SHORTEST_SHUTDOWN_SECONDS = 30  # torchrun's own default
@@ -41,7 +41,7 @@ class NodeEnvironment:
 
     variables: dict[str, str]  # all of it, as handed to the agent
     settings: tuple[Setting, ...]  # what the node program added, each with its reason
-    kept: dict[str, str]  # what it would have set but found set already: name to the value that stays
+    kept: dict[str, str]  # what it would have set but found set already: the value that stays, by name
     remarks: tuple[str, ...]  # what a person should know about how the network settings were read
 
 
@@ -57,7 +57,7 @@ def node_environment(
     if spec.launch.snapshot and "PYTHONPATH" in base:
         base["PYTHONPATH"] = os.pathsep.join(kept_search_path(attempt.run, base["PYTHONPATH"].split(os.pathsep)))
     network = resolve(spec.network)
-    decided = _INTERFACES if ADDRESS_VARIABLE in base else ()  # by whoever chose the address to meet at
+    decided = _INTERFACES if ADDRESS_VARIABLE in base else ()  # by whoever chose the meeting address
     grace = max(_SHORTEST_SHUTDOWN_SECONDS, spec.requeue.warning)
     recorder = str(attempt.path / "flight-recorder-rank")
     defaults = [
@@ -86,7 +86,7 @@ def node_environment(
 
 
 def recorder_pipes(heartbeat: Path) -> str:
-    """How the names of the pipes begin by which ranks are asked for their flight recorder; ``<rank>.pipe`` follows.
+    """The prefix of the pipes through which ranks are asked for their flight recorder; ``<rank>.pipe`` follows.
 
     They lie beside the heartbeat file, since a named pipe on shared storage does not work everywhere.
     """

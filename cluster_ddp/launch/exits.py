@@ -1,4 +1,4 @@
-"""Which ranks there are and how they ended, as torchrun's agent knows it: recorded inside the agent.
+"""Which ranks there are and how they ended, recorded inside torchrun's agent, which knows.
 
 The node program reads it. The agent learns exit codes each time a rank fails, also when it starts the ranks again. The
 `ChildFailedError` that it raises at its very end holds those of the last time only, and the lines it logs are meant for
@@ -36,7 +36,7 @@ class RankExit:
 
 
 class RankExits:
-    """What the agent of this node has recorded until the last `read`."""
+    """What the agent of this node had recorded at the last `read`."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -44,10 +44,10 @@ class RankExits:
         self.failed: dict[int, RankExit] = {}  # ranks that ended with another status than 0, by process id
         self.folders: dict[Path, int] = {}  # where torchrun keeps what a rank prints, and which rank it is
         self.left: set[int] = set()  # process ids of ranks that ended with status 0, as far as the agent has looked
-        self.ended_by_agent: set[int] = set()  # process ids; because others had failed, or nodes had come or gone
+        self.ended_by_agent: set[int] = set()  # process ids; others had failed, or nodes come or gone
 
     def read(self) -> None:
-        """Take in what was recorded since the last call."""
+        """Read what was recorded since the last call."""
         for line in self._tail.lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # of a disk that was full
                 record = json.loads(line)
@@ -58,7 +58,7 @@ class RankExits:
 
 
 def record_exits(log_dir: Path) -> None:
-    """Have the agent that this process becomes leave in its log folder how its ranks end."""
+    """Have the agent that this process becomes record in its log folder how its ranks end."""
     from torch.distributed.elastic.multiprocessing import PContext
 
     wait, close = PContext.wait, PContext.close

@@ -17,7 +17,7 @@ from cluster_ddp.run.events import RANK_FAILED, EventWriter
 
 # Ranks of one node that die within this time died of one cause.
 _SAME_CAUSE_SECONDS = 2.0
-# How a rank ended that left no message, torchrun knows when it has ended the others, which may take a while.
+# If a rank left no message, torchrun knows how it ended once it has ended the others, which may take a while.
 _TORCHRUN_SECONDS = 15.0
 _LONGEST_ERROR = 4000
 
@@ -52,7 +52,7 @@ class Failures:
         self._deaths: list[_Death] = []
 
     def note(self, gone: list[Rank], *, agent_ended: bool) -> None:
-        """Take in the ranks that have ended since the last call, and record a failure when its cause is clear."""
+        """Note the ranks that have ended since the last call, and record a failure once its cause is clear."""
         self._exits.read()
         now = self._clock()
         for rank in gone:
@@ -78,11 +78,11 @@ class Failures:
         return [_Death(rank, now, None) for rank in ranks if self._ranks.phase(rank) is not Phase.DONE]
 
     def _is_explained(self, death: _Death) -> bool:
-        """Whether all is known that will be."""
+        """Whether all that can be known is known."""
         return self._code(death) is not None or self._follows(death) or read_error(death.rank) is not None
 
     def _follows(self, death: _Death) -> bool:
-        """Whether it ended only because another rank had failed: it says so, or torchrun ended it."""
+        """Whether it ended only because another rank had failed: it says so itself, or torchrun ended it."""
         error = read_error(death.rank)
         return death.rank.pid in self._exits.ended_by_agent if error is None else error.follows
 
@@ -139,7 +139,7 @@ class Failures:
 
 
 def _is_kill(code: int | None) -> bool:
-    """Whether a signal ended a rank that was meant for it; by SIGTERM the peers of a failed rank are ended."""
+    """Whether a rank was ended by a signal meant for it alone; SIGTERM is how the peers of a failed rank are ended."""
     return code is not None and code < 0 and code != -signal.SIGTERM
 
 

@@ -53,7 +53,7 @@ def keep_stacks(heartbeat: Path, attempt: AttemptDirectory) -> None:
 
 
 def remove_pipes(heartbeat: Path) -> None:
-    """Remove the pipes that ranks have left."""
+    """Remove the pipes that ranks have left behind."""
     for pipe in heartbeat.parent.glob(f"{Path(recorder_pipes(heartbeat)).name}*.pipe"):
         with contextlib.suppress(OSError):
             pipe.unlink()

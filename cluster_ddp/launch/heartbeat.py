@@ -19,9 +19,9 @@ from pathlib import Path
 from cluster_ddp.launch.processes import present
 from cluster_ddp.run.stopfile import REASONS
 
-# Asks a rank to write the stacks of all its threads (faulthandler.register). By default it is ignored, so that a rank
-# which has not registered yet, or anything else, survives it; nothing that runs in a rank uses it for itself. None
-# where there is no such signal.
+# Asks a rank to write the stacks of all its threads (faulthandler.register). It is ignored by default, so that a rank
+# that has not registered yet survives it, as does everything else; nothing in a rank uses it for itself. None where
+# there is no such signal.
 STACKS_SIGNALS = present("SIGURG")
 
 _WORD = 8
@@ -59,19 +59,19 @@ class RankSlot:
         self._beat = self._base + _BEAT
 
     def claim(self, *, rank: int, pid: int | None = None) -> None:
-        """Say who fills this slot; a rank that is started again claims it again."""
+        """Claim this slot; a rank that is restarted claims it again."""
         self._words[self._base + _RANK] = rank
         self._words[self._step] = -1
         self.set_phase(Phase.STARTING)
         self._words[self._base + _PID] = os.getpid() if pid is None else pid
 
     def beat(self, step: int) -> None:
-        """Say that this step is finished."""
+        """Report this step as finished."""
         self._words[self._step] = step
         self._words[self._beat] = time.monotonic_ns()
 
     def set_phase(self, phase: Phase) -> None:
-        """Say what comes now; counts as a sign of life."""
+        """Report what the rank does now; counts as a sign of life."""
         self._words[self._base + _PHASE] = phase
         self._words[self._beat] = time.monotonic_ns()
 
@@ -149,17 +149,17 @@ class HeartbeatFile:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why, one of `stopfile.REASONS`; None as long as nothing asks to stop."""
+        """The reason, one of `stopfile.REASONS`; None as long as there is no stop request."""
         code = self._words[_STOP_REASON]
         return REASONS[code - 1] if 0 < code <= len(REASONS) else None
 
     def post_stop(self, level: int, reason: str) -> None:
         """Ask the ranks to stop; the level of a request that is there never falls."""
         self._words[_STOP_REASON] = REASONS.index(reason) + 1
-        self._words[_STOP_LEVEL] = max(level, self._words[_STOP_LEVEL])  # last: who sees it finds the reason
+        self._words[_STOP_LEVEL] = max(level, self._words[_STOP_LEVEL])  # last: whoever sees it finds the reason
 
     def close(self) -> None:
-        """Give the mapping back; the heartbeat file and its slots cannot be used after that."""
+        """Release the mapping; the heartbeat file and its slots cannot be used after that."""
         self._words.release()
         self._mapped.close()
 
@@ -170,7 +170,7 @@ class HeartbeatFile:
 
 
 def stacks_beside(heartbeat: Path, rank: int) -> Path:
-    """Where a rank writes the stacks of its threads: beside the heartbeat, and not in a file more on shared storage."""
+    """Where a rank writes the stacks of its threads: beside the heartbeat, to spare shared storage one more file."""
     return Path(f"{heartbeat}{_STACKS}{rank}")
 
 
@@ -189,7 +189,7 @@ def _is_heartbeat(mapped: mmap.mmap) -> bool:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Give a file its size and the room for it: a mapped file on a full disk would end the process by SIGBUS."""
+    """Allocate a file at its full size: a mapped file on a full disk would kill the process by SIGBUS."""
     os.ftruncate(fd, size)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)

@@ -17,7 +17,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line 
 
 
 class Tail:
-    """Reads what is appended to a file, whole lines at a time; what a progress bar writes over is a line, too.
+    """Reads what is appended to a file, whole lines at a time; each state of a progress bar counts as a line.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Tail:
         self._rest = b""
 
     def lines(self, *, rest: bool = False) -> list[str]:
-        """The lines that came since the last call, with `rest` also one without an end; none where there is no file.
+        """The lines added since the last call, with `rest` also an unfinished one; none where there is no file.
 
         Without `rest` at most `_MAX_READ` bytes are read.
         """

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
-    """Record why this node cannot take part, and say so; the keeper says it where this node cannot write."""
+    """Record and print why this node cannot take part; where it cannot write, the keeper records it."""
     host, words = socket.gethostname(), explain(error, run)
     EventWriter(run, on_this_host("node")).write(
         NODE_FAILED, attempt=attempt, node=node_rank, host=host, error=f"it cannot start: {words}", suspect=True

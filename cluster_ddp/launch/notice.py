@@ -1,6 +1,6 @@
 """The notice of a run's end: the user's own command, with the run's status on its standard input.
 
-It changes nothing: what it prints goes nowhere, it has limited time, and that it failed is told as a warning.
+It changes nothing: its output is discarded, its time is limited, and a failure becomes a warning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_WORDS = 300
 
 
 def give_notice(run: RunDirectory, *, writer: str) -> None:
-    """Run the command of `notify:` if the run has ended as one of its occasions; once for each end of an attempt.
+    """Run the command of `notify:` if the run has ended in one of the ways it names; once for each end of an attempt.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ def give_notice(run: RunDirectory, *, writer: str) -> None:
 
 
 def _wanted(run: RunDirectory) -> tuple[NotifySpec | None, RunStatus | None]:
-    """The notice that the job asks for, and the run's state if it is an occasion of which nobody has been told."""
-    from cluster_ddp.job import load_resolved  # loads pydantic, which most starts of a keeper do without
+    """The notice that the job asks for, and the run's state if it calls for a notice that has not been given."""
+    from cluster_ddp.job import load_resolved  # loads pydantic, which most starts of a keeper do not need
 
     notify = load_resolved(run.job_file).notify
     if notify is None:
@@ -75,7 +75,7 @@ def _wanted(run: RunDirectory) -> tuple[NotifySpec | None, RunStatus | None]:
 
 
 def _run(command: str, status: RunStatus) -> str | None:
-    """Run the command to its end, or to the end of its time; what went wrong, None when nothing did."""
+    """Run the command until it ends or its time is up; returns what went wrong, None if nothing did."""
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         told.write(json.dumps(status.to_json()).encode() + b"\n")
         told.seek(0)

@@ -11,7 +11,7 @@ from cluster_ddp.launch.address import LOOPBACK
 FIRST_PORT = 20000
 PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may hold, begin at 32768
 TRIES = 256
-_STRIDE = 1009  # from one attempt to the next, and from one try to the next: away from the jobs with the next ids
+_STRIDE = 1009  # between attempts, and between tries: far from the ports of the jobs with the next ids
 
 
 class NoFreePort(ClusterDDPError):
@@ -26,7 +26,7 @@ def job_port(slurm_job_id: int) -> int:
 
 
 def attempt_port(slurm_job_id: int, attempt: int) -> int:
-    """The port of one attempt of a Slurm job: another for each attempt, and one that nobody listens on here.
+    """The port of one attempt of a Slurm job: a different one for each attempt, and one that nobody listens on here.
 
     Call it on the host that will listen, which is the first of the job's nodes.
     """
@@ -40,7 +40,7 @@ def attempt_port(slurm_job_id: int, attempt: int) -> int:
 def is_free(port: int, host: str = "") -> bool:
     """Whether a server could listen there now, by default on all addresses.
 
-    A connection of an earlier one that fades away is no hindrance.
+    A connection of an earlier server that is still closing does not matter.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 
 KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
-"""Ends a process that does nothing against it. Windows has few signals, but this package must be importable there."""
+"""Ends a process that does not handle it. Windows has few signals, but this package must be importable there."""
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
@@ -28,7 +28,7 @@ _KILL_SECONDS = 5.0  # a process stuck in the kernel cannot be ended by anyone
 
 
 def present(*names: str) -> tuple[signal.Signals, ...]:
-    """Those of the signals with these names, such as SIGUSR1, that there are on this platform."""
+    """The signals of these names, such as SIGUSR1, that exist on this platform."""
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
@@ -91,7 +91,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal; a process that is gone already is fine."""
+    """Send a signal; a process that is already gone is fine."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 

@@ -1,4 +1,4 @@
-"""What the node program does from start to end: start the agent, hand on stop requests, watch, record."""
+"""What the node program does from start to end: start the agent, pass on stop requests, watch, record."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _AGENT_LOST_SECONDS = 60.0  # for ranks without an agent to save
 class NodeProgram:
     """Watches over one torchrun agent and its ranks, from start to end.
 
-    Making it takes signals, if it is to, and prepares all that can fail; `start` starts the agent, `watch` sees it
-    through.
+    The constructor installs signal handlers, if asked to, and prepares everything that can fail; `start` starts the
+    agent, `watch` stays with it to the end.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ class NodeProgram:
         self._record(events.NODE_STARTED, procs=self._procs, pid=os.getpid(), script=not self._trains_a_task)
 
     def watch(self) -> int:
-        """Watch until the agent and all ranks have ended: 0 when the ranks did as asked, 1 when they failed."""
+        """Watch until the agent and all ranks have ended: 0 when the ranks did what was asked, 1 when they failed."""
         try:
             while not self._tick():
                 time.sleep(TICK_SECONDS)
@@ -156,14 +156,14 @@ class NodeProgram:
     def _tick(self) -> bool:
         """Look at everything once; True when all has ended."""
         self._note_a_standstill()
-        agent_status = self._agent.poll()  # before the ranks: who is alive now has outlived it
+        agent_status = self._agent.poll()  # before the ranks: those that are alive now have outlived it
         gone = self._ranks.poll()
         self._ending.note(gone)
         self._sign_of_life.give()
         self._pass_on_output()
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
-        # Ranks that this program has ended have not failed.
+        # Ranks that this program ended have not failed.
         if self._outcome is None and not self._ending.has_stopped_script:
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
@@ -183,16 +183,16 @@ class NodeProgram:
             self._warnings.take(line)
 
     def _end_if_due(self) -> None:
-        """End what does not end by itself: after a hang, a stop request, or a completion; in this order.
+        """End what does not end by itself after a hang, a stop request or a completion, in this order.
 
-        A hang comes first, whoever has noticed it: ranks that hang cannot save.
+        A hang comes first, whoever noticed it: ranks that hang cannot save.
         """
         stop_asked = self._stopping.reason is not None
         if self._superseded():
             say("cluster-ddp: a newer attempt has begun: ending without a save")
             self._end(events.SUPERSEDED)
         elif self._run_watch.has_vanished():
-            say(f"cluster-ddp: {self._attempt.run.path} was removed or renamed: ending, for nothing can be saved there")
+            say(f"cluster-ddp: {self._attempt.run.path} was removed or renamed: ending, as nothing can be saved there")
             self._end(FAILED)
         elif self._stopping.reason == HANG:
             self._end_hung()
@@ -216,7 +216,7 @@ class NodeProgram:
             self._watchdog.forgive(before, now)
 
     def _superseded(self) -> bool:
-        """Whether the job was started elsewhere: a node that is cut from Slurm's controller is not told to end."""
+        """Whether the job was started elsewhere: a node that is cut off from Slurm's controller is not told to end."""
         if time.monotonic() < self._next_look_for_newer:
             return False
         self._next_look_for_newer = time.monotonic() + _NEWER_SECONDS
@@ -285,7 +285,7 @@ class NodeProgram:
         return status
 
     def _record_agent_failure(self, agent_status: int | None) -> None:
-        """An agent that gave up before there were ranks: why stands in its log only."""
+        """An agent that gave up before there were ranks: only its log says why."""
         failure = agent_failure(self._output.folder / AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)

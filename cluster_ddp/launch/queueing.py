@@ -1,7 +1,7 @@
 """Having the job queued again: tried until it is accepted, refused, or the allocation is nearly over.
 
-Nothing presses while the allocation lasts. Slurm's controller may be away for minutes (a failover, a restart), and a
-requeue that is given up is the end of a run that wanted to go on.
+There is no hurry while the allocation lasts. Slurm's controller may be away for minutes (a failover, a restart), and
+giving up the requeue would end a run that wanted to go on.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED
 ENDLESS_SECONDS = 24 * 3600.0
 """Of trying as long as nobody ends the job."""
 
-_REFUSALS = 3  # a controller that has just started may say no to what it takes a moment later
+_REFUSALS = 3  # a controller that has just started may refuse what it accepts a moment later
 _FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit gives KillWait, 30 s by default
-_ASIDE_SECONDS = 5.0  # for an answer that can be done without
+_LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit grants KillWait, 30 s by default
+_ASIDE_SECONDS = 5.0  # for an answer that is not essential
 _ANSWER_SECONDS = 60.0  # a busy site may take 40 s for one
 _UNSURE = (None, TERMINATED)
 _QUEUED = {REQUEUED, NODE_FAILURE}
 
 
 class RequeueFailed(ClusterDDPError):
-    """The job is not queued again, although it was to be."""
+    """The job could not be queued again."""
 
 
 def queue_again(
@@ -47,14 +47,14 @@ def queue_again(
     Parameters
     ----------
     known
-        Why the allocation ends, as far as that is sure by now. Where nothing is, the job is not queued again without
-        Slurm's word that it was not cancelled: a Slurm that gives none would not queue it either.
+        Why the allocation ends, as far as that is certain by now. Where it is not, the job is queued again only after
+        Slurm has confirmed that it was not cancelled: a Slurm that does not answer would not queue it either.
     until
         When to give up, on the clock, as far as that is known by now.
     delayed
-        Called once, with the reason, when it does not work at the first try.
+        Called once, with the reason, if the first try fails.
     unwanted
-        Whether a person has asked meanwhile that the run is not to go on.
+        Whether a person has meanwhile asked that the run not go on.
 
     Raises
     ------
@@ -64,12 +64,12 @@ def queue_again(
     refusals, pause, said = 0, _FIRST_PAUSE, "Slurm's controller does not answer"
     endless = clock() + ENDLESS_SECONDS
     while True:
-        patient = known() in _UNSURE and pause > _FIRST_PAUSE  # what it waits for is told first
+        patient = known() in _UNSURE and pause > _FIRST_PAUSE  # only after `delayed` has said what it waits for
         now = allocation.why_it_ends(_ANSWER_SECONDS if patient else _ASIDE_SECONDS)
         why = known()
         if CANCEL in (now, why) or unwanted():
             return False
-        if _QUEUED & {now, why}:  # by Slurm itself, or by a call that was given up and had been accepted
+        if _QUEUED & {now, why}:  # by Slurm itself, or by a call that timed out and had been accepted
             return True
         if now is not None or why not in _UNSURE:
             try:

@@ -27,10 +27,10 @@ from cluster_ddp.run.node_log import LogLine
 from cluster_ddp.run.storage import Storage, closing, open_append
 
 AGENT_LOG = "agent.log"
-_GATHERED = "gathered.json"  # how far each file was, for whoever goes on when the node program was killed
+_GATHERED = "gathered.json"  # how far each file was copied, for whoever takes over from a node program that was killed
 _WRITE_SECONDS = 1.0
-_MOST_WAITING = 4 << 20  # characters that wait for a storage that takes none
-_KEPT_BYTES = 64 << 10  # of what was copied: the end of it tells why a rank died
+_MOST_WAITING = 4 << 20  # characters that may wait while the storage accepts none
+_KEPT_BYTES = 64 << 10  # of what was copied: its end says why a rank died
 _FREED_BYTES = 1 << 20  # at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
@@ -47,7 +47,7 @@ class _Source:
         return [LogLine(text, self.rank, self.is_error, by_torchrun) for text in self.tail.lines(rest=rest)]
 
     def free(self) -> None:
-        """Give back the room of what was copied long ago."""
+        """Free the disk space of what was copied long ago."""
         upto = self.tail.offset - _KEPT_BYTES
         if upto - self.freed >= _FREED_BYTES and _free_beginning(self.tail.path, upto):
             self.freed = upto
@@ -82,8 +82,8 @@ class RankOutput:
         Raises
         ------
         OSError
-            This node may not write to the run, or has no room on its own disk. A shared storage that is full is no
-            reason not to begin: what is printed waits for room.
+            This node may not write to the run, or has no room on its own disk. Full shared storage does not
+            count: what is printed waits for room.
         """
         try:
             _append(log, b"")
@@ -93,7 +93,7 @@ class RankOutput:
         return cls(log, Path(tempfile.mkdtemp(prefix="cluster-ddp-")))
 
     def gather(self, *, rest: bool = False) -> list[LogLine]:
-        """What was printed since the last call; with `rest`, now that all have ended, also lines without an end."""
+        """What was printed since the last call; with `rest`, now that all have ended, also unfinished lines."""
         self.exits.read()
         for folder, rank in self.exits.folders.items():
             self._follow(folder / "stdout.log", rank, is_error=False)
@@ -120,7 +120,7 @@ class RankOutput:
         data = "".join(f"{line}\n" for line in self._waiting).encode(errors="replace")
         try:
             _append(self.log, data)
-        except OSError as error:  # what could not be written is tried again
+        except OSError as error:  # it is tried again
             if not self._failed:
                 say(f"cluster-ddp: cannot write what the ranks print to {self.log}: {error.strerror or error}")
             self._failed = True
@@ -153,7 +153,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _free_beginning(path: Path, length: int) -> bool:
-    """Give back the room of the first bytes of a file, which read as zeros from then on; whether the system can."""
+    """Free the space of the first bytes of a file, which read as zeros from then on; returns whether that worked."""
     call = _fallocate()
     if call is None:
         return False
@@ -166,7 +166,7 @@ def _free_beginning(path: Path, length: int) -> bool:
 
 @functools.cache
 def _fallocate() -> Any:
-    """Linux's call of that name; None elsewhere."""
+    """Linux's system call of that name; None elsewhere."""
     try:
         call = ctypes.CDLL(None).fallocate64 if sys.platform == "linux" else None
     except (AttributeError, OSError):

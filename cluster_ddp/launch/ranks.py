@@ -1,4 +1,4 @@
-"""The ranks of this node: found below the agent, matched with the heartbeat file, and what they said when they died."""
+"""The ranks of this node: found below the agent, matched with the heartbeat file, and the errors they died of."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class RankError:
-    """What a dead rank left of an error."""
+    """The error that a dead rank left."""
 
     message: str  # a traceback, or the trainer's own message
     time: float  # Unix seconds when it was written
-    follows: bool = False  # it says itself that it ended because another rank did
+    follows: bool = False  # it says itself that it ended because another rank had
 
 
 class LocalRanks:
@@ -76,7 +76,7 @@ class LocalRanks:
         return gone
 
     def add_unseen(self, pid: int, rank: int, local_rank: int, logs: Path) -> Rank:
-        """Take in a rank that ended before it was ever seen alive; torchrun's log folders tell where its logs are."""
+        """Add a rank that ended before it was ever seen alive; torchrun's log folders say where its logs are."""
         folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=lambda folder: folder.stat().st_mtime)
         stdout, stderr, error = (
             folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")
@@ -89,7 +89,7 @@ class LocalRanks:
         return [slot for slot in self._heartbeat.slots if slot.pid in self._living]
 
     def unregistered(self) -> list[Rank]:
-        """The ranks that are alive but not on the heartbeat file: not yet, or never, for a script of the user's own."""
+        """The ranks that are alive but do not use the heartbeat file: not yet, or never in case of a script."""
         return [rank for rank in self.living if self.phase(rank) is None]
 
     def phase(self, rank: Rank) -> Phase | None:

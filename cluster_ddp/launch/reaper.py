@@ -1,8 +1,8 @@
-"""``python -m cluster_ddp.launch.reaper HEARTBEAT ATTEMPT LOG FOLDER``: the end of a node program that is killed.
+"""``python -m cluster_ddp.launch.reaper HEARTBEAT ATTEMPT LOG FOLDER``: cleans up after a killed node program.
 
-The reaper ends what is left then. It is a child of the node program that waits at the other end of a pipe. When the
-node program ends in order it says so; when the pipe closes without that, the node program was killed, and the reaper
-ends its agent and ranks. Ranks with a heartbeat have had SIGTERM from the kernel when their agent died; they get a
+The reaper ends whatever is left. It is a child of the node program and waits at the other end of a pipe. A
+node program that ends normally says so; when the pipe closes without that, the node program was killed, and the reaper
+ends its agent and ranks. Ranks with a heartbeat got SIGTERM from the kernel when their agent died; they get a
 moment to save, shorter than it takes to start the run again. Others are ended at once. What they printed last goes to
 the node's log.
 """
@@ -47,7 +47,7 @@ class Reaper:
         return self._process.pid
 
     def dismiss(self) -> None:
-        """Let the reaper go: nothing is left to end."""
+        """Dismiss the reaper: nothing is left to end."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(_IN_ORDER)
 

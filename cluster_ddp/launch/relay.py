@@ -1,4 +1,4 @@
-"""What the node program shows of its agent and its ranks: their output, and warnings that nobody would see else."""
+"""What the node program shows of its agent and its ranks: their output, and warnings that would otherwise go unseen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Relay:
             pass_on(line.text, sys.stdout)
 
     def _stderr_is_the_log(self) -> bool:
-        """Whether what this process says goes to the node's log anyway, as in a local run."""
+        """Whether what this process prints goes to the node's log anyway, as in a local run."""
         try:
             return os.path.samestat(os.fstat(sys.stderr.fileno()), self._log.stat())
         except (OSError, ValueError):
@@ -49,7 +49,7 @@ class RankWarnings:
         self._said: set[str] = set()
 
     def take(self, line: LogLine) -> None:
-        """Look at a line that was printed."""
+        """Check a line that was printed."""
         if not line.is_error or len(self._said) >= _MAX_WARNINGS:
             return
         found = _OWN.match(line.text) or _PYTHONS.match(line.text)

@@ -1,4 +1,4 @@
-"""Where torchrun's agents meet: torch's own c10d rendezvous, signed, at stores that listen no wider than they have to.
+"""Where torchrun's agents meet: torch's own c10d rendezvous, signed, at stores that listen only where they have to.
 
 torch's store knows no passwords, and the state that the agents of a run exchange there is a pickle: whoever reaches the
 port could run code as the run's owner. So every state carries a signature by the attempt's key, which lies in the
@@ -45,7 +45,7 @@ from cluster_ddp.run.reading import read_file
 
 SIGNED = "c10d-signed"
 _SIGNATURE_BYTES = 32
-_STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # what is signed, so that one cannot stand for another
+_STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # what is signed, so that one cannot be passed off as another
 _ADDRESS_NAME = "cluster_ddp.address"
 _STORE_SECONDS = 60  # torch's own read_timeout
 _BACKLOG = 2048  # torch's own: all ranks may come at once
@@ -77,13 +77,13 @@ def sign_rendezvous(argv: list[str], key_file: Path) -> None:
 
 
 class Signer:
-    """Signs what the agents of one attempt tell each other, and takes back nothing else."""
+    """Signs what the agents of one attempt tell each other, and accepts nothing else."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def digest(self, what: bytes, message: bytes) -> bytes:
-        """A signature of its own for each kind of message."""
+        """A separate signature for each kind of message."""
         return hmac.digest(self._key, what + b"\0" + message, "sha256")
 
     def signed(self, what: bytes, message: bytes) -> bytes:
@@ -96,7 +96,7 @@ class Signer:
         Raises
         ------
         RendezvousStateError
-            Nobody who has the key has written it.
+            It was not written by anyone who has the key.
         """
         signature, message = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self.digest(what, message)):
@@ -108,7 +108,7 @@ class Signer:
 
 
 class SignedBackend(RendezvousBackend):
-    """torch's backend, whose states come and go with a signature."""
+    """torch's backend, whose states carry a signature."""
 
     def __init__(self, backend: C10dRendezvousBackend, signer: Signer) -> None:
         self._backend = backend
@@ -131,7 +131,7 @@ class SignedBackend(RendezvousBackend):
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous of agents, which also tells the ranks where to meet."""
+    """torch's rendezvous of agents, which also decides where the ranks meet."""
 
     signer: Signer
     address: str

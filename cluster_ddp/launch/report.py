@@ -27,7 +27,7 @@ _GPU_SECONDS = 20.0
 
 
 class EnvironmentReport:
-    """Writes the report of this node once, beside the watching: asking for GPUs takes a while."""
+    """Writes the report of this node once, in the background: querying the GPUs takes a while."""
 
     def __init__(
         self, file: Path, environment: NodeEnvironment, ranks: LocalRanks, *, node_rank: int, command: Sequence[str]
@@ -40,7 +40,7 @@ class EnvironmentReport:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Write it, with the ranks that are known by now; it is written once."""
+        """Write it, with the ranks that are known by now; only the first call does."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="environment-report", daemon=True)
             self._thread.start()

@@ -37,9 +37,9 @@ class RunningStep:
     output
         What it printed.
     lost
-        The ranks of the nodes that it was ended for, since they gave no sign of life any more.
+        The ranks of the nodes that no longer gave a sign of life, for which it was ended.
     unstarted
-        Whether it was ended because no node program came up in all that time.
+        Whether it was ended because no node program had come up in time.
 
     Raises
     ------
@@ -75,7 +75,7 @@ class RunningStep:
         self.unstarted = False
 
     def has_ended(self) -> bool:
-        """Whether it is over. One that waits for a node that has died without a word is ended here.
+        """Whether it is over. One that waits for a node that has died silently is ended here.
 
         So is one whose node programs have all signed off: srun then waits for nothing but Slurm's controller. And so is
         one in which none has come up: Slurm may wait with the step for another one to end, and Python for its disk.

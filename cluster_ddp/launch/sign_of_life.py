@@ -1,8 +1,8 @@
-"""Whether the node programs of an attempt live, as their keeper can tell from shared storage.
+"""Whether the node programs of an attempt are alive, as their keeper can tell from shared storage.
 
 Each node program leaves a file in the attempt, touches it every few seconds, and removes it when it signs
-off. Slurm alone does not tell: of a node that was rebooted within SlurmdTimeout, or whose slurmstepd was killed, srun
-waits for the task without end.
+off. Slurm alone does not tell: for the task of a node that was rebooted within SlurmdTimeout, or whose slurmstepd was
+killed, srun waits for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SignOfLife:
         self._next = 0.0
 
     def give(self) -> None:
-        """Say that this node lives, if it is time to."""
+        """Touch the file, if it is time to."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + TOUCH_SECONDS
             with contextlib.suppress(OSError):  # a full disk must not end the training
@@ -49,7 +49,7 @@ class SignOfLife:
 
 
 def gives_sign_of_life(attempt: AttemptDirectory, nodes: int) -> bool:
-    """Whether any node program of an attempt still touches its file, which takes a while to see."""
+    """Whether any node program of an attempt still touches its file; watches for a while."""
     files = [attempt.alive_file(node) for node in range(nodes)]
     before = {file: moment for file in files if (moment := touched_at(file)) is not None}
     deadline = time.monotonic() + _WATCHED_SECONDS

@@ -1,7 +1,7 @@
 """``python -m cluster_ddp.launch.start_torchrun``: torchrun, with all its arguments.
 
 Its agents sign what they tell each other, and record how ranks end. It is up sooner than torchrun itself: the ranks
-start only after the agent has imported torch, so what is saved here is saved at each resume.
+start only after the agent has imported torch, so time saved here is saved at each resume.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
         from cluster_ddp.launch.rendezvous import sign_rendezvous
     attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
     sign_rendezvous(sys.argv, attempt.rendezvous_key)
-    if not trains_a_task(sys.argv):  # a script finds its neighbours, as when it is run by itself
+    if not trains_a_task(sys.argv):  # a script can import the modules beside it, as when it is run by itself
         os.environ.pop(SAFE_PATH_VARIABLE, None)
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()

@@ -20,7 +20,7 @@ def node_program(python: str, run_directory: str, torchrun: Sequence[str]) -> li
 
 
 def leaves_port_open(step: Sequence[str]) -> bool:
-    """Whether the port is for the keeper to choose."""
+    """Whether the keeper is to choose the port."""
     return step[_first(step, "--rdzv-endpoint=")].endswith(PORT)
 
 

@@ -1,7 +1,7 @@
-"""What a job step prints: passed on, and kept as far as it says why a node did not come up.
+"""What a job step prints: passed on, and remembered where it says why a node did not come up.
 
-srun labels each line with its task (``--label``), so that the words of a node that never wrote an event can be told
-from those of the others. People see the lines without the labels.
+srun labels each line with its task (``--label``), so that the output of a node that never wrote an event can be told
+from that of the others. People see the lines without the labels.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SIGNALLED = ("Terminated", "Killed")  # what srun does to the others once one h
 
 @dataclass(frozen=True)
 class TaskExit:
-    """How srun says that the task of one host ended."""
+    """How the task of one host ended, according to srun."""
 
     host: str
-    how: str  # srun's words, such as ``Exited with exit code 2``
+    how: str  # in srun's words, such as ``Exited with exit code 2``
     last_line: str  # what the task printed last; empty when it printed nothing
 
     def describe(self) -> str:
@@ -47,7 +47,7 @@ class StepOutput:
         self._threads: list[threading.Thread] = []
 
     def follow(self, pipe: IO[bytes], stream: TextIO) -> None:
-        """Pass on what comes through a pipe, beside the caller."""
+        """Pass on what comes through a pipe, in the background."""
         thread = threading.Thread(target=self._pass_on, args=(pipe, stream), daemon=True)
         thread.start()
         self._threads.append(thread)
@@ -58,7 +58,7 @@ class StepOutput:
             thread.join(_DRAIN_SECONDS)
 
     def failures(self) -> list[TaskExit]:
-        """The tasks that failed by themselves, in srun's order; those that srun ended because of them are not there."""
+        """The tasks that failed by themselves, in srun's order; without those that srun ended because of them."""
         found = [
             TaskExit(host, how, self._last_line(task))
             for hosts, tasks, how in self._exits
@@ -67,7 +67,7 @@ class StepOutput:
         return [failure for failure in found if not failure.how.startswith(_SIGNALLED)]
 
     def note(self, line: str) -> str:
-        """Take a line in; what people are to see of it."""
+        """Note a line; returns what people are to see of it."""
         if exited := _EXIT.match(line):
             self._exits.append((exited["hosts"], exited["tasks"], exited["how"]))
         elif refused := _NOT_LAUNCHED.match(line):

@@ -1,7 +1,7 @@
-"""The stop requests of one node: where they come from, how they add up, and until when they wait.
+"""The stop requests of one node: where they come from, how they combine, and how long they wait.
 
-They come by signal, by the attempt's stop file, or from the node program. Each goes to the ranks by the heartbeat;
-levels only rise. A second signal, or a grace too short for anything else, means: save at once.
+They come by signal, by the attempt's stop file, or from the node program. Each is passed to the ranks through the
+heartbeat; levels only rise. A second signal, or a grace too short for anything else, means: save at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAME_EVENT_SECONDS = 2.0
 
 
 class Stopping:
-    """All that asks this node to stop.
+    """Everything that asks this node to stop.
 
     Parameters
     ----------
@@ -93,16 +93,16 @@ class Stopping:
             self._poll_file()
 
     def ask(self, reason: str, *, grace: float | None = None, step: int | None = None) -> None:
-        """Have the whole attempt stop, for a reason that the node program itself has found."""
+        """Have the whole attempt stop, for a reason that the node program has found itself."""
         self._take(self._leave_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
 
     def tell_others(self) -> None:
-        """Leave the request for the other nodes, where nobody has: a signal may have come to this node alone."""
+        """Leave the request for the other nodes, unless somebody has: a signal may have reached this node alone."""
         if self.reason is not None and read_stop(self._attempt) is None:
             self._leave_file(StopRequest(self.reason, self.level, None, self._by))
 
     def end_within(self, seconds: float) -> None:
-        """What is left in `seconds` from now is to be killed; an earlier deadline stays."""
+        """Have what is left in `seconds` from now killed; an earlier deadline stays."""
         deadline = self._clock() + seconds
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
@@ -138,7 +138,7 @@ class Stopping:
                 self._attempt, reason=request.reason, level=request.level, grace=request.grace, by=request.by
             )
         except OSError:
-            return request  # the storage is full or gone: at least this node stops
+            return request  # the storage is full or gone: this node stops at least
 
     def _poll_file(self) -> None:
         # Opening the folder makes an NFS client ask the server whether anything in it has changed; it may remember for
@@ -176,5 +176,5 @@ class Stopping:
 
 
 def _outranks(new: str, old: str) -> bool:
-    """A signal alone does not tell why; what comes later may know, and a person's decision beats all else."""
+    """A signal alone does not tell why; a later request may, and a person's decision beats everything."""
     return new != old and (old == TERMINATED or new in FINAL_REASONS) and old not in FINAL_REASONS

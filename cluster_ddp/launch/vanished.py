@@ -1,4 +1,4 @@
-"""Whether the run directory was removed or renamed under its training, which then trains for nobody."""
+"""Whether the run directory was removed or renamed under its training, whose work would then be lost."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 _LOOK_SECONDS = 10.0
-_GONE_SECONDS = 60.0  # network storage may deny for a while what is there
+_GONE_SECONDS = 60.0  # network storage may deny for a while that something exists
 
 
 class RunWatch:
-    """Looks from time to time whether the run directory is there.
+    """Checks from time to time whether the run directory exists.
 
     Raises
     ------
@@ -35,7 +35,7 @@ class RunWatch:
         return self._gone_since is not None and now - self._gone_since >= _GONE_SECONDS
 
     def _is_gone(self) -> bool:
-        """Of storage that is not mounted, or does not answer, nothing can be told."""
+        """Storage that is not mounted, or does not answer, says nothing about the run."""
         try:
             self._folder.lstat()
         except FileNotFoundError:

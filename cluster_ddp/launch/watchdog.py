@@ -1,7 +1,7 @@
-"""The hang watchdog: notices that no step finishes any more.
+"""The hang watchdog: notices that steps no longer finish.
 
 A distributed job that hangs looks busy: every rank waits in a collective for one that does not come. What gives it away
-is that ranks on the heartbeat show no sign of life. How long to wait is set (``launch.hang_timeout``) or learned from
+is that the ranks' heartbeats stop. How long to wait is set (``launch.hang_timeout``) or learned from
 what the steps have taken so far. A start-up is watched too, with more patience; after a stop request there is less.
 """
 
@@ -87,14 +87,14 @@ class Watchdog:
         Parameters
         ----------
         stopping_for
-            Seconds since all were asked to stop; None when they were not. A rank that does not come to it is given up
+            Seconds since all were asked to stop; None when they were not. A rank that does not stop is given up
             sooner then.
         """
         hangs = [hang for slot in slots if (hang := self._check(slot, now_ns, stopping_for))]
         return max(hangs, key=lambda hang: hang.silent, default=None)
 
     def check_unregistered(self, ranks: Iterable[Rank], now: float) -> Hang | None:
-        """Say which rank hangs before it has come to the heartbeat, as when it imports modules from a dead storage."""
+        """Say which rank hangs before its first heartbeat, such as while importing modules from dead storage."""
         hangs = [Hang(rank.rank, -1, Phase.STARTING, now - rank.since, self._start) for rank in ranks]
         return next((hang for hang in hangs if hang.silent > hang.timeout), None)
 
