@@ -1,4 +1,4 @@
-"""The ways to start a run: sbatch and submitit behind one small interface (ways.py), local, manual; and going on.
+"""The ways to start a run: sbatch and submitit behind one small interface (ways.py), local, manual; and to resume one.
 
 From Python: `submit`, which gives a `RunHandle`.
 """

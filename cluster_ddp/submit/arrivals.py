@@ -1,8 +1,8 @@
-"""How nodes that people start one by one find together: by files in the run directory, before there is an attempt.
+"""How nodes that people start one by one find each other: by files in the run directory, before there is an attempt.
 
 Each node that is started leaves a file whose name says which node of how many it is and which process waits there, and
-touches it as long as it waits. Node 0 begins an attempt when all are there, and notes in it with which arrivals; so a
-node never joins an attempt that it was not started for, and one that does not come costs no attempt.
+touches it while it waits. Node 0 begins an attempt when all are there, and notes the arrivals in it; so a
+node never joins an attempt that it was not started for, and a missing node costs no attempt.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NAME = re.compile(r"(\d{1,6})of(\d{1,6})x(\d{1,6})~([0-9a-f]{12})~(.+)")
 _POLL_SECONDS = 0.5
 _TOUCH_SECONDS = 2.0
 _SILENT_SECONDS = 30.0  # network storage may show late that a file was touched
-_LATE_SECONDS = 60.0  # that an attempt may be seen before the arrivals that it began with
+_LATE_SECONDS = 60.0  # for which an attempt may be visible before its arrivals
 _NAMES_SHOWN = 8
 
 
 class NodesMissing(ClusterDDPError):
-    """Not all nodes have come in time."""
+    """Not all nodes came in time."""
 
     exit_status = 4
 
@@ -56,7 +56,7 @@ class Arrival:
 
 
 def parse_arrival(name: str) -> Arrival | None:
-    """The arrival that a file's name tells of; None for any other name."""
+    """The arrival that a file's name stands for; None for any other name."""
     found = _NAME.fullmatch(name)
     process = parse_identity(found[5]) if found else None
     if found is None or process is None:
@@ -66,7 +66,7 @@ def parse_arrival(name: str) -> Arrival | None:
 
 @dataclass
 class _Seen:
-    """What has been seen of another node's file: what it said of its time at first, and when it last changed."""
+    """What was seen of another node's file: its first modification time, and when that last changed."""
 
     touched: int
     changed: float | None = None
@@ -74,7 +74,7 @@ class _Seen:
 
 @dataclass
 class Meeting:
-    """This node's part in the meeting: as a context manager it leaves the node's arrival, and takes it back at the end.
+    """This node's part in the meeting: a context manager that makes the node's arrival file and removes it at the end.
 
     Raises
     ------
@@ -86,7 +86,7 @@ class Meeting:
     node: int
     nodes: int
     procs: int
-    still_wanted: Callable[[], None]  # raises when the run is not to begin any more
+    still_wanted: Callable[[], None]  # raises when the run must no longer begin
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _touched: float = 0.0
     _said: str = ""
@@ -149,7 +149,7 @@ class Meeting:
                 if time.monotonic() - seen_at > _LATE_SECONDS:
                     raise RunAlive(
                         f"attempt {newer[-1].number} of run {self.run.id} has begun without this start of node "
-                        f"{self.node}: it was started twice, or too late. See: cluster-ddp status {self.run.path}"
+                        f"{self.node}: it was started twice or too late. See: cluster-ddp status {self.run.path}"
                     )
             others = self._others()
             self._refuse_other_sizes([arrival for arrival in others if arrival.node == 0 and self._lives(arrival)])
@@ -192,7 +192,7 @@ class Meeting:
         return [arrival for arrival in found if arrival is not None]
 
     def _lives(self, arrival: Arrival) -> bool:
-        """Whether a node still waits: as its process tells on this machine, else as its file has changed meanwhile."""
+        """Whether a node still waits: on this machine by its process, elsewhere by whether its file keeps changing."""
         path = self.run.arrivals / arrival.name
         alive = is_alive(arrival.process)
         if alive is not None:
@@ -219,12 +219,12 @@ class Meeting:
 
 
 def note_arrivals(attempt: AttemptDirectory, arrivals: Sequence[Arrival], port: int) -> None:
-    """Say in an attempt with which arrivals it began, and at which port they meet."""
+    """Record in an attempt the arrivals that it began with, and the port where they meet."""
     write_json(Storage(), attempt.nodes_file, {"port": port, "arrivals": [arrival.token for arrival in arrivals]})
 
 
 def _what_is_missing(there: dict[int, list[Arrival]], procs: int) -> str:
-    """The nodes that have not come, or more than once, in words for people; empty when all is well."""
+    """The nodes that are missing or came more than once, for people; empty when all is well."""
     missing = [node for node, starts in there.items() if not starts]
     said = [f"node {node} ({_ranks(node, procs)})" for node in missing[:_NAMES_SHOWN]]
     if len(missing) > _NAMES_SHOWN:

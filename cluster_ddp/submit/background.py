@@ -1,6 +1,6 @@
 """``python -m cluster_ddp.submit.background RUN``: the first attempt of a local run, for whoever does not wait for it.
 
-`cluster-ddp local` runs in the foreground; this is how the same start is one of several ways to submit.
+`cluster-ddp local` runs in the foreground; here the same start takes the form of a way to submit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
 _OUTPUT = "local.out"
-_started: list[subprocess.Popen[bytes]] = []  # kept: Python warns of a forgotten process that still runs
+_started: list[subprocess.Popen[bytes]] = []  # kept, since Python warns of a forgotten process that still runs
 
 
 class LocalSubmission:
@@ -39,7 +39,7 @@ class LocalSubmission:
         self.remarks = self._start.network.remarks
 
     def check(self) -> None:
-        """See `Submission`: planning has found all that can be known."""
+        """See `Submission`: planning has found everything that can be known."""
 
     def send(self, run: RunDirectory) -> None:
         """Start the run's first attempt, in a session of its own, with its output in the run directory."""

@@ -1,4 +1,4 @@
-"""What all ways to hand a run to a batch system have in common."""
+"""What all ways of handing a run to a batch system have in common."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Submission(Protocol):
         """The batch script; empty where there is none."""
 
     def check(self) -> None:
-        """Raise a ClusterDDPError for all that can be known to fail before there is a run directory."""
+        """Raise a ClusterDDPError for everything that can be known to fail before there is a run directory."""
 
     def send(self, run: RunDirectory) -> str | None:
         """Send it for a run whose directory exists, and note the job there; its id, or None where there is no Slurm."""
@@ -55,9 +55,9 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     ClusterDDPError
         A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then.
     SlurmError
-        The job may be in the queue or not; then the run directory stays, so that the job finds it.
+        Whether the job is in the queue is not known; then the run directory stays, so that the job finds it.
     """
-    from cluster_ddp.run.runs import create_run, runs_dir_of  # a dry run does without
+    from cluster_ddp.run.runs import create_run, runs_dir_of  # not needed by a dry run
 
     runs_dir = runs_dir_of(spec)
     check_writable(runs_dir)
@@ -68,7 +68,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     except SubmissionUnclear as error:
         raise SlurmError(f"{error}\nIts run directory stays: {run.path}") from error
     except ClusterDDPError:
-        # A run that was never in the queue would only confuse. It is seconds old and holds nothing of anybody's.
+        # A run that was never in the queue would only confuse. It is seconds old and holds nothing of value.
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     note_submitted(run, submission.via, job_id)
@@ -76,7 +76,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
 
 
 def exit_status(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]], int]:
-    """Make a `main` the program that it is: a user's mistake is told, and gives the exit status."""
+    """Run a `main` as a program: a user's error is printed, and decides the exit status."""
 
     @functools.wraps(main)
     def program(arguments: Sequence[str]) -> int:

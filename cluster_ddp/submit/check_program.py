@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _SECONDS = 60.0  # torch alone takes so long from a cold shared file system
 _SECONDS_OF_ELEMENTS = 1.0  # for which models of a sweep's elements are built
-_MOST_STATES = 16  # times the bytes of a model that a checkpoint has at most; with AdamW 3
-_LAST = 800  # characters of what an interpreter says that fails
+_MOST_STATES = 16  # the most a checkpoint takes, in sizes of the model; 3 with AdamW
+_LAST = 800  # characters that are shown of the output of an interpreter that fails
 
 
 class ProgramCheck:
-    """An import of the task, or a look for what the script imports, that goes on while other things are asked.
+    """An import of the task, or a look for what the script imports, that goes on in the background.
 
     Leaving its block ends it, whether or not anybody has waited for the verdict.
     """
@@ -51,7 +51,7 @@ class ProgramCheck:
                 self._child.wait()
 
     def begin(self, spec: JobSpec) -> None:
-        """Start the interpreter of a job, which imports torch before it knows what else it is asked."""
+        """Start the interpreter of a job, which imports torch before it is told what to look at."""
         self._begun = True
         python = _interpreter(spec)
         if shutil.which(python) is None or spec.launch.container is not None:
@@ -70,7 +70,7 @@ class ProgramCheck:
             os.close(theirs)
 
     def ask(self, loaded: LoadedJob, elements: Sequence[JobSpec] = ()) -> None:
-        """Ask about a job, and of a sweep about the parameters of all its elements."""
+        """Ask about a job and, for a sweep, about the parameters of all its elements."""
         if not self._begun:
             self.begin(loaded.spec)
         self._loaded = loaded
@@ -85,12 +85,12 @@ class ProgramCheck:
             threading.Thread(target=_send, args=(question, asked), daemon=True).start()
 
     def verdict(self, remark: Callable[[Iterable[str]], None]) -> int | None:
-        """Wait for what was found.
+        """Wait for the result.
 
         Returns
         -------
         int | None
-            Bytes of a checkpoint, where that can be told and they are not few.
+            Bytes of a checkpoint, if they are known and not few.
 
         Raises
         ------
@@ -102,14 +102,12 @@ class ProgramCheck:
         if spec.launch.container is not None:
             return None
         if self._child is None:
-            remark(
-                [f"launch.python: {python} is not on this machine, and so it was not seen whether the job can begin"]
-            )
+            remark([f"launch.python: {python} is not on this machine, so it was not checked whether the job can begin"])
             return None
         try:
             said = _answer(self._child)
         except subprocess.TimeoutExpired:
-            remark([f"it was not seen whether the job can begin: {python} has not imported it in {_SECONDS:.0f} s"])
+            remark([f"it was not checked whether the job can begin: {python} has not imported it in {_SECONDS:.0f} s"])
             return None
         wrong = self._what_is_wrong(said)
         if wrong and not spec.launch.setup:

@@ -1,7 +1,7 @@
 """``python -m cluster_ddp.submit.element SWEEP NUMBER``: the run of one element of a sweep, made at its first start.
 
 It prints the run's directory. ``--arguments RUN`` prints what the script of a run is called with instead, each argument
-with a NUL behind it.
+followed by a NUL.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ _SECONDS = 10.0
 _TIME = 30 * 60  # seconds of the first job
 _CPUS_PER_RANK = 8
 _STORAGE = ("SCRATCH", "PSCRATCH", "WORK", "HOME")
-"""Variables that name a user's folder on shared storage, the best first."""
+"""Variables that name a user's folder on shared storage, in order of preference."""
 
 _JOB = """\
 # A first job, written by cluster-ddp init: {shown}
-# All keys: docs/job-file.md. What your jobs have in common stands in the site file.
+# All keys: docs/job-file.md. What your jobs have in common belongs in the site file.
 task: cluster_ddp.tasks.digits:Digits    # yours: my_package.my_module:MyTask, or my_task.py:MyTask
 
 slurm:
@@ -67,7 +67,7 @@ def ask_cluster() -> Cluster:
 
 
 def first_job(cluster: Cluster) -> str:
-    """The job file: one node of the kind that most are of, with its GPUs."""
+    """The job file: one node of the most common kind, with its GPUs."""
     kind = max(cluster.nodes, key=lambda node: (sum(node.gpus.values()) > 0, node.count), default=None)
     gpus = sum(kind.gpus.values()) if kind else 0
     cpus = min(kind.cpus if kind else 1, _CPUS_PER_RANK * max(gpus, 1))

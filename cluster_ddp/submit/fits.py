@@ -1,6 +1,6 @@
-"""Whether a partition can ever run a job: what the job asks for against what the partition allows and its nodes have.
+"""Whether a partition can ever run a job: compares the request with what the partition allows and its nodes have.
 
-A job that asks for more is accepted by many clusters and waits for ever (PartitionConfig, PartitionTimeLimit).
+Many clusters accept a job that asks for more, and it waits for ever (PartitionConfig, PartitionTimeLimit).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_partition(slurm: SlurmSpec, partitions: Sequence[Partition]) -> Partiti
 
 
 def misfits(spec: JobSpec, partition: Partition, nodes: Sequence[NodeKind]) -> Iterator[Misfit]:
-    """What the partition never gives, each with what it allows."""
+    """What the partition can never give, each with what it allows."""
     yield from _limits(spec.slurm, partition)
     yield from _resources(spec.slurm, partition, nodes)
 

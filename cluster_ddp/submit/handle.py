@@ -26,7 +26,7 @@ _QUEUE_SECONDS = 20.0
 
 
 class RunFailed(ClusterDDPError):
-    """The run whose result was asked for has ended without one."""
+    """The run whose result was asked for ended without one."""
 
     exit_status = 4
 
@@ -79,14 +79,14 @@ class RunHandle:
         return self.status().state
 
     def wait(self, timeout: float | None = None, *, poll: float = 5.0) -> RunState:
-        """Wait until nothing of the run will happen by itself, through requeues; the state then.
+        """Wait until nothing more will happen to the run by itself, through requeues; returns its state.
 
         Parameters
         ----------
         timeout
-            Seconds; None waits for ever.
+            Seconds; None for no limit.
         poll
-            Seconds between two looks, each of which asks Slurm.
+            Seconds between two queries, each of which asks Slurm.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class RunHandle:
         return state
 
     def result(self, timeout: float | None = None, *, poll: float = 5.0) -> RunStatus:
-        """Wait for the run to complete; its status then, with the latest metrics.
+        """Wait for the run to complete; returns its status, with the latest metrics.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class RunHandle:
         self._call("cancel")
 
     def _call(self, command: str, *options: str) -> str:
-        """What a command of the command line says about the run: it is the one home of how that is done."""
+        """The output of a command of the command line, which alone implements this."""
         words = [sys.executable, "-m", "cluster_ddp", command, str(self.directory), *options]
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
         if done.returncode:

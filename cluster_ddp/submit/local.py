@@ -1,7 +1,7 @@
 """Starting a run on this machine, without Slurm: N node programs that meet on loopback, and one supervisor.
 
-Each node program runs a torchrun agent of its own and the agents meet by c10d rendezvous, so what runs is the path of
-several nodes.
+Each node program runs a torchrun agent of its own and the agents meet by c10d rendezvous, so this takes the same path
+as several nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LocalStart:
     # nodes, procs: simulated nodes, and ranks on each
     nodes: int
     procs: int
-    # The devices of each node; empty tuples on a machine without, or where CPUs are wanted
+    # The devices of each node; empty tuples on a machine without any, or where CPUs are wanted
     gpus: tuple[tuple[str, ...], ...]
     hide_gpus: bool  # CPUs are wanted though there may be GPUs
     port: int  # of the rendezvous, on loopback
@@ -117,7 +117,7 @@ def plan_local(
     Raises
     ------
     SubmitError
-        The devices do not divide among the nodes, or are fewer than the ranks; or the interpreter is not here.
+        The devices do not divide among the nodes, or are fewer than the ranks; or the interpreter does not exist here.
     BatchError
         The global batch cannot be divided among the ranks.
     """
@@ -182,5 +182,5 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
         not_noted = f"it has ended, which could not be noted in {attempt.record_file}: {error.strerror}"
     give_notice(run, writer=login_writer())
     status = describe(run, None)
-    # As long as this process lives, an attempt whose end is not noted looks alive.
+    # An attempt whose end is not noted looks alive as long as this process lives.
     return replace(status, state=RunState.LOST, reason=not_noted) if not_noted and status.state.alive else status

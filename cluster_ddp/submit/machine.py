@@ -1,4 +1,4 @@
-"""What a job finds on this machine: its interpreter and its GPUs."""
+"""What a job uses on this machine: its interpreter and its GPUs."""
 
 from __future__ import annotations
 

@@ -123,14 +123,14 @@ def plan_manual(
     master
         The name or address at which the others reach node 0.
     port
-        At which all meet; default `launch.port`, or for ``auto`` a free one that node 0 tells the others.
+        Where all nodes meet; default `launch.port`, or for ``auto`` a free one that node 0 tells the others.
     procs
         Ranks on each node; default `launch.procs_per_node`, or for ``auto`` one for each GPU, one where there is none.
 
     Raises
     ------
     SubmitError
-        The name, the node's number, the ranks or the port do not do.
+        The name, the node's number, the ranks or the port cannot be used.
     BatchError
         The global batch cannot be divided among the ranks.
     """
@@ -159,7 +159,7 @@ def plan_manual(
 
 
 def all_commands(start: ManualStart, job: str, settings: tuple[str, ...], *, port: int | None) -> list[str]:
-    """The command of every node, to be pasted there; with ``%n`` in place of the node's number as the last one."""
+    """The command for each node, to be pasted there; the last one has ``%n`` in place of the node's number."""
     source = str(Path(job).absolute()) if Path(job).exists() else job
     words = [sys.executable, "-m", "cluster_ddp", "launch", source, *(f"--set={setting}" for setting in settings)]
     words += [f"--run={start.run.path}", f"--nnodes={start.nodes}", f"--procs={start.procs}"]
@@ -169,7 +169,7 @@ def all_commands(start: ManualStart, job: str, settings: tuple[str, ...], *, por
 
 
 def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
-    """Take part as one node, in the foreground, in the next attempt of the run; how that ended.
+    """Take part as one node, in the foreground, in the next attempt of the run; returns how that ended.
 
     Raises
     ------
@@ -207,7 +207,7 @@ def _meet(start: ManualStart, seen: History) -> tuple[AttemptDirectory, ManualSt
             attempt, port = meeting.attempt_begun(patience, after=seen.last_number)
             return attempt, replace(start, port=port)
         arrivals = meeting.all_there(patience)
-        if seen.attempts or seen.cancels:  # to start the commands again is a person's wish that the run goes on
+        if seen.attempts or seen.cancels:  # starting the commands again is a person's request that the run go on
             request_resume(start.run, by=caller(), seen=seen)
         host = socket.gethostname()
         attempt = begin_attempt(start.run, host=host, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
@@ -272,7 +272,7 @@ class _Others:
         return self._all_ended_since is not None and time.monotonic() - self._all_ended_since > SILENT_SECONDS
 
     def _look(self) -> bool:
-        """Whether it was time to look again; what `lost` is follows from it."""
+        """Check, if it is time to, and return whether that was done; it decides what `lost` is."""
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _LOOK_SECONDS
@@ -314,7 +314,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, entry in value.items():
-        if prefix + key == "runs_dir":  # where the run lies is said by --run
+        if prefix + key == "runs_dir":  # --run says where the run lies
             continue
         flat |= _flat(entry, f"{prefix}{key}.") if isinstance(entry, dict) and entry else {prefix + key: entry}
     return flat
@@ -348,7 +348,7 @@ def _refuse_cancelled(seen: History) -> None:
 
 
 def _warn_of_address(start: ManualStart) -> None:
-    """Say on node 0 when the others are sent to an address that none of its interfaces has."""
+    """Warn on node 0 if the others are sent to an address that none of its interfaces has."""
     if start.node:
         return
     try:

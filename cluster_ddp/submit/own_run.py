@@ -1,4 +1,4 @@
-"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: the run of a batch script that was given none.
+"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: a run for a batch script that was given none.
 
 It prints the run's directory. The first start of a Slurm job makes the run, and notes the job's id in the run's record;
 by that id every later start of the same job finds it again.
@@ -27,7 +27,7 @@ def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) 
 
     spec = load_job(job, settings).spec
     runs_dir = runs_dir_of(spec)
-    # Slurm uses job ids again, but a first start has made no run yet.
+    # Slurm reuses job ids, but a first start has made no run yet.
     found = _made_by(start.task, runs_dir) if start.restart_count else None
     if found is not None:
         return found

@@ -1,6 +1,6 @@
-"""What is found out before a job waits in the queue, the cheap first, Slurm's own verdict last.
+"""The checks before a job waits in the queue: the cheap ones first, Slurm's own verdict last.
 
-Each question to Slurm has five seconds; one without an answer is told and passed over.
+Each question to Slurm has five seconds; one that gets no answer is reported and skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SECONDS = 5.0
-# A real submission of these waits until nodes are back; whether any node fits at all was asked before.
+# When really submitted such a job waits until nodes are back; whether any node fits at all was checked before.
 _MAY_CHANGE = ("node configuration is not available", "DOWN, DRAINED")
 
 
@@ -33,14 +33,14 @@ def check_before_queue(
     remark: Callable[[Iterable[str]], None],
     program: ProgramCheck | None = None,
 ) -> None:
-    """Look for everything that would make a job fail at its start, or wait for ever.
+    """Look for everything that would make a job fail at its start or wait for ever.
 
     Parameters
     ----------
     remark
-        Is told what may be wrong, and what could not be checked.
+        Called with what may be wrong, and what could not be checked.
     program
-        A check of the task or script that goes on already; by default one is begun here.
+        A check of the task or script that is under way; by default one is started here.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The one way in which a value from the job file gets into the batch script: as a string that nothing expands."""
+"""The only way for a value from the job file into the batch script: as a string that nothing expands."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from cluster_ddp.job.errors import ClusterDDPError
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
-# What single quotes cannot hold (', NUL), what sbatch reads otherwise between them (\), what looks like a slip ($, `).
+# What single quotes cannot hold (', NUL), what sbatch reads differently between them (\), what looks like an error ($,
+# `).
 _MARKED = re.compile(r"['\0\\$`]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class UnquotableError(ClusterDDPError):
-    """A value that no quoting can carry to where it is to go."""
+    """A value that cannot be quoted for its destination."""
 
 
 def quote(value: str) -> str:
     """`value` as one word of bash; nothing in it is expanded, split or run.
 
-    sbatch, which reads ``#SBATCH`` lines by rules of its own, understands the word alike.
+    sbatch, which has its own rules for ``#SBATCH`` lines, reads the word the same way.
 
     Raises
     ------
@@ -66,5 +67,5 @@ def directive(option: str, value: str | None) -> str:
 
 
 def comment(text: str) -> str:
-    """`text` on one line, fit to stand behind a ``#``."""
+    """`text` on one line, fit to follow a ``#``."""
     return _CONTROL.sub(" ", text)

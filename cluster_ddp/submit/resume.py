@@ -1,4 +1,4 @@
-"""Going on with a run: what may be changed on the way, and handing it to where it was started."""
+"""Resuming a run: which settings may change, and starting it the way it was started before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FREE = frozenset({
     "train.epochs", "train.steps", "train.batch_size", "train.global_batch", "train.accumulation_steps",
     "train.evaluate_every", "train.workers", "train.max_bad_steps", "train.profile",
 })  # fmt: skip
-"""Settings of training that leave the weights of an uninterrupted run as they are, or that are checked elsewhere."""
+"""Settings of training that do not change the weights of an uninterrupted run, or that are checked elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ResumePlan:
     spec: JobSpec
     changed: bool
     remarks: tuple[str, ...]  # what a person should know about the settings
-    # What is to be started: here, or by a batch system. None when the run is complete, was given nothing more to do,
+    # What to start, here or by a batch system. None when the run is complete, was given nothing more to do,
     # and its last checkpoint is intact
     start: local.LocalStart | Submission | None
 
@@ -55,8 +55,8 @@ def plan_resume(
     Raises
     ------
     ClusterDDPError
-        Something of the run is alive or in the queue, a setting is wrong or would be ignored (the global batch is the
-        run's for life), it cannot go on with so many ranks, or it was started by hand.
+        Something of the run is alive or in the queue, a setting is wrong or would be ignored (a run keeps its
+        global batch), it cannot go on with so many ranks, or it was started by hand.
     """
     from cluster_ddp.job import load_run_job
 
@@ -80,17 +80,17 @@ def plan_resume(
 
 
 def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> RunStatus:
-    """Go on with a local run in the foreground; how it ended."""
+    """Continue a local run in the foreground; returns how it ended."""
     run = plan.seen.run
     _claim(plan, script=None)
     return local.run_attempt(run, start, show=show)
 
 
 def send_again(plan: ResumePlan, again: Submission) -> str | None:
-    """Submit a run again, the way it was submitted first, to the same run directory; the new Slurm job id.
+    """Submit a run again, the way it was first submitted, to the same run directory; returns the new Slurm job id.
 
-    The batch script of the run is sent as it lies there, with whatever a person has edited; only changed settings make
-    a new one.
+    The batch script of the run is sent as it is, with whatever a person has edited; only changed settings make a new
+    one.
     """
     run = plan.seen.run
     again.check()
@@ -135,7 +135,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
     if status.record is not None and status.record.busy:
         who = status.record.submitting or {}
         raise SubmitError(
-            f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; resume does not do it twice.\n"
+            f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; resume does not do it too.\n"
             f"See how it goes on: cluster-ddp status {run.id}"
         )
     if status.state.alive or in_queue:
@@ -147,7 +147,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
 
 
 def _claim(plan: ResumePlan, *, script: str | None) -> None:
-    """Write what is to go on, and that a person wants it; of several calls only one gets there, the others raise."""
+    """Write the new settings and that a person wants the run to go on; of several calls only one succeeds."""
     run = plan.seen.run
     by: str | None = None
 
@@ -171,9 +171,9 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
 
 
 def _refuse_overtaken(seen: History) -> None:
-    """Raise when the run has been resumed, or has gone on, since it was seen.
+    """Raise if the run has been resumed, or has gone on, since it was looked at.
 
-    Between the look at a run and what follows from it lies a second of planning, in which a second call of `resume`
+    Between looking at a run and acting on it lies a second of planning, in which a second call of `resume`
     would see no sign of life either. A listing of the events may be old on network storage; the file is not.
     """
     now, claimed = read_history(seen.run), read_json_object(seen.run.resume_file) or {}
@@ -190,8 +190,8 @@ def _check_global_batch(record: RunRecord, job: RunJob) -> None:
     kept, wanted = record.global_batch, job.spec.train.global_batch
     if kept is not None and wanted not in (None, job.before.train.global_batch, kept):
         raise SubmitError(
-            f"train.global_batch: this run has trained with {kept} samples a step and keeps to it; "
-            f"{wanted} would be another training.\nSubmit a new run for it."
+            f"train.global_batch: this run has trained with {kept} samples a step and keeps that; "
+            f"{wanted} would be a different training.\nSubmit a new run for it."
         )
 
 
@@ -202,7 +202,7 @@ def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:
     before, after = job.before.train, job.spec.train
     grown = any((getattr(after, key) or 0) > (getattr(before, key) or 0) for key in ("epochs", "steps"))
     grown |= (job.before.args, job.before.args_on_resume) != (job.spec.args, job.spec.args_on_resume)
-    saves = status.last_checkpoint is not None  # a script of the user's may keep its checkpoints itself
+    saves = status.last_checkpoint is not None  # a user's script may keep checkpoints of its own
     return not grown and not (saves and _last_is_damaged(run))
 
 

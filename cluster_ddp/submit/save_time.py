@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
     from cluster_ddp.slurm.partitions import Partition
 
-SMALL = 256 << 20  # bytes that any storage takes in time
+SMALL = 256 << 20  # bytes that any storage can take in time
 _SAMPLE = 32 << 20  # bytes written to learn the rate
 _GIB = float(1 << 30)
 
@@ -24,7 +24,7 @@ _GIB = float(1 << 30)
 def what_does_not_fit(
     spec: JobSpec, runs_dir: Path, size: int, partition: Partition | None, *, seconds: float
 ) -> Iterator[str]:
-    """Say which warnings are too short to save `size` bytes in; Slurm is asked for at most so many seconds."""
+    """Say which warnings are too short to save `size` bytes in; `seconds` limits how long Slurm is asked."""
     rate = _write_rate(runs_dir) if size > SMALL else None
     if rate is None:
         return
@@ -45,7 +45,7 @@ def what_does_not_fit(
 
 
 def _write_rate(folder: Path) -> float | None:
-    """Bytes a second that the storage of a folder takes, which need not exist yet; None where it takes none."""
+    """Bytes a second that can be written to a folder, which need not exist yet; None if nothing can."""
     while not folder.exists():
         folder = folder.parent
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:

@@ -19,7 +19,7 @@ class SbatchSubmission:
     Parameters
     ----------
     chain
-        How many jobs to queue one behind the other for the same run; each goes on where the one before was ended. For
+        How many jobs to queue one after the other for the same run; each goes on where the one before ended. For
         clusters that allow no requeue. Once the run is complete the rest end at once.
     after
         The ids of Slurm jobs that have to end first.
@@ -68,7 +68,7 @@ class SbatchSubmission:
             try:
                 job_id = submit_script(run.script, str(run.path), options=self.options(run, after))
             except SlurmError as error:
-                # Whether there is a job is found out later; it is not while somebody seems to be at it.
+                # Whether there is a job is found out later, and not while somebody seems to be submitting it.
                 update_record(run, submitting={} if isinstance(error, SubmissionUnclear) else None)
                 for queued in job_ids:
                     cancel_job(queued)

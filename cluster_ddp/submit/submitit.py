@@ -1,7 +1,7 @@
 """Submitting through submitit: the same job file, keeper and node program, behind submitit's executors.
 
 On Slurm submitit's script hands over to the keeper as our own does: without an srun around it, by ``exec``, and with
-the warning signal sent to the batch process (B:), so that no node's death takes the keeper along but the batch host's.
+the warning signal sent to the batch process (B:), so that the keeper dies with no node but the batch host.
 
 What submitit pickles is the run directory's name and nothing else, in a folder of the run that only its owner can open.
 submitit imports much, so it is imported only when it is used.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
 _NO_LIMIT_MINUTES = 365 * 24 * 60
-"""What submitit's local executor is given where the job file sets no time: it wants a number."""
+"""The time given to submitit's local executor where the job file sets none: it needs a number."""
 
 
 class SubmititSubmission:
@@ -114,7 +114,7 @@ class SubmititSubmission:
             signal_delay_s=spec.requeue.warning,
             setup=list(spec.launch.setup),
         )
-        # The controller outlives this process. It must not hold on to a pipe that somebody reads to its end.
+        # The controller outlives this process. It must not keep open a pipe that somebody reads to its end.
         with _output_to(folder / "controller.log"):
             executor.submit(SubmititJob(str(run.path)))
 
@@ -153,7 +153,7 @@ class SubmititSubmission:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Let submitit's own call of sbatch see another environment; it takes none as an argument."""
+    """Let submitit's call of sbatch see another environment, which cannot be passed as an argument."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(variables)
@@ -166,7 +166,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output_to(file: Path) -> Iterator[None]:
-    """Let processes that are started meanwhile write to a file instead of to our standard output and error."""
+    """Let processes started meanwhile write to a file instead of our standard output and error."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

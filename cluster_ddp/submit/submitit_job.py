@@ -1,4 +1,4 @@
-"""What submitit pickles and calls: a run directory's name, and the way from there to the keeper.
+"""What submitit pickles and calls: the name of a run directory, from which the keeper is started.
 
 On Slurm the keeper is the same as under our own batch script, and submitit only starts it. Under submitit's local
 executor the step is one node program on this machine, and a requeue is submitit's own.
@@ -125,7 +125,7 @@ def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> lis
 
 
 class _ThisMachine:
-    """What submitit's local executor gives: this machine, and its controller that starts the job again.
+    """What submitit's local executor provides: this machine, and a controller that starts the job again.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class _ThisMachine:
         return False
 
     def why_it_ends(self, seconds: float) -> str:
-        """See `Allocation`: whoever sends a SIGTERM here does not say why."""
+        """See `Allocation`: nobody explains a SIGTERM here."""
         del seconds
         from cluster_ddp.slurm.shown import TERMINATED
 

@@ -1,4 +1,4 @@
-"""The node programs of one start on this machine, and what the person at its keyboard wants of them."""
+"""The node programs of one start on this machine, and what the person at the keyboard wants of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.run.storage import open_append
 
-# SIGUSR1 and SIGUSR2 are what other schedulers, `timeout` and scripts announce an end with, as Slurm does to its jobs.
+# Other schedulers, `timeout` and scripts announce an end by SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
 STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL_SECONDS = 0.2
 # When one node has failed the others notice by themselves, as their collectives fail; if they do not, they are ended.
@@ -77,7 +77,7 @@ class Supervisor:
         self._failed_at: float | None = None
 
     def run(self) -> None:
-        """Start the node programs and wait until the last has ended, here and on other machines."""
+        """Start the node programs and wait until the last of them has ended, here and on other machines."""
         handled = present(*STOPPING)
         before = {number: signal.signal(number, self._note) for number in handled}
         try:

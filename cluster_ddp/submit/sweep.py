@@ -1,6 +1,6 @@
 """Sweeps: many runs of one job that differ in a few settings, as one job array.
 
-Preparing one makes a folder and a few files, however many elements it has: each element makes its run when it starts.
+Preparing one makes a folder and a few files, however many elements it has; each element makes its run at its start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
 
 _TRAINED = ("name", "task", "params", "script", "args", "train")
-"""The keys of a job by which a sweep is the same; what is asked of Slurm, say, may change on the way."""
+"""The keys of a job that identify its sweep; what is asked of Slurm, for example, may change later."""
 
 _QUEUE_SECONDS = 100.0
 
@@ -100,12 +100,12 @@ def plan_sweep(
 
 
 def plan_again(sweep: SweepDirectory) -> SweepPlan:
-    """A sweep as it was planned last, from its folder; nothing is written.
+    """A sweep as it was last planned, from its folder; nothing is written.
 
     Raises
     ------
     ClusterDDPError
-        The folder does not hold what a sweep wrote there, or something is wrong with an element by now.
+        The folder does not hold what a sweep wrote there, or an element is no longer valid.
     """
     from cluster_ddp.job import load_stored_variants
 
@@ -116,12 +116,12 @@ def plan_again(sweep: SweepDirectory) -> SweepPlan:
 
 
 def prepare(plan: SweepPlan, via: str, at_once: int | None) -> SweepRecord:
-    """Make the folder of a sweep, or add to it what is new, and claim it: nobody else starts its elements meanwhile.
+    """Make the folder of a sweep, or add new elements, and claim it, so that nobody else starts its elements meanwhile.
 
     Parameters
     ----------
     via
-        How its elements are started: of one sweep all alike.
+        How its elements are started, which is the same for all of them.
     at_once
         How many may run at the same time; None for as many as there is room for.
     """
@@ -166,15 +166,15 @@ def release(plan: SweepPlan) -> None:
 
 @dataclass(frozen=True)
 class Submitted:
-    """What a call has put into the queue."""
+    """What a call has queued."""
 
     job_ids: tuple[str, ...]  # of the arrays
     started: int
-    found: tuple[RunStatus, ...]  # where the elements stood before
+    found: tuple[RunStatus, ...]  # the states of the elements before
 
 
 def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
-    """Submit those elements of a sweep that are missing or have not come to their end.
+    """Submit the elements of a sweep that are missing or unfinished.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
 
 
 def find_out(sweep: SweepDirectory) -> list[RunStatus]:
-    """Where the elements stand, while this process has claimed them; `SlurmError` where Slurm does not answer."""
+    """Find out where the elements stand, which this process has claimed; `SlurmError` where Slurm does not answer."""
     record = replace(read_sweep(sweep), submitting=None)
     known = know_elements(sweep, record, know)
     jobs = query_jobs(job_id for element in known for job_id in element.slurm_job_ids)
@@ -221,7 +221,7 @@ def find_out(sweep: SweepDirectory) -> list[RunStatus]:
 
 
 def ask_to_go_on(sweep: SweepDirectory, element: Element) -> None:
-    """Have a run that has ended go on when its element is started again."""
+    """Let a run that has ended go on when its element is started again."""
     run = sweep.run(element)
     run.refuse_links()
     request_resume(run, by=caller(), seen=read_history(run))
@@ -238,11 +238,11 @@ def split(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
 def _options(plan: SweepPlan, tasks: str, at_once: int | None, after: str | None) -> list[str]:
     """The options of sbatch that belong to a sweep and thus cannot stand in the script.
 
-    Of several arrays each waits for the one before when only so many elements may run at once.
+    If the number of elements that may run at once is limited, each array waits for the one before.
     """
     options = [
         f"--array={tasks}" + (f"%{at_once}" if at_once is not None else ""),
-        # Of what is said before the run of an element is there. In sbatch's file patterns % begins a replacement.
+        # For output before the run of an element exists. In sbatch's file patterns % begins a replacement.
         f"--output={str(plan.sweep.path).replace('%', '%%')}/slurm-%A.out",
         f"--comment={slurm_comment(plan.sweep.id)}{own_comment(plan.spec)}",
     ]
@@ -250,7 +250,7 @@ def _options(plan: SweepPlan, tasks: str, at_once: int | None, after: str | None
 
 
 def _announce(sweep: SweepDirectory, offset: int) -> None:
-    """Say which array is submitted next, for whoever finds that this process was killed before it noted the array."""
+    """Record which array is submitted next, in case this process is killed before it notes the array."""
 
     def announced(record: SweepRecord | None) -> SweepRecord:
         assert record is not None

@@ -62,7 +62,7 @@ class SweepHere:
     _closed: bool = False  # nothing more is started
 
     def run(self, elements: Sequence[Element]) -> None:
-        """Run elements to their end; the first Ctrl-C, or signal of `STOPPING`, has those that train save and end."""
+        """Run elements to their end; the first Ctrl-C, or signal of `STOPPING`, makes those that train save and end."""
         handled = present(*STOPPING)
         # What is ignored stays so: with nohup the sweep outlives the terminal.
         handled = tuple(number for number in handled if signal.getsignal(number) is not signal.SIG_IGN)
@@ -136,21 +136,21 @@ def run_sweep(
     gpus: str | None,
     told: Callable[[RunStatus], None],
 ) -> list[RunStatus]:
-    """Run those elements of a sweep that are missing or have not come to their end; where all of them stand then.
+    """Run the elements of a sweep that are missing or unfinished; returns where all of them stand then.
 
     Parameters
     ----------
     at_once
         How many run at the same time. The GPUs are divided among them.
     nodes, procs, gpus
-        Of each element, as `cluster_ddp.submit.local.plan_local` takes them; `gpus` of all together.
+        For each element, as for `cluster_ddp.submit.local.plan_local`; `gpus` is shared by all.
     told
         Called with each element that has ended.
 
     Raises
     ------
     SubmitError
-        The GPUs cannot be divided so.
+        The GPUs cannot be divided like that.
     RunError
         Another process has claimed the sweep, or it was submitted to Slurm.
     """

@@ -1,4 +1,4 @@
-"""Noting what a submission that was cut off has left in Slurm's queue, before anybody acts on a run or a sweep."""
+"""Noting the jobs that a submission which was cut off has left in the queue, before acting on a run or a sweep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster_ddp.submit.base import note_submitted
 
 
 def take_up_run(run: RunDirectory, *, seconds: float) -> None:
-    """Note the jobs of a run that are in the queue, and that whoever submitted them was killed before noting.
+    """Note the jobs of a run that are in the queue and whose submitter was killed before noting them.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def take_up_run(run: RunDirectory, *, seconds: float) -> None:
 
 
 def take_up_sweep(sweep: SweepDirectory, *, seconds: float) -> None:
-    """Note the array of a sweep that is in the queue, as `take_up_run` does the jobs of a run."""
+    """Note the array of a sweep that is in the queue, as `take_up_run` does with the jobs of a run."""
     record = read_sweep(sweep)
     if record.announced is None or record.busy:
         return
@@ -46,7 +46,7 @@ def take_up_sweep(sweep: SweepDirectory, *, seconds: float) -> None:
 
 
 def note_array(sweep: SweepDirectory, array: SlurmArray, begun: Sequence[Element]) -> None:
-    """Note an array in the sweep, and its tasks in the runs of those of its elements that have one already."""
+    """Note an array in the sweep, and its tasks in the runs of those elements that have one already."""
 
     def noted(record: SweepRecord | None) -> SweepRecord:
         assert record is not None
