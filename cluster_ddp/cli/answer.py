@@ -1,4 +1,4 @@
-"""What the commands that start something say at their end: a few lines for people, or one line of JSON for programs."""
+"""What commands print: a few lines for people, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tell(*lines: str) -> None:
 
 @contextlib.contextmanager
 def told_if_slow(words: str, *, seconds: float = 10.0) -> Iterator[None]:
-    """Say something to a person when what is done takes so long: storage that hangs keeps a process without end."""
+    """Say something to a person if the block takes longer than this: hanging storage can block a process for ever."""
     timer = threading.Timer(seconds, tell, [words])
     timer.daemon = True
     timer.start()
@@ -63,7 +63,7 @@ def report_submitted(run: RunDirectory, job_id: str | None) -> None:
 def answer(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: str) -> None:
     """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it.
 
-    Where it cannot be written the exit status stays what it was: that the job was not submitted, say, would be wrong.
+    If it cannot be written the exit status stays as it is: one that says that the job was not submitted would be wrong.
     """
     fields = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": slurm_job_id, "state": state}
     try:
@@ -75,5 +75,5 @@ def answer(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: 
 
 
 def discard_output() -> None:
-    """Send the rest of standard output nowhere: Python would complain once more while flushing at exit."""
+    """Discard the rest of standard output: Python would complain once more while flushing at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

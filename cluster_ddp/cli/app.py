@@ -39,7 +39,7 @@ COMMANDS: dict[str, str] = {
     "init": "Prepare",
     "templates": "Prepare",
 }
-"""Each command's name, in the order of the help, and the panel of the help that it stands in."""
+"""Each command's name, in the order of the help, and its panel there."""
 
 EXAMPLES: dict[str, str] = {
     "submit": "submit job.yaml --set train.lr=0.01",
@@ -64,7 +64,7 @@ DEBUG_VARIABLE = "CLUSTER_DDP_DEBUG"
 
 
 class UnknownCommand(ClusterDDPError):
-    """The first argument is no command."""
+    """The first argument is not a command."""
 
     def __init__(self, name: str) -> None:
         near = nearest(name, COMMANDS)
@@ -73,7 +73,7 @@ class UnknownCommand(ClusterDDPError):
 
 
 class LazyCommands(TyperGroup):
-    """The group of all commands; a command's module is imported when the command is asked for."""
+    """The group of all commands; a command's module is imported when it is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The commands' names, in the order of the help."""
@@ -128,7 +128,7 @@ def main() -> int:
 def _status_of_call() -> int:
     try:
         app(prog_name="cluster-ddp")
-    except SystemExit as end:  # how typer ends, also when the reader (head, a pager) has seen enough
+    except SystemExit as end:  # how typer ends, also when the reader (head, a pager) has closed the pipe
         if not isinstance(end.__context__, BrokenPipeError):
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         discard_output()
@@ -139,7 +139,7 @@ def _status_of_call() -> int:
         return error.exit_status
     except OSError as error:
         _complain(error, _describe(error))
-        discard_output()  # it may be what cannot be written
+        discard_output()  # it may be what cannot be written to
         return ClusterDDPError.exit_status
     except KeyboardInterrupt:
         return 130
@@ -154,7 +154,7 @@ def _status_of_call() -> int:
 
 
 def _prepare_streams() -> None:
-    """Open what the caller has closed, and let no character that a terminal cannot show end a command."""
+    """Open standard streams that the caller has closed, and let no character that cannot be shown end a command."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -171,7 +171,7 @@ def _describe(error: OSError) -> str:
     try:
         Path.cwd()
     except OSError:
-        return "the current folder does not exist any more; change to another one (cd)"
+        return "the current folder no longer exists; change to another one (cd)"
     files = " -> ".join(str(file) for file in (error.filename, error.filename2) if file is not None)
     what = error.strerror or str(error) or type(error).__name__
     return f"{files}: {what}" if files else f"{what} (while reading or writing; {DEBUG_VARIABLE}=1 shows where)"

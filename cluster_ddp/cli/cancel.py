@@ -39,12 +39,12 @@ def command(run: RunOrSweep) -> None:
 
 
 def _mark(found: RunDirectory) -> None:
-    """Note in a run that is not complete that it is cancelled, and have what is alive of it end."""
+    """Mark a run that is not complete as cancelled, and have what is alive of it end."""
     found.refuse_links()
     history = read_history(found)
     if history.current(COMPLETED):
         return
-    # The event comes first: from now on nothing begins another attempt, however far what follows gets.
+    # The event comes first: from now on nothing begins another attempt, even if what follows fails.
     number = history.last.number if history.last else None
     if not EventWriter(found, login_writer()).write(CANCELLED, attempt=number, by=caller()):
         raise RunError(f"run {found.id} is not cancelled: nothing can be written to {found.events}")
@@ -61,7 +61,7 @@ def _record_of(run: RunDirectory) -> RunRecord | None:
 
 
 def _stop_last_attempt(run: RunDirectory, history: History) -> None:
-    """What reaches a local run, and tells the batch script of a Slurm job what the SIGTERM that follows means."""
+    """Write the stop file: it ends a local run, and tells the keeper of a Slurm job what the next SIGTERM means."""
     last = history.last
     if last is None or (attempt_is_alive(history, last) is False and not is_undecided(history)):
         return

@@ -1,4 +1,4 @@
-"""``cluster-ddp clean``: room on the storage, at the expense of what old runs no longer need."""
+"""``cluster-ddp clean``: frees storage that old runs no longer need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(
         str, typer.Option(metavar="AGE", help="Only runs in which nothing has changed for this long.")
     ] = "30d",
     keep_best: Annotated[
-        bool, typer.Option("--keep-best", help="Keep only the best checkpoint, not the last, where there is a best.")
+        bool, typer.Option("--keep-best", help="Keep only the best checkpoint, not the last, if there is a best one.")
     ] = False,
     resumable: Annotated[
         bool, typer.Option("--resumable", help="Also runs that have not completed and could be resumed.")
@@ -46,7 +46,7 @@ def command(
     runs_dir = runs_dir_of(None)
     found = [run for name in runs for run in _named(name, runs_dir)] if runs else _all(runs_dir)
     old = [run for run in found if time.time() - _last_change(run) >= age]
-    began = [attempt_numbers(run) for run in old]  # before it is judged: a later attempt was not seen
+    began = [attempt_numbers(run) for run in old]  # read before the run is judged, so that a later attempt is noticed
     total = 0
     for run, attempts, status in zip(old, began, describe_runs(old), strict=True):
         if _may_be_cleaned(status, resumable=resumable):
@@ -74,7 +74,7 @@ def _all(runs_dir: Path) -> list[RunDirectory]:
 
 
 def _name(run: RunDirectory) -> str:
-    """What a person calls a run by: its id; within a sweep, behind the sweep's."""
+    """The name by which a person calls a run: its id, after the sweep's for an element."""
     return one_line(f"{run.sweep_id}/{run.id}" if run.sweep_id else run.id)
 
 
@@ -110,7 +110,7 @@ def _kept(run: RunDirectory, *, keep_best: bool, verify: bool) -> set[int]:
     Parameters
     ----------
     verify
-        Read the last one, all of it: what is the last is only worth keeping if it is intact.
+        Read all of the last one, which is only worth keeping if it is intact.
     """
     from cluster_ddp.checkpoint.errors import CheckpointError
     from cluster_ddp.checkpoint.verify import list_checkpoints, newest_intact, run_id_of
@@ -142,7 +142,7 @@ def _last_change(run: RunDirectory) -> float:
 
 @contextlib.contextmanager
 def _told(run: RunDirectory | SweepDirectory) -> Iterator[None]:
-    """One that cannot be cleaned keeps no other from it."""
+    """A run that cannot be cleaned does not keep others from being cleaned."""
     try:
         yield
     except (ClusterDDPError, OSError) as error:

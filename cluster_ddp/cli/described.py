@@ -30,17 +30,17 @@ K = TypeVar("K", bound="KnownRun | EndedRun | NotBegun")
 S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
-"""Seconds that a person who asks waits for squeue; the run directories tell most of it without."""
+"""Seconds that a person who asks waits for squeue; the run directories say most of it."""
 
 
 def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
-    """The state of each run, with Slurm's word where it can be had; where not, says so on standard error."""
+    """The state of each run, with what Slurm says of its jobs; if Slurm cannot be asked, says so on standard error."""
     known = [know(run) for run in runs]
     return describe_with(known, ask_slurm(known), describe_known)
 
 
 def describe_with(known: Sequence[K], jobs: SlurmJobs, describe: Callable[[K, SlurmJobs], S]) -> list[S]:
-    """The state of each run with what squeue says; where that leaves a doubt, with what the accounting knows, too."""
+    """The state of each run with what squeue says and, where that leaves a doubt, what the accounting knows."""
     if jobs is None:
         return [describe(run, jobs) for run in known]
     known = with_unnoted(known, jobs)
@@ -75,12 +75,12 @@ def show_metrics(metrics: Mapping[str, float], most: int = METRICS_SHOWN) -> str
 
 
 def sweep_lines(sweeps: Sequence[SweepCounts]) -> list[str]:
-    """A line on each sweep."""
+    """One line for each sweep."""
     return [f"sweep {one_line(sweep.sweep.id)}: {one_line(sweep.in_words())}" for sweep in sweeps]
 
 
 def report_ended(run: RunDirectory, status: RunStatus) -> int:
-    """Say how a run that trained here ended and how to go on; what the command exits with."""
+    """Say how a run that trained here ended and how to go on; returns the exit status."""
     name = run.id if run.path.parent == runs_dir_of(None) else str(run.path)
     total = f" of {status.total_steps}" if status.total_steps else ""
     steps = "" if status.step is None else f"step {status.step}{total}"
@@ -101,7 +101,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
 
 
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
-    """What a person enters to continue a run that is over; `name` is what the commands find it by."""
+    """The command that continues a run that is over; `name` is how commands find the run."""
     by_hand = record is not None and record.via == "launch"
     return "start the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
 

@@ -10,7 +10,7 @@ from cluster_ddp.job.site_file import default_site_file, site_file
 from cluster_ddp.slurm.commands import require
 from cluster_ddp.submit.first_files import ask_cluster, first_job, site_values
 
-_HEAD = "# Written by cluster-ddp init: what is laid under all your job files on this cluster (docs/job-file.md)."
+_HEAD = "# Written by cluster-ddp init: defaults for all your job files on this cluster (docs/job-file.md)."
 
 
 def command() -> None:

@@ -1,4 +1,4 @@
-"""``cluster-ddp list``: the runs there are."""
+"""``cluster-ddp list``: all runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _row(status: RunSummary) -> dict[str, Any]:
 
 
 def _cells(status: RunSummary) -> str:
-    """What stands behind a run's name; of one whose record cannot be read, why."""
+    """The cells after a run's name; for one whose record cannot be read, why."""
     record = status.record
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created)) if record else "-"
     via = one_line(record.via) if record else "-"

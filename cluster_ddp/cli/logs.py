@@ -77,11 +77,11 @@ def _show_all(run: RunDirectory, number: int, node: int | None, rank: int | None
 
 
 def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
-    """Show what comes, attempt after attempt, until nothing will happen by itself any more, or a person ends it."""
+    """Show new output, attempt after attempt, until nothing more will happen by itself or a person ends it."""
     look, current, logs = Look([str(run.path)]), None, None
     try:
         while True:
-            (status,) = look.take().runs  # before the logs: of a run that is over now, all is read
+            (status,) = look.take().runs  # before the logs, so that all output of a run that is over is read
             if current is None and not status.attempts and status.state.open:
                 tell(f"run {run.id} has not begun yet: {_state(status)}")
                 current = -1
@@ -102,13 +102,13 @@ def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
 
 
 def _newer(run: RunDirectory, current: int | None) -> list[int]:
-    """The attempts that have begun since the current one; at first the last that there is."""
+    """The attempts that have begun since the current one; at first, the last one."""
     numbers = [attempt.number for attempt in list_attempts(run)]
     return numbers[-1:] if current is None else [number for number in numbers if number > current]
 
 
 def _print(logs: AttemptLogs, rank: int | None, *, several: bool, rest: bool) -> bool:
-    """Print what is new; whether there was anything."""
+    """Print what is new; returns whether there was anything."""
     printed = False
     for node, line in logs.lines(rest=rest):
         if rank is None:
@@ -122,14 +122,14 @@ def _print(logs: AttemptLogs, rank: int | None, *, several: bool, rest: bool) ->
 
 
 def _marked(node: int, line: LogLine, *, several: bool) -> str:
-    """A line with who printed it; of several nodes, the node programs' and torchruns' with their nodes."""
+    """A line with who printed it; with several nodes, those of node programs and torchrun name their node."""
     if line.rank is not None or not several:
         return line.marked()
     return f"[node {node} torchrun] {line.text}" if line.by_torchrun else f"[node {node}] {line.text}"
 
 
 def _show_errors(run: RunDirectory, wanted: int | None) -> None:
-    """The error that the others follow from, of the attempt that is meant or else of the last that has one."""
+    """The error that caused the others, of the attempt that is meant, else of the last one that has an error."""
     history = read_history(run)
     numbers = [record.number for record in history.attempts if wanted in (None, record.number)]
     for number in reversed(numbers):
@@ -150,9 +150,9 @@ def _show_errors(run: RunDirectory, wanted: int | None) -> None:
 
 
 def _batch_output(run: RunDirectory) -> str:
-    """Where the batch script's own words are, if there are any."""
+    """Where the batch script's own output is, if there is any."""
     files = sorted(run.path.glob("slurm-*.out"))
-    return f"; the batch script's words are in {files[-1]}" if files else ""
+    return f"; the batch script's output is in {files[-1]}" if files else ""
 
 
 def _state(status: RunStatus) -> str:

@@ -9,7 +9,7 @@ import typer
 
 
 def _runs(incomplete: str) -> list[str]:
-    """The ids of the runs in the runs folder that begin so, for the shell; only names are read."""
+    """The ids of runs in the runs folder that begin like this, for completion in the shell; only names are read."""
     from cluster_ddp.job.errors import ClusterDDPError
     from cluster_ddp.run.runs import runs_dir_of
 
@@ -21,7 +21,7 @@ def _runs(incomplete: str) -> list[str]:
 
 
 def _templates(incomplete: str) -> list[str]:
-    """The templates that begin so, for the shell, which completes files by itself."""
+    """The templates that begin like this, for completion in the shell, which completes files itself."""
     from cluster_ddp.job.templates import template_names
 
     return [name for name in template_names() if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""All that lies in a runs folder: its runs, and of its sweeps how many elements stand where.
+"""Everything in a runs folder: its runs, and for its sweeps how many elements are in which state.
 
 Slurm is asked once for all of them, however many sweeps there are.
 """
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=RunSummary)
 
 
 class Overview:
-    """Looks at a runs folder, again and again."""
+    """Looks at a runs folder repeatedly."""
 
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
@@ -31,7 +31,7 @@ class Overview:
         self._sweeps: dict[SweepDirectory, str | None] = {}  # with why one cannot be read
 
     def know(self) -> list[Known]:
-        """What squeue is to be asked about the runs and the sweeps' elements by."""
+        """What to ask squeue about for the runs and the elements of sweeps."""
         known: list[Known] = [self._ended[self._runs_dir].know(run) for run in list_runs(self._runs_dir)]
         self._sweeps = dict.fromkeys(list_sweeps(self._runs_dir))
         for sweep in self._sweeps:
@@ -52,7 +52,7 @@ class Overview:
         return self._ended[_folder(known)].summarize(known, jobs)
 
     def divide(self, known: Sequence[Known], found: Sequence[S]) -> tuple[list[S], list[SweepCounts]]:
-        """What was found, as the runs themselves and the counts of each sweep."""
+        """What was found, divided into runs and the counts of each sweep."""
         of: dict[Path, list[S]] = {folder: [] for folder in self._ended}
         for entry, status in zip(known, found, strict=True):
             of[_folder(entry)].append(status)
@@ -60,7 +60,7 @@ class Overview:
         return of[self._runs_dir], counts
 
     def save(self, known: Sequence[Known]) -> None:
-        """Keep what was seen of ended runs for the next look."""
+        """Remember the ended runs for the next look."""
         for folder, ended in self._ended.items():
             ended.save([entry.run for entry in known if not isinstance(entry, NotBegun) and _folder(entry) == folder])
 

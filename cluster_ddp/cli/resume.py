@@ -37,14 +37,14 @@ def command(
 
         if settings:
             raise RunError(
-                f"{sweep.id} is a sweep, and --set would make it another: call the sweep command again with it.\n"
-                f"One of its runs takes it, by its directory: cluster-ddp resume {sweep.path}/... --set ..."
+                f"{sweep.id} is a sweep, and --set would make it another one: call the sweep command again with it.\n"
+                f"To change one of its runs, name its directory: cluster-ddp resume {sweep.path}/... --set ..."
             )
         raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
     with contextlib.suppress(SlurmError):  # the look at its state tells of that
         take_up_run(found, seconds=PATIENCE_SECONDS)
-    seen = read_history(found)  # before it is judged: what happens from here on was not seen, and is not forgiven
+    seen = read_history(found)  # read before the run is judged: what happens from here on is not forgiven
     (status,) = describe_runs([found])
     plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs)
     remark(plan.remarks)

@@ -1,4 +1,4 @@
-"""One text after the other in the same place of a terminal, as `top` and `watch` show it."""
+"""Showing texts one after the other in the same place on a terminal, as `top` and `watch` do."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CLEAR_BELOW = "\x1b[J"
 
 
 def is_screen() -> bool:
-    """Whether standard output is a terminal in which a text can be put in the place of another."""
+    """Whether standard output is a terminal on which a text can replace another."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def draw(lines: Sequence[str]) -> None:
-    """Put printable lines in the place of those before, as many as there is room for; what is too long goes on below.
+    """Replace the lines shown before with these, as many as fit; long ones are wrapped.
 
-    Nothing is cleared before it is written over, and it is written at once, so that nothing flickers.
+    Nothing is cleared before it is overwritten, and everything is written at once, so that nothing flickers.
     """
     width, height = shutil.get_terminal_size()
     rows = [row for line in lines for row in _rows(line, width)]
@@ -39,9 +39,9 @@ def draw(lines: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def alternate_screen() -> Iterator[None]:
-    """Draw on the terminal's alternate screen meanwhile; however it ends, the terminal is as it was before.
+    """Draw on the terminal's alternate screen; afterwards, however it ends, the terminal is as it was.
 
-    Also while the process is stopped by Ctrl-Z.
+    That holds while the process is stopped by Ctrl-Z, too.
     """
     handlers = {signal.SIGTERM: _end, signal.SIGHUP: _end, signal.SIGTSTP: _pause}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -55,7 +55,7 @@ def alternate_screen() -> Iterator[None]:
 
 
 def _rows(line: str, width: int) -> list[str]:
-    """A line as a terminal shows it, in full rows: in a narrow one several."""
+    """A line as the rows that a terminal shows it in: several on a narrow one."""
     if line.isascii() and len(line) <= width:
         return [line.ljust(width)]
     from rich.cells import chop_cells, set_cell_size

@@ -31,17 +31,17 @@ from cluster_ddp.slurm.states import SlurmJob
 _REFRESH_SECONDS = 2.0
 # Many people watching at once must not slow Slurm's controller down: the run directories tell most of what changes.
 _ASK_SLURM_SECONDS = 15.0
-# What a narrow terminal shows first, after the run and its state; metrics and reasons get the room that is left.
+# What a narrow terminal shows first, after the run and its state; metrics and reasons get the remaining width.
 _BY_IMPORTANCE = ("STEP", "JOB", "CHECKPOINT", "GOODPUT", "ATTEMPTS")
 _UNKNOWN = "unknown (the script reports none)"
 _GAP = 2  # between two columns
 _VALUE_COLUMN = 19  # of the values in the details of one run
-_LEAST_ROOM = 16  # a metric or a reason that is cut shorter tells nothing
+_LEAST_ROOM = 16  # a metric or a reason that is cut shorter is useless
 
 
 def command(
     runs: Runs = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing is left to happen.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing more will happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; for several runs, a list.")] = False,
 ) -> None:
     """Show where runs stand: state, step, checkpoint, metrics, lost time."""
@@ -56,19 +56,19 @@ def command(
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look has found."""
+    """What one look has found."""
 
     runs: list[RunStatus]
     sweeps: list[SweepCounts]  # besides the runs, where all there is is shown
 
     @property
     def open(self) -> bool:
-        """Whether anything of it will change by itself."""
+        """Whether anything in it will change by itself."""
         return any(status.state.open for status in self.runs) or any(sweep.open for sweep in self.sweeps)
 
 
 class Look:
-    """Looks at what the arguments name, again and again; asks Slurm only every so often."""
+    """Looks at what the arguments name repeatedly, and asks Slurm only every so often."""
 
     def __init__(self, names: list[str]) -> None:
         self.runs_dir = runs_dir_of(None)
@@ -89,7 +89,7 @@ class Look:
             return Seen(*self._overview.divide(everything, found))
         known = self._known()
         seen = Seen(self._describe(known, self._ended.describe), [])
-        if self.sweep is not None:  # they are all there are in the folder
+        if self.sweep is not None:  # all runs of the folder
             self._ended.save([run.run for run in known if not isinstance(run, NotBegun)])
         return seen
 
@@ -100,7 +100,7 @@ class Look:
         return values[0] if self.single else values
 
     def best(self, found: list[RunStatus]) -> list[str]:
-        """The line on the best element of a sweep, below its table."""
+        """The line below a sweep's table that names the best element."""
         best = best_of(found, read_sweep(self.sweep)) if self.sweep is not None else None
         if best is None:
             return []
@@ -126,7 +126,7 @@ def _print(seen: Seen, look: Look) -> None:
 
 
 def _lines(seen: Seen, look: Look) -> list[str]:
-    """The details of a run, or the table of several and a line on each sweep besides them."""
+    """The details of a run, or the table of several runs and a line for each sweep."""
     if look.single:
         return _detail(seen.runs[0]).split("\n")
     return [*_runs_table(seen.runs), *look.best(seen.runs), *sweep_lines(seen.sweeps)]
@@ -138,13 +138,13 @@ def _runs_table(found: list[RunStatus]) -> Iterator[str]:
     columns = _columns(found)
     if sys.stdout.isatty():
         widths = _fitted(columns, shutil.get_terminal_size().columns)
-    else:  # a pipe takes lines of any length, and its reader the columns that it knows
+    else:  # a pipe takes lines of any length
         widths = {heading: _width(heading, cells) for heading, cells in columns.items()}
     return _table(columns, widths)
 
 
 def _watch(look: Look, *, as_json: bool) -> None:
-    """Show the states until no run will change by itself any more, or the person has seen enough (Ctrl-C)."""
+    """Show the states until no run will change by itself any more, or the person presses Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
         if as_json or not is_screen():
             _watch_changes(look, as_json=as_json)
@@ -175,7 +175,7 @@ def _watch_changes(look: Look, *, as_json: bool) -> None:
 
 
 def _looks(look: Look) -> Iterator[Seen]:
-    """What is seen, every so often as long as it may change by itself."""
+    """Look every so often, as long as anything may change by itself."""
     while True:
         seen = look.take()
         yield seen
@@ -210,7 +210,7 @@ def _ranks(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def _speed(status: RunStatus) -> str:
-    """How fast it trains, and when it will be through."""
+    """How fast it trains, and when it will be done."""
     parts = [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
     if status.seconds_left is not None:
         ends = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + status.seconds_left))
@@ -245,8 +245,8 @@ def _columns(found: list[RunStatus]) -> dict[str, list[str]]:
 def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:
     """The columns that a terminal of `width` shows, and how wide each is.
 
-    States are whole, then run ids, wherever that is possible at all. Of the others come, as far as there is room, those
-    that say anything for any run.
+    States are shown whole if at all possible, then run ids. Of the other columns, those that are not empty follow as
+    far as there is room.
     """
     widths = {"STATE": min(_width("STATE", columns["STATE"]), width)}
     room = width - widths["STATE"]
@@ -269,7 +269,7 @@ def _fitted(columns: dict[str, list[str]], width: int) -> dict[str, int]:
 
 
 def _table(columns: dict[str, list[str]], widths: dict[str, int]) -> Iterator[str]:
-    """The lines of the table; rich's own takes longer to lay out a thousand than it takes to read the runs."""
+    """The lines of the table; rich takes longer to lay out a thousand lines than it takes to read the runs."""
     gap = " " * _GAP
     for cells in zip(*([heading, *columns[heading]] for heading in widths), strict=True):
         yield gap.join(map(_fit, cells, widths.values()))
@@ -289,7 +289,7 @@ def _width(heading: str, cells: list[str]) -> int:
 
 
 def _cells(text: str) -> int:
-    """How many places of a terminal a text takes."""
+    """How many columns of a terminal a text takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len

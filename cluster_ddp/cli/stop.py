@@ -1,4 +1,4 @@
-"""``cluster-ddp stop``: save and end, whatever started the run."""
+"""``cluster-ddp stop``: save and end, however the run was started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(run: RunOrSweep) -> None:
     if sweep is not None:
         stop_sweep(sweep, stop_run)
         return
-    with told_if_slow("cluster-ddp: the storage or Slurm does not answer yet: the run hears of this once it does"):
+    with told_if_slow("cluster-ddp: the storage or Slurm does not answer yet; the run is asked as soon as it does"):
         found = find_run_to_change(run, runs_dir_of(None))
         with contextlib.suppress(SlurmError):  # the look at its state tells of that
             take_up_run(found, seconds=PATIENCE_SECONDS)
@@ -60,7 +60,7 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
     _take_out_the_rest(found, last.slurm_job_id)
     see = f"(see: cluster-ddp status {found.id}; go on later: {how_to_go_on(found.id, status.record)})"
     if over:
-        tell(f"asked that attempt {number} of {found.id}, which has ended, is not followed by another {see}")
+        tell(f"asked that attempt {number} of {found.id}, which has ended, not be followed by another {see}")
     elif history.reports_nothing:
         tell(f"asked attempt {number} of {found.id} to end {see}", _OF_A_SCRIPT)
     else:
@@ -68,7 +68,7 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
 
 
 def _ask(run: RunDirectory, number: int) -> int:
-    """Ask an attempt to stop, and the next where that has begun meanwhile; the one that hears of it."""
+    """Ask an attempt to stop, and the next one if that has begun meanwhile; returns the one that will see it."""
     while True:
         attempt = run.attempt(number)
         try:

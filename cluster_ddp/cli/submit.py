@@ -22,7 +22,7 @@ _SHOWN = 60  # characters of a value
 
 
 class Via(str, Enum):
-    """The batch system's front."""
+    """The front end of the batch system."""
 
     SBATCH = "sbatch"
     SUBMITIT = "submitit"
@@ -89,7 +89,7 @@ def _show(loaded: LoadedJob, sending: Submission) -> None:
     from cluster_ddp.run.runs import runs_dir_of
 
     spec = loaded.spec
-    # A file gets the script as it is; what a terminal would obey is only shown to it.
+    # A file gets the script as it is; on a terminal, escape sequences in it are shown and not obeyed.
     sys.stdout.write(printable(sending.text) if sys.stdout.isatty() else sending.text)
     sys.stdout.flush()
     network = resolve(spec.network, os.environ)

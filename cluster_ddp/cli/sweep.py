@@ -28,7 +28,7 @@ def command(
     job: Job,
     grid: Annotated[
         list[str] | None,
-        typer.Option(metavar="A.B=V,V", help="Values of a setting: train.lr=1e-3,1e-4. Of several, all combinations."),
+        typer.Option(metavar="A.B=V,V", help="Values of a setting: train.lr=1e-3,1e-4. If repeated, all combinations."),
     ] = None,
     list_file: Annotated[
         Path | None,
@@ -53,7 +53,7 @@ def command(
     as_json: JsonLine = False,
     no_check: NoCheck = False,
 ) -> None:
-    """Start a job for each combination of settings, as one Slurm array. Again, start only what is missing or failed."""
+    """Start a job for each combination of settings, as one Slurm array; if called again, what is missing or failed."""
     from cluster_ddp.job.grid import elements_of, read_list
 
     elements = elements_of(grid or (), read_list(list_file) if list_file else ())
@@ -75,7 +75,7 @@ def command(
 
 
 def _plan_and_check(job: str, settings: Sequence[str], elements: Sequence[tuple[str, ...]]) -> SweepPlan:
-    """Plan a sweep, while the interpreter of its job imports torch, and see whether its elements can begin."""
+    """Plan a sweep while the interpreter of its job imports torch, and check whether its elements can begin."""
     from cluster_ddp.submit.check_program import ProgramCheck
     from cluster_ddp.submit.preflight import check_before_queue
 
@@ -83,13 +83,13 @@ def _plan_and_check(job: str, settings: Sequence[str], elements: Sequence[tuple[
         plan = plan_sweep(job, settings, elements, check_target=True, at_first=program.begin)
         remark(plan.remarks)
         program.ask(plan.first, plan.specs)
-        # The first stands for the others: what is asked of Slurm, and by what they start, cannot differ.
+        # The first stands for all: what is asked of Slurm, and the interpreter, cannot differ.
         check_before_queue(plan.first, SbatchSubmission(plan.spec), remark, program)
     return plan
 
 
 def go_on(sweep: SweepDirectory, nodes: int | None, procs: int | None, *, as_json: bool) -> int:
-    """Start what is missing, failed or stopped of a sweep, as it was started last; the exit status of the command."""
+    """Start what is missing, failed or stopped of a sweep, as it was last started; returns the exit status."""
     plan, record = plan_again(sweep), read_sweep(sweep)
     remark(plan.remarks)
     if record.via == VIA_HERE:
@@ -110,7 +110,7 @@ def _submit(plan: SweepPlan, at_once: int | None, *, as_json: bool) -> None:
 def _run_here(
     plan: SweepPlan, at_once: int, nodes: int | None, procs: int | None, gpus: str | None, *, as_json: bool
 ) -> int:
-    """Run a sweep in the foreground; the exit status of the command."""
+    """Run a sweep in the foreground; returns the exit status."""
     from cluster_ddp.submit.sweep_here import OUTPUT, run_sweep
 
     tell(f"sweep {plan.sweep.id}: the output of each element is in its folder, {plan.sweep.path}/*/{OUTPUT}")
@@ -127,7 +127,7 @@ def _run_here(
 
 
 def _outcome(states: Iterable[RunState]) -> tuple[RunState, int]:
-    """What a sweep that ran here has come to, and what the command exits with."""
+    """Report how a sweep that ran here ended; returns the exit status."""
     if {RunState.FAILED, RunState.STALLED} & set(states):
         return RunState.FAILED, 4
     return (RunState.COMPLETED, 0) if set(states) == {RunState.COMPLETED} else (RunState.STOPPED, 5)

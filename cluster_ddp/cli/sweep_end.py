@@ -32,7 +32,7 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
     Raises
     ------
     RunError
-        Nothing of the sweep is alive or waits.
+        Nothing of the sweep is alive or waiting.
     """
     started_here = _start_no_more(sweep)
     looked = _look(sweep)
@@ -41,14 +41,14 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
         job.job_id for known, _, jobs in looked if isinstance(known, NotBegun) for job in jobs if job.state in ACTIVE
     ]
     _cancel(sweep, waiting, only_waiting=True)
-    _cancel(sweep, starting)  # it has no run yet, and thus nothing to save
+    _cancel(sweep, starting)  # it has no run yet, and so nothing to save
     asked = sum(
         _try(functools.partial(stop, known.run, status))
         for known, status, _ in looked
         if isinstance(known, KnownRun) and status.state.alive
     )
     if not asked and not waiting and not starting and not started_here:
-        raise RunError(f"sweep {sweep.id}: nothing of it is alive or waits")
+        raise RunError(f"sweep {sweep.id}: nothing of it is alive or waiting")
     tell(
         f"sweep {sweep.id}: {asked} element{'s' * (asked != 1)} asked to save and end, "
         f"{len(waiting) + len(starting)} taken out of the queue "
@@ -70,13 +70,13 @@ def cancel_sweep(sweep: SweepDirectory, mark: Callable[[RunDirectory], None]) ->
     living = [job.job_id for _, _, jobs in _look(sweep) for job in jobs]
     _cancel(sweep, living)
     tell(
-        f"cancelled sweep {sweep.id}, {len(living)} Slurm jobs of it among that (to take a run up again: "
+        f"cancelled sweep {sweep.id}, including {len(living)} of its Slurm jobs (to take a run up again: "
         "cluster-ddp resume DIRECTORY)"
     )
 
 
 def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, Sequence[SlurmJob]]]:
-    """Each element, where it stands, and those of its jobs that wait or run and are surely its own."""
+    """Each element, where it stands, and those of its jobs that wait or run and are certainly its own."""
     limit_umask(sweep.path)
     take_up_sweep(sweep, seconds=PATIENCE_SECONDS)
     known = know_elements(sweep, read_sweep(sweep), know)
@@ -92,7 +92,7 @@ def _living(known: KnownRun | NotBegun, jobs: dict[str, SlurmJob]) -> list[Slurm
 
 
 def _try(act: Callable[[], None]) -> bool:
-    """Whether it could be done: what is wrong with one element must not keep the others from it."""
+    """Whether it could be done: an error in one element must not keep it from the others."""
     try:
         act()
     except ClusterDDPError as error:
@@ -111,7 +111,7 @@ def _cancel(sweep: SweepDirectory, job_ids: Sequence[str], *, only_waiting: bool
 
 
 def _start_no_more(sweep: SweepDirectory) -> bool:
-    """Take the claim from a process that starts elements here, which starts no more then; whether there was one."""
+    """Take the claim from a process that starts elements here, to stop it from starting more; whether there was one."""
     if not read_sweep(sweep).busy:
         return False
 

@@ -218,7 +218,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path) -> None:
     for arguments in ("status", "submit multi-node --dry-run", "local cpu"):
         done = shell(f"mkdir gone; cd gone; rmdir ../gone; ddp {arguments}", tmp_path)
         assert done.returncode == 2
-        assert done.stderr == "cluster-ddp: the current folder does not exist any more; change to another one (cd)\n"
+        assert done.stderr == "cluster-ddp: the current folder no longer exists; change to another one (cd)\n"
 
 
 def test_a_folder_of_runs_whose_name_is_not_utf_8(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_cancel_of_a_sweep_that_was_killed(here: Path, cluster: Slurm, call: Cal
     killed(cluster, *SWEEP, behind=True)
     sweep = SweepDirectory(only(here))
     queue(cluster, sweep.id, "101_0", "101_1", "101_2")
-    assert "3 Slurm jobs of it among that" in call("cancel", sweep.id).err
+    assert "including 3 of its Slurm jobs" in call("cancel", sweep.id).err
     assert (cluster.folder / "cancelled").read_text() == "101_0 101_1 101_2\n"
 
 

@@ -74,7 +74,7 @@ def test_an_attempt_whose_nodes_have_ended_hears_that_it_is_not_to_be_queued_aga
     request = read_stop(attempt)
     assert request is not None and request.reason == reason
     if command == "stop":
-        assert f"attempt 0 of {run.id}, which has ended, is not followed by another" in done.stderr
+        assert f"attempt 0 of {run.id}, which has ended, not be followed by another" in done.stderr
 
 
 def test_stop_reaches_a_job_of_slurms_on_another_machine(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:
