@@ -34,7 +34,7 @@ def state_of(
         starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
     if job is not None and job.held:
-        return RunState.HELD, _how_to_release(job)
+        return RunState.HELD, how_to_release(job)
     if job is not None and job.state in WAITING:
         return _waiting(outcome, job, failed_start(history, record, job.job_id, queued=True))
     cancelled = job is not None and job.state == "CANCELLED"
@@ -148,7 +148,8 @@ def _unseen(job_id: str | None, host: str) -> str:
     return f"begun on {host}, which cannot be seen from here; this is the last that is known"
 
 
-def _how_to_release(job: SlurmJob) -> str:
+def how_to_release(job: SlurmJob) -> str:
+    """Why Slurm holds a job, and who can release it, and how."""
     why = job.state if job.reason in ("", "None") else job.reason
     if job.reason == "JobHeldAdmin":
         return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"

@@ -12,6 +12,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import Unnoted, run_in_comment
+from cluster_ddp.run.state import how_to_release
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord
 from cluster_ddp.slurm.reasons import in_words
@@ -95,7 +96,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
             return RunState.PENDING, "Slurm cannot be asked about it from here"
         return RunState.LOST, f"has not begun, and no job is to start it; cluster-ddp resume {record.id} does"
     if job.held:
-        return RunState.HELD, f"Slurm holds job {job.job_id}; release it with: scontrol release {job.job_id}"
+        return RunState.HELD, how_to_release(job)
     if job.state in WAITING:
         return RunState.PENDING, in_words(job.reason)
     if job.state in ACTIVE:

@@ -197,6 +197,9 @@ def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call)
         ("0002", "COMPLETED", "101_2"),
         ("0003", "PENDING", "101_3"),
     ]
+    cluster.queue.write_text(f"101_3|101|PENDING||JobHeldAdmin|cluster_ddp {sweep.id}\n")
+    *_, held = json.loads(call("status", str(sweep.path), "--json").out)
+    assert held["state"] == "HELD" and "ask them for: scontrol release 101_3" in held["reason"]
     (here / "runs" / "small-20260101-000000-abcd").mkdir()
     (here / "runs" / "small-20260101-000000-abcd" / "run.json").write_text("{}")
     assert call("status", "small").out.startswith("small-20260101")  # as before there was a sweep
