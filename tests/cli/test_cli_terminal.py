@@ -149,10 +149,10 @@ def test_who_ends_the_watching_gets_the_terminal_back(terminal: Open, run: RunDi
     assert LEAVE in shown and status == 128 + signal.SIGTERM
 
 
-def test_bash_completes_what_is_typed(terminal: Open, run: RunDirectory) -> None:
+def test_bash_completes_what_is_typed(terminal: Open, run: RunDirectory, tmp_path: Path) -> None:
     shell = terminal("bash", "--norc", "--noprofile", "-i", columns=200)
     shell.type(f"PATH={Path(sys.executable).parent}:$PATH PS1='> '; bind 'set enable-bracketed-paste off'\r")
-    shell.type('eval "$(cluster-ddp --show-completion bash)"; echo rea""dy\r')
+    shell.type(f'export HOME={tmp_path}; cluster-ddp --install-completion; . ~/.bashrc; echo rea""dy\r')
     shell.wait_for(lambda text: "ready" in text)
     shell.type("cluster-ddp sta\t")
     shell.wait_for(lambda text: "cluster-ddp status " in text)

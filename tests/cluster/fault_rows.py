@@ -139,7 +139,7 @@ ROWS: dict[str, Row] = {
         short=("sbatch",),
     ),
     "a save that does not fit into the grace": Row(
-        "the step, the grace and the time that a save takes are told, and what to set; the next attempts save often "
+        "the step, the grace and the time that a save takes are reported, with what to set; the next attempts save often "
         "enough that something remains",
         preempt_twice,
         attempts=3,
@@ -323,7 +323,7 @@ ROWS: dict[str, Row] = {
         "the others wait, up to `launch.join_timeout`", stand_still(_NODE_PROGRAM, 15), at=0, attempts=1
     ),
     "a node that never joins": Row(
-        "torchrun gives up after `launch.join_timeout`; torchrun's words and what to do are told; requeued",
+        "torchrun gives up after `launch.join_timeout`; torchrun's message and what to do are reported; requeued",
         stand_still(r"-m cluster_ddp\.launch\.start_torchrun", None),
         at=0,
         job={"launch": {"join_timeout": 20}},
