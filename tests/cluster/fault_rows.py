@@ -139,8 +139,8 @@ ROWS: dict[str, Row] = {
         short=("sbatch",),
     ),
     "a save that does not fit into the grace": Row(
-        "the step, the grace and the time that a save takes are reported, with what to set; the next attempts save often "
-        "enough that something remains",
+        "the step, the grace and the time that a save takes are reported, with what to set; the next attempts save "
+        "often enough that something remains",
         preempt_twice,
         attempts=3,
         lost=60,
