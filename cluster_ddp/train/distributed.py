@@ -40,7 +40,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 1800.0
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
 _left: list[dist.ProcessGroup | None] = []
-_stores: list[Store] = []  # by which the ranks met, of each group that was left
+_stores: dict[tuple[str, str, int], list[Store]] = {}  # of the groups that were left at each meeting point
 _beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by a group for GPUs only: that of its CPUs
 
 
@@ -155,7 +155,7 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
             rank=world.rank,
             world_size=world.world_size,
             timeout=limit,
-            store=_store_again() or _store_of_step(world, limit),
+            store=_store_again(world) or _store_of_step(world, limit),
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -212,12 +212,17 @@ def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
     return store
 
 
-def _store_again() -> Store | None:
-    """For a group after another, a part of the first one's store; None for the first.
+def _store_again(world: World) -> Store | None:
+    """For a group after another of the same ranks, a part of the first one's store; None for the first.
 
     In the same part Gloo would find the addresses of the group before, and wait there for ever.
     """
-    return PrefixStore(f"cluster_ddp/group-{len(_stores)}", _stores[0]) if _stores else None
+    stores = _stores.get(_meeting_point(world.world_size), [])
+    return PrefixStore(f"cluster_ddp/group-{len(stores)}", stores[0]) if stores else None
+
+
+def _meeting_point(size: int) -> tuple[str, str, int]:
+    return os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), size
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -238,7 +243,8 @@ def cleanup_distributed() -> None:
     """Leave the group, all ranks together; call it last, after every other use of the group."""
     if dist.is_initialized():
         hold_group()
-        _stores.append(dist.distributed_c10d._get_default_store())
+        met = _stores.setdefault(_meeting_point(dist.get_world_size()), [])
+        met.append(dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
 
 

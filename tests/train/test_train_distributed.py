@@ -7,6 +7,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from train_ranks import run_ranks
 
 from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import (
     DistributedError,
@@ -25,6 +27,7 @@ from cluster_ddp.train import (
     barrier,
     broadcast_object,
     choose_backend,
+    cleanup_distributed,
     is_main_process,
     launch_distributed_training,
     reduce_tensor,
@@ -111,6 +114,26 @@ def test_what_ranks_exchange() -> None:
         assert found["gathered"] == [[[number] * 2] * 2 for number in range(3)]
         assert found["objects"] == [{"rank": number} for number in range(3)]
         assert found["broadcast"] == "from 0" and found["main"] == (rank == 0)
+
+
+def meet_elsewhere() -> tuple[int, int] | None:
+    """Ranks 1 and 2 of three make a group of their own when rank 0, which has kept the store, is gone."""
+    world = find_world()
+    keeper, port = broadcast_object((os.getpid(), free_port()))
+    cleanup_distributed()
+    if world.is_main:
+        return None
+    while Path(f"/proc/{keeper}").exists():
+        time.sleep(0.01)
+    os.environ.update(RANK=str(world.rank - 1), WORLD_SIZE="2", MASTER_PORT=str(port))
+    rank, _, size = setup_distributed(timeout=30)
+    barrier()
+    return rank, size
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="by /proc it is seen that a process has ended")
+def test_a_group_at_another_address_does_not_meet_by_the_first_one_s_store() -> None:
+    assert run_ranks(meet_elsewhere, 3) == [None, (0, 2), (1, 2)]
 
 
 def test_the_timeout_is_applied(tmp_path: Path) -> None:
