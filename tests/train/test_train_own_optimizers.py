@@ -119,3 +119,30 @@ def reptile(place: Path) -> int | str | None:
 
 def test_an_optimizer_for_the_inner_steps_of_one_step_is_not_refused(tmp_path: Path) -> None:
     assert run_ranks(reptile, 1, new_run(tmp_path).path) == [None]
+
+
+def cycled(place: Path) -> int | str | None:
+    """A scheduler sets the momentum with the rate, and the optimizer's state comes after the second batch only."""
+    begin_attempt(place, 0)
+    try:
+        with join_run() as run:
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+            loader = run.resumable(
+                LOADERS["tensors"](), model=model, optimizer=optimizer, scheduler=scheduler, epochs=1
+            )
+            for _ in loader.epochs():
+                for number, (inputs, labels) in loader.enumerate():
+                    F.cross_entropy(model(inputs), labels).backward()
+                    if number % 3 == 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        scheduler.step()
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_settings_that_change_before_the_optimizer_has_a_state_come_back(tmp_path: Path) -> None:
+    assert run_ranks(cycled, 1, new_run(tmp_path).path) == [None]

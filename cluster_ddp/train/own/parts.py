@@ -42,6 +42,7 @@ class Once:
     def __call__(self) -> State:
         model, optimizer = self._copies or twins(self._model, self._optimizer)
         self._copies = None
+        self._state.put_first_settings(optimizer)  # which a scheduler may have changed by now, as OneCycleLR momenta
         also = self._make_also(optimizer)
         self._state.put_back_first(also)
         return State(model, optimizer, also=also)

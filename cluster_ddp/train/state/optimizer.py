@@ -7,6 +7,7 @@ else there is (lists and dicts of tensors, tensors in the groups, state of no pa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -180,6 +181,13 @@ class OptimizerState:
         self._put_states(by_name, scalars.get("optimizer_layouts", {}))
         for key, value in shared.items():
             self._optimizer.state[key] = value
+
+    def put_first_settings(self, other: Optimizer) -> None:
+        """Give the groups of another optimizer the settings that those here had at first, as a resume makes them."""
+        for group, first in zip(other.param_groups, self._first, strict=True):
+            for key in group.keys() - first.keys() - _NOT_STATE:
+                del group[key]
+            group.update({key: copy.deepcopy(value) for key, (value, _) in first.items()})
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
         """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one.

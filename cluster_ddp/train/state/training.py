@@ -216,6 +216,10 @@ class State:
         known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
         return Attributes(holders, known)
 
+    def put_first_settings(self, optimizer: Optimizer) -> None:
+        """Give the groups of a copy of the optimizer the settings that those here had before the first step."""
+        self._optimizer.put_first_settings(optimizer)
+
     def put_back_first(self, also: Stateful) -> None:
         """Give another task the state that the one here had before the first step.
 
