@@ -20,8 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.batches import MapBatches
-from cluster_ddp.train.own.loop import Kept, Loop
-from cluster_ddp.train.script import ScriptRun
+from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.loop import Loop
+from cluster_ddp.train.own.run import ScriptRun
 
 _COUNTS = ("ready", "started", "processed", "completed")
 _BATCHES, _EPOCHS = "epoch_loop.batch_progress", "epoch_progress"  # in the state of Lightning's loops

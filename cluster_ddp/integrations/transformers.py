@@ -28,8 +28,9 @@ from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.batches import MapBatches
-from cluster_ddp.train.own.loop import Kept, Loop
-from cluster_ddp.train.script import ScriptRun
+from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.loop import Loop
+from cluster_ddp.train.own.run import ScriptRun
 
 # Of TrainerState: what the steps have left there; the rest follows from the arguments.
 _STATE = (

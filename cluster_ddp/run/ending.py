@@ -57,6 +57,8 @@ _PROGRAM = re.compile(
 )
 
 
+_BEFORE_TRAINING = ("starting", "ready", "evaluating")  # phases of a rank; a block without a loop knows no others
+
 LONGEST_START_SECONDS = 600.0
 
 
@@ -125,7 +127,8 @@ def outcome_of(history: History, number: int) -> Outcome:
     if history.cancelled is not None:
         by = history.cancelled.get("by", "its owner")
         return Outcome(Ending.CANCELLED, f"cancelled by {by}", CANCEL, settled=True)
-    if history.current(COMPLETED) or history.of_attempt(number, COMPLETED):
+    completed = history.current(COMPLETED) or history.of_attempt(number, COMPLETED)
+    if completed and not _has_failed_afterwards(history, number):
         return Outcome(Ending.COMPLETED, "training is complete", settled=True)
     if stalled := history.current(STALLED):
         return Outcome(Ending.STALLED, str(stalled.get("reason") or "no progress"), settled=True)
@@ -202,6 +205,14 @@ def failures_of(history: History, number: int) -> list[Event]:
         else:
             failures.clear()  # the ranks were restarted inside the allocation and it went on
     return failures
+
+
+def _has_failed_afterwards(history: History, number: int) -> bool:
+    """Whether the program of an attempt whose training was complete has failed in what it did next.
+
+    That is another block of `join_run`; what goes wrong as the ranks of a complete training end does not count.
+    """
+    return any(event.get("phase") in _BEFORE_TRAINING for event in failures_of(history, number))
 
 
 def root_failure(failures: list[Event]) -> Event:

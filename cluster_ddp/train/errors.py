@@ -25,3 +25,16 @@ class NonFiniteError(TrainError):
 
 class DistributedError(TrainError):
     """The ranks cannot find each other, or this place cannot start ranks."""
+
+
+class SecondLoopError(TrainError):
+    """A program has more than one loop in blocks of `join_run`, and a run has one."""
+
+    comes_back = True
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a run has one loop: resumable(), steps() or resume() was called before, in this block of join_run() or in "
+            "an earlier one. Give a second training, such as a fine-tuning, a program and a run of its own; where an "
+            "epoch is to have other samples, let a sampler with set_epoch(epoch) choose them"
+        )

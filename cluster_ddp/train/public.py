@@ -18,8 +18,9 @@ from cluster_ddp.train.distributed import (
 )
 from cluster_ddp.train.errors import DataError, DistributedError, NonFiniteError, TaskError, TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
+from cluster_ddp.train.own.run import ScriptRun
 from cluster_ddp.train.randomness import StepSeeds
-from cluster_ddp.train.script import ScriptRun, join_run
+from cluster_ddp.train.script import join_run
 from cluster_ddp.train.session import Outcome
 from cluster_ddp.train.spawn import launch_distributed_training
 from cluster_ddp.train.stop import StopConsensus, StopSignals

@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import LOADERS, begin_attempt, distributed, failure, interrupt, model_of, new_run, states
+from own_loops import LOADERS, Crash, begin_attempt, distributed, failure, interrupt, model_of, new_run, states
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
-from cluster_ddp.train import join_run
+from cluster_ddp.train import TrainError, join_run
 
 
-def evaluate(done: list[str]) -> None:
+def evaluate(done: list[str], *, is_broken: bool = False) -> None:
     with join_run():
         done.append("evaluated")
+        if is_broken:
+            raise Crash
 
 
 def train(done: list[str], folder: Path | None = None, at: int | None = None, how: str = "stop") -> None:
@@ -42,16 +44,16 @@ def train(done: list[str], folder: Path | None = None, at: int | None = None, ho
         done.append("trained")
 
 
-def program(place: Path, attempt: int, blocks: list[dict[str, Any] | None]) -> tuple[list[str], Any]:
+def program(place: Path, attempt: int, blocks: list[dict[str, Any] | str | None]) -> tuple[list[str], Any]:
     """Blocks, one after the other; what they did and the program's status."""
     begin_attempt(place, attempt)
     done: list[str] = []
     try:
         for block in blocks:
-            if block is None:
-                evaluate(done)
-            else:
+            if isinstance(block, dict):
                 train(done, **block)
+            else:
+                evaluate(done, is_broken=block == "broken")
     except SystemExit as end:
         return done, end.code
     return done, None
@@ -71,6 +73,50 @@ def test_a_second_loop_in_a_later_block_is_refused(tmp_path: Path) -> None:
     ((done, status),) = run_ranks(program, 1, run.path, 0, [{}, {}])
     assert (done, status) == (["entered", "trained", "entered"], 1)
     assert "in this block of join_run() or in an earlier one" in failure(run)
+    outcome = outcome_of(read_history(run), 0)
+    assert outcome.ending is Ending.FAILED_AT_START  # another start would come to the same end
+    assert "a run has one loop" in outcome.reason
+    assert run_ranks(program, 1, run.path, 1, [{}]) == [(["entered"], None)]  # a person has mended the program
+    assert outcome_of(read_history(run), 1).ending is Ending.COMPLETED
+
+
+def test_an_evaluation_that_fails_after_training_has_failed_the_run(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(program, 1, run.path, 0, [{}, "broken"]) == [(["entered", "trained", "evaluated"], 1)]
+    assert outcome_of(read_history(run), 0).ending is Ending.FAILED
+    assert run_ranks(program, 1, run.path, 1, [{}, None]) == [(["entered", "evaluated"], None)]
+    assert outcome_of(read_history(run), 1).ending is Ending.COMPLETED
+
+
+def refused_first(place: Path) -> list[str]:
+    """A loop that is refused, and another in the same block, as where a cell of a notebook has been mended."""
+    begin_attempt(place, 0)
+    seen = []
+    with join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for things in ({"model": model}, {"model": model, "optimizer": optimizer}):
+            try:
+                loader = run.resumable(LOADERS["shuffled"](), epochs=1, **things)
+            except TrainError as error:
+                seen.append(str(error))
+        for _ in loader.epochs():
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        try:
+            run.steps(3, model=model, optimizer=optimizer)
+        except TrainError as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_a_loop_that_is_refused_is_none(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    ((first, second),) = run_ranks(refused_first, 1, run.path)
+    assert first.startswith("no optimizer is handed over") and second.startswith("a run has one loop")
+    assert states(run) == ["started", "completed"]
 
 
 def test_a_block_that_only_evaluates_does_not_complete_the_run(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from train_ranks import run_ranks
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
 from cluster_ddp.train.own.carried import Carried
+from cluster_ddp.train.own.first_steps import FirstSteps
+from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import variables_of
 
 
@@ -44,6 +49,24 @@ class Kept(Shadow):
         self.shadow = dict(state)
 
 
+class Clones(Kept):
+    """The same, whose state is a copy."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return copy.deepcopy(self.shadow)
+
+
+class Slow(torch.optim.SGD):
+    """An optimizer that holds a list with a tensor for each weight in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        weights = self.param_groups[0]["params"]
+        slow = self.state[weights[0]].setdefault("slow", [weight.clone() for weight in weights])
+        torch._foreach_lerp_(slow, weights, 0.5)
+
+
 def told(place: Path) -> None:
     """A loop with one of each."""
     begin_attempt(place, 0)
@@ -54,6 +77,7 @@ def told(place: Path) -> None:
         loader = run.resumable(LOADERS["shuffled"](), model=model, optimizer=optimizer, epochs=1)
         warmup = LinearLR(optimizer, total_iters=4)
         hidden = torch.zeros(3)
+        memory: deque[Tensor] = deque(maxlen=5)
         for _ in loader.epochs():
             for inputs, labels in loader:
                 outputs = model(inputs) + hidden
@@ -65,6 +89,7 @@ def told(place: Path) -> None:
                 average.update()
                 for copied, weight in zip(copies, model.parameters(), strict=True):
                     copied.lerp_(weight.detach(), 0.1)
+                memory.append(hidden)
 
 
 def not_told(place: Path) -> None:
@@ -72,14 +97,17 @@ def not_told(place: Path) -> None:
     begin_attempt(place, 0)
     with join_run() as run:
         model = model_of()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        average = Kept(model)
-        kept = run.keep(hidden=torch.zeros(3), ema=[weight.detach().clone() for weight in model.parameters()])
+        optimizer = Slow(model.parameters(), lr=0.1)
+        average, clones = Kept(model), Clones(model)
+        ema = [weight.detach().clone() for weight in model.parameters()]
+        memory: deque[Tensor] = deque(maxlen=5)
+        kept = run.keep(hidden=torch.zeros(3), ema=ema, memory=memory)
         scheduler = SequentialLR(optimizer, [LinearLR(optimizer), ConstantLR(optimizer)], milestones=[4])
         loader = run.resumable(
-            LOADERS["shuffled"](), model=model, optimizer=optimizer, scheduler=scheduler, average=average, epochs=1
-        )
-        total, losses = 0.0, []
+            LOADERS["shuffled"](), model=model, optimizer=optimizer, scheduler=scheduler, average=average,
+            clones=clones, epochs=1,
+        )  # fmt: skip
+        total, losses, recent = 0.0, [], deque([0.0], maxlen=3)
         for _ in loader.epochs():
             for number, (inputs, labels) in loader.enumerate():
                 outputs = model(inputs) + kept.hidden
@@ -92,8 +120,11 @@ def not_told(place: Path) -> None:
                 optimizer.step()
                 scheduler.step()
                 average.update()
-                for copied, weight in zip(kept.ema, model.parameters(), strict=True):
+                clones.update()
+                for copied, weight in zip(ema, model.parameters(), strict=True):
                     copied.lerp_(weight.detach(), 0.1)
+                memory.append(kept.hidden)
+                recent.append(loss.item())
                 if number:
                     total += loss.item() + len(gradients) + len(before)
                 losses.append(loss.detach())
@@ -107,23 +138,27 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
     if loop is not_told:
         assert messages == []
         return
-    copies, scheduler, carried = messages
+    copies, queues, scheduler, carried = messages
     assert "in average.shadow, copies, which no checkpoint holds" in copies
+    assert queues.startswith("steps put tensors into memory, which no checkpoint holds")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint holds" in carried
 
 
-def batches(check: Callable[[], None]) -> Iterator[Tensor]:
+def batches(end_step: Callable[[], None]) -> Iterator[Tensor]:
     for number in range(3):
         yield torch.full((2,), float(number))
-        check()
+        end_step()
 
 
 def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> None:
     messages: list[str] = []
     state, old, seen, pairs = np.zeros(4), torch.ones(2), 0, (torch.zeros(2), 1)
-    for batch in batches(Carried(messages.append).check):
-        output = batch * 2 if seen else batch * 3
+    mask: Tensor | None = None
+    for batch in batches(FirstSteps([Carried(KeptNumbers(), messages.append)]).end_step):
+        if mask is None:
+            mask = torch.ones(2)  # once, in the first batch
+        output = mask * batch * 2 if seen else batch * 3
         if seen == 1:
             old = output  # set on one way only, and not read in the loop
         try:

@@ -16,6 +16,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
+from cluster_ddp.train.own.first_steps import FirstSteps
 from cluster_ddp.train.own.other_loaders import OtherLoaders
 
 STEPS = 3
@@ -24,9 +25,9 @@ STEPS = 3
 def told(steps: Iterator[Any], own: Any = None) -> list[str]:
     """What is told of a loop over these."""
     messages: list[str] = []
-    others = OtherLoaders(own, messages.append)
+    first = FirstSteps([OtherLoaders(own, messages.append)])
     for _ in zip(range(STEPS), steps, strict=False):
-        others.check()
+        first.end_step()
     return messages
 
 

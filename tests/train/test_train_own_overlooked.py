@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from cluster_ddp.train.own.first_steps import FirstSteps
 from cluster_ddp.train.own.overlooked import Overlooked
 
 
@@ -40,7 +41,7 @@ def told(handed: bool = True, draw: Any = None, seeded: tuple[Any, ...] = (), op
     teacher, average = nn.Linear(3, 2), Average(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = [*model.parameters(), *(average.parameters() if handed else ())]
-    overlooked = Overlooked(kept, lambda: seeded, messages.append)
+    steps = FirstSteps([Overlooked(kept, lambda: seeded, messages.append)])
     for _ in range(3):
         optimizer.zero_grad()
         (model(torch.ones(3)) - teacher(torch.ones(3))).square().sum().backward()
@@ -48,7 +49,7 @@ def told(handed: bool = True, draw: Any = None, seeded: tuple[Any, ...] = (), op
         average.update()
         if draw is not None:
             draw()
-        overlooked.check()
+        steps.end_step()
     return messages
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from cluster_ddp.printing import say
 from cluster_ddp.train.distributed import find_world
-from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.errors import SecondLoopError
 
 _was_stopped: dict[tuple[Path, int], bool] = {}
 
@@ -26,11 +28,13 @@ class Block:
     ----------
     is_run
         The same.
+    has_loop
+        Whether a loop has been taken over in it.
     """
 
     def __init__(self, directory: Path, attempt: int, *, is_run: bool) -> None:
         self._attempt = directory, attempt
-        self.is_run, self._has_loop = is_run, False
+        self.is_run, self.has_loop = is_run, False
 
     def enter(self) -> None:
         """Call before the block.
@@ -45,21 +49,23 @@ class Block:
                 say("cluster_ddp: the run was stopped in an earlier block of join_run(): the program ends before this")
             raise SystemExit(0)
 
-    def begin_loop(self) -> None:
-        """Call before a loop is taken over.
+    @contextlib.contextmanager
+    def only_loop(self) -> Iterator[None]:
+        """Around all that takes a loop over: one that is refused is none, and may be followed by another.
 
         Raises
         ------
-        TrainError
+        SecondLoopError
             This block has one, or an earlier one had.
         """
-        if self._has_loop or self._attempt in _was_stopped:
-            raise TrainError(
-                "a run has one loop: resumable(), steps() or resume() was called before, in this block of join_run() "
-                "or in an earlier one. Give a second training, such as a fine-tuning, a program and a run of its own; "
-                "where an epoch is to have other samples, let a sampler with set_epoch(epoch) choose them"
-            )
-        self._has_loop = True
+        if self.has_loop or self._attempt in _was_stopped:
+            raise SecondLoopError
+        self.has_loop = True
+        try:
+            yield
+        except Exception:
+            self.has_loop = False
+            raise
 
     def leave(self, *, stopped: bool) -> None:
         """Call at the end of a block with a loop. The cell of a notebook is run again by whoever wants that."""

@@ -7,14 +7,11 @@ import dis
 import re
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
 
-import numpy as np
-from torch import Tensor
-
+from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.values import has_tensors, look_of
 
-_LOOKED_AT_AFTER = 2  # steps
 _ACCESS = re.compile("LOAD|STORE|DELETE")
 _ENDS = (
     "JUMP_FORWARD",
@@ -29,35 +26,47 @@ _ENDS = (
 class Carried:
     """Tells, after the second step, of variables with tensors that a batch reads before it has set them.
 
-    Such as ``output, hidden = model(batch, hidden)``: they come from the batch before, and start over at a resume.
-    Numbers are not told: nearly every loop has some that are only printed.
+    Such as ``output, hidden = model(batch, hidden)``: they come from the batch before, and start over at a resume. What
+    is made once, in the first batch, is no such variable. Numbers are not told: nearly every loop has some that are
+    only printed.
 
     Parameters
     ----------
+    kept
+        What the loop keeps by `ScriptRun.keep`, and may change by a name of its own.
     tell
         Takes the message.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._steps = 0
+    def __init__(self, kept: KeptNumbers, tell: Callable[[str], None]) -> None:
+        self._kept, self._tell = kept, tell
+        self._before: dict[str, int] = {}
 
-    def check(self) -> None:
-        """Call after each step, from within the iterator that the loop asks for its next batch."""
-        self._steps += 1
-        if self._steps != _LOOKED_AT_AFTER:
-            return
-        names: list[str] = []
-        with contextlib.suppress(Exception):  # of an interpreter that writes its code in another way
-            for frame in running_frames():
-                there = variables_of(frame)
-                names += [name for name in _carried(frame.f_code, frame.f_lasti) if _has_tensors(there.get(name))]
-        if names:
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = self._now()
+
+    def second(self) -> None:
+        """Call after the second."""
+        before, now = self._before, self._now()
+        if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
             self._tell(
-                f"the loop carries tensors from one batch to the next in {', '.join(sorted(names))}, which no "
+                f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
                 "checkpoint holds: a resume is exact only where no step depends on them. Keep them: "
                 f"kept = run.keep({names[0]}=None), and read and set kept.{names[0]} in the loop"
             )
+
+    def _now(self) -> dict[str, int]:
+        """What is in these variables."""
+        found: dict[str, int] = {}
+        kept = {id(value) for value in self._kept.values.values()}
+        with contextlib.suppress(Exception):  # of an interpreter that writes its code in another way
+            for frame in running_frames():
+                there = variables_of(frame)
+                carried = {name: there.get(name) for name in _carried(frame.f_code, frame.f_lasti)}
+                strange = {name: value for name, value in carried.items() if id(value) not in kept}
+                found |= {name: look_of(value) for name, value in strange.items() if has_tensors(value)}
+        return found
 
 
 def _carried(code: CodeType, at: int) -> list[str]:
@@ -108,13 +117,3 @@ def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
     names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
     kinds = ["DELETE"] if opname.endswith("AND_CLEAR") else _ACCESS.findall(opname)
     yield from zip(kinds, names, strict=False)
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() > 1
-    if isinstance(value, np.ndarray):
-        return value.size > 1
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, (list, tuple)) and any(map(_has_tensors, value))

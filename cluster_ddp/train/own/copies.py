@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import reachable, running_frames, variables_of
 from cluster_ddp.train.own.values import has_values, sampled
 
-_CHECKS = 2
 _DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
+_IN_OPTIMIZER = 4  # what it holds is seen with its state
 
 
 class Copies:
@@ -29,30 +30,27 @@ class Copies:
     ----------
     handed
         What is kept; that its optimizers train has the shapes that are looked for.
+    kept
+        What the loop keeps by `ScriptRun.keep`.
     tell
         Takes the message.
     """
 
-    def __init__(self, handed: Handed, tell: Callable[[str], None]) -> None:
-        self._handed = handed
+    def __init__(self, handed: Handed, kept: KeptNumbers, tell: Callable[[str], None]) -> None:
+        self._handed, self._kept = handed, kept
         self._weights = [weight for optimizer in handed.optimizers for weight in _trained(optimizer)]
         self._tell = tell
-        self._checks = 0
         self._before: dict[int, tuple[Any, int]] = {}  # with the holder, whose place in memory another would take
 
-    def check(self) -> None:
-        """Call after each step; what the program holds is looked through only after the first two."""
-        if self._checks == _CHECKS:
-            return
-        self._checks += 1
-        now: dict[int, tuple[str, Any, int]] = {}
-        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
-            now = {id(holder): (name, holder, sampled(tensors)) for name, holder, tensors in self._found()}
-        if self._checks < _CHECKS:
-            self._before = {key: (holder, state) for key, (_, holder, state) in now.items()}
-            return
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = {id(holder): (holder, sampled(tensors)) for _, holder, tensors in self._found()}
+
+    def second(self) -> None:
+        """Call after the second."""
         before, self._before = self._before, {}
-        changed = [name for key, (name, _, state) in now.items() if key in before and before[key][1] != state]
+        now = [(name, id(holder), sampled(tensors)) for name, holder, tensors in self._found()]
+        changed = [name for name, key, state in now if key in before and before[key][1] != state]
         if changed:
             self._tell(
                 f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint holds: a "
@@ -60,19 +58,33 @@ class Copies:
                 "with state_dict() and load_state_dict() that holds them, such as torch's AveragedModel (ema=ema)"
             )
 
-    def _found(self) -> Iterator[tuple[str, Any, list[Tensor]]]:
+    def _found(self) -> list[tuple[str, Any, list[Tensor]]]:
+        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
+            return list(self._like_the_weights())
+        return []
+
+    def _like_the_weights(self) -> Iterator[tuple[str, Any, list[Tensor]]]:
         wanted = Counter(weight.shape for weight in self._weights)
-        own = {tensor.data_ptr() for tensor in self._handed.tensors() if has_values(tensor)}
-        own |= {weight.grad.data_ptr() for weight in self._weights if weight.grad is not None}
+        held = {tensor.data_ptr() for tensor in (*self._handed.tensors(), *self._kept.tensors()) if has_values(tensor)}
+        held |= {weight.grad.data_ptr() for weight in self._weights if weight.grad is not None}
+        given = {_look_of(tensor) for tensor in self._handed.states() if has_values(tensor)}
+        of_optimizers = {
+            id(part) for _, part in reachable((("", own) for own in self._handed.optimizers), _IN_OPTIMIZER)
+        }
         variables = [item for frame in running_frames() for item in variables_of(frame).items()]
         for name, holder in reachable(variables, _DEPTH):
             values = holder.values() if isinstance(holder, dict) else holder
-            if not isinstance(holder, (dict, list)) or len(values) < len(self._weights):
+            if not isinstance(holder, (dict, list)) or len(values) < len(self._weights) or id(holder) in of_optimizers:
                 continue
             tensors = [value for value in values if type(value) in (Tensor, nn.Parameter) and has_values(value)]
-            strange = [tensor for tensor in tensors if tensor.data_ptr() not in own]
+            strange = [tensor for tensor in tensors if tensor.data_ptr() not in held and _look_of(tensor) not in given]
             if wanted and not wanted - Counter(tensor.shape for tensor in strange):
                 yield name, holder, strange
+
+
+def _look_of(tensor: Tensor) -> tuple[torch.Size, int]:
+    """By it a copy is recognised: state_dict() of what is handed over may give copies of what it holds."""
+    return tensor.shape, sampled([tensor])
 
 
 def _trained(optimizer: Optimizer) -> list[torch.Tensor]:

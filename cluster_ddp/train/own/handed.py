@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.loop import OTHER_LOOP
+from cluster_ddp.train.own.values import tensors_in
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer
@@ -127,7 +128,12 @@ class Handed:
             if isinstance(thing, nn.Module):
                 yield from (*thing.parameters(), *thing.buffers())
             else:
-                yield from _tensors_in(thing.state_dict())
+                yield from tensors_in(thing.state_dict())
+
+    def states(self) -> Iterator[Tensor]:
+        """The tensors in the states of what is neither trained nor an optimizer, which may be copies."""
+        for thing in self._rest.values():
+            yield from tensors_in(thing.state_dict())
 
     @property
     def others(self) -> list[Any]:
@@ -197,17 +203,6 @@ def _put_settings(group: dict[str, Any], was: dict[str, Any]) -> None:
             group[key].copy_(value)
         else:
             group[key] = value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_in(part)
 
 
 def _listed(things: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
 from cluster_ddp.launch.heartbeat import Phase
-from cluster_ddp.train.distributed import all_gather_object, broadcast_object, find_world
-from cluster_ddp.train.errors import TaskError, TrainError
+from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
-from cluster_ddp.train.state.packing import Packer
 from cluster_ddp.train.stop import StopDecision
 
 OTHER_LOOP = (
@@ -35,10 +33,6 @@ class Save(Protocol):
 
     def __call__(self, *, again: bool) -> None:
         """`again`: also when this step has been saved."""
-
-
-class Kept(SimpleNamespace):
-    """Numbers of the loop's own, as attributes: `ScriptRun.keep`."""
 
 
 class Loop:
@@ -75,20 +69,22 @@ class Loop:
         Called before each save: brings what is kept up to date.
     left_out
         Sees that updates are made.
-    watchers
-        Called after each step: see what is beside the loop. Empty where a framework says what it does.
+    kept
+        Numbers of the loop's own.
+    look
+        Called after each step: sees what is beside the loop. Nothing where a framework says what it does.
     on_update
         Called after each update.
     """
 
     def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
-        self._session, self._save_state, self._geometry, self._kept = session, save, geometry, kept
+        self._session, self._save_state, self._geometry, self.kept = session, save, geometry, kept
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
         self.batches = 0
         self.before_save: Callable[[], None] = lambda: None
         self.left_out = LeftOutUpdates([], 1)
-        self.watchers: list[Callable[[], None]] = []
+        self.look: Callable[[], None] = lambda: None
         self.on_update: Callable[[], None] = lambda: None
         self._is_updated = self._save_is_due = self._awaits_batches = False
         self._stop = StopDecision()
@@ -110,7 +106,8 @@ class Loop:
             "data": self.data,
             "closed": self.is_closed,
             "finished": self.is_finished,
-            "kept": self._kept.by_rank,
+            "kept": self.kept.by_rank,
+            "kept in place": self.kept.in_place,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,7 +124,7 @@ class Loop:
         self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
         self.data = state.get("data")
         self.is_over = self.is_finished and self._geometry.total <= state["total"]
-        self._kept.restore(state["kept"])
+        self.kept.restore(state["kept"], state.get("kept in place", ()))
 
     def expect_data(self, first: int | None) -> None:
         """See that what is read first or held is what it was when the checkpoint was saved.
@@ -198,8 +195,7 @@ class Loop:
         """
         decision = self._session.end_step()
         self.left_out.check(self._session.step, updated=self._is_updated)
-        for watcher in self.watchers:
-            watcher()
+        self.look()
         if decision.level > self._stop.level:
             self._stop = decision
         self._save_is_due |= self._session.save_is_due
@@ -229,7 +225,7 @@ class Loop:
     def save(self) -> None:
         """Save the state as it is now, unless that has been done."""
         self.before_save()
-        self._kept.gather()
+        self.kept.gather()
         self._save_state(again=self.is_dirty)
         self.is_dirty = False
 
@@ -270,52 +266,3 @@ class Loop:
                 raise
             self.end()
         self.rest(0)
-
-
-class KeptNumbers:
-    """What the loop keeps by `ScriptRun.keep`, before or after the checkpoint is restored: each rank its own.
-
-    Attributes
-    ----------
-    by_rank
-        The values of all ranks when they were last gathered.
-    """
-
-    def __init__(self) -> None:
-        self.by_rank: list[dict[str, Any]] = []
-        self._kept = Kept()
-        self._restored: dict[str, Any] = {}
-
-    def add(self, initial: dict[str, Any]) -> Kept:
-        """Keep these, with what was restored in place of the initial values."""
-        for name, value in initial.items():
-            try:
-                Packer({}).pack(value, name)
-            except TaskError as error:
-                raise TrainError(f"run.keep({name}=...): {error}") from error
-            setattr(self._kept, name, self._restored.get(name, value))
-        return self._kept
-
-    def as_now(self) -> Callable[[], None]:
-        """What puts the values back as they are now."""
-        now = copy.deepcopy(vars(self._kept))
-        return lambda: vars(self._kept).update(now)
-
-    def gather(self) -> None:
-        """Collect the values of all ranks, which call it together, before a save.
-
-        What was restored and not asked for stays.
-        """
-        values = {**self._restored, **vars(self._kept)}
-        if values:
-            self.by_rank = all_gather_object(values)
-
-    def restore(self, by_rank: list[dict[str, Any]]) -> None:
-        """Take back what was gathered; on another number of ranks what rank 0 had."""
-        self.by_rank = by_rank
-        if not by_rank:
-            return
-        world = find_world()
-        self._restored = by_rank[world.rank if len(by_rank) == world.world_size else 0]
-        for name in vars(self._kept).keys() & self._restored.keys():
-            setattr(self._kept, name, self._restored[name])

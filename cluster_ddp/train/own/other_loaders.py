@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-_CHECKS = 2
-
 
 class OtherLoaders:
     """Tells, after the second step, of passes over DataLoaders that go on from step to step.
@@ -28,14 +26,15 @@ class OtherLoaders:
 
     def __init__(self, own: Any, tell: Callable[[str], None]) -> None:
         self._own, self._tell = own, tell
-        self._checks = 0
         self._before: list[tuple[weakref.ref[Any], int]] = []
 
-    def check(self) -> None:
-        """Call after each step; what is alive is looked through only after the first two."""
-        if self._checks == _CHECKS:
-            return
-        self._checks += 1
+    def first(self) -> None:
+        """Call after the first step."""
+        others = [batches for batches in _under_way() if batches._dataset is not self._own]
+        self._before = [(weakref.ref(batches), batches._num_yielded) for batches in others]
+
+    def second(self) -> None:
+        """Call after the second."""
         going_on = [batches for ref, number in self._before if (batches := ref()) and batches._num_yielded > number]
         if going_on:
             names = ", ".join(sorted({type(batches._dataset).__name__ for batches in going_on}))
@@ -44,9 +43,6 @@ class OtherLoaders:
                 "checkpoint holds its place: a resume is exact only where no step depends on it. Hand it to "
                 "run.resumable(), and of two let one data set give what both give"
             )
-        if self._checks < _CHECKS:
-            others = [batches for batches in _under_way() if batches._dataset is not self._own]
-            self._before = [(weakref.ref(batches), batches._num_yielded) for batches in others]
 
 
 def _under_way() -> list[Any]:

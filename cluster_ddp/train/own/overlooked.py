@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,32 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.own.carried import Carried
-from cluster_ddp.train.own.copies import Copies
-from cluster_ddp.train.own.handed import Handed
-from cluster_ddp.train.own.loop import Loop
-from cluster_ddp.train.own.other_loaders import OtherLoaders
 from cluster_ddp.train.own.program import running_frames, variables_of
-from cluster_ddp.train.own.schedulers import OtherSchedulers
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
-_CHECKS = 2
 _DEPTH = 3  # of the objects in a frame: its variables, their attributes, and those in lists and dicts
-
-
-def watchers_of(
-    loop: Loop, handed: Handed, tell: Callable[[str], None], loader: Any = None, data: Any = None
-) -> list[Callable[[], None]]:
-    """What is called after each step of a loop to see what is beside it; over this loader and data, if there are."""
-    overlooked = Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), tell)
-    return [
-        OtherLoaders(data, tell).check,
-        overlooked.check,
-        Copies(handed, tell).check,
-        OtherSchedulers(handed.optimizers, handed.others, tell).check,
-        Carried(tell).check,
-    ]
 
 
 class Overlooked:
@@ -62,23 +42,24 @@ class Overlooked:
     ) -> None:
         self._kept = {tensor.data_ptr() for tensor in kept if has_values(tensor)}
         self._seeded, self._tell = seeded, tell
-        self._checks = 0
-        self._modules: dict[int, int] = {}
-        self._generators: dict[int, int] = {}
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._generators: dict[int, tuple[Any, int]] = {}
 
-    def check(self) -> None:
-        """Call after each step; what is alive is looked through only after the first two."""
-        if self._checks == _CHECKS:
-            return
-        self._checks += 1
-        modules = {id(module): (module, sampled(tensors)) for module, tensors in self._strangers()}
-        generators = {id(found): (found, _drawn_to(found)) for found in self._of_the_loop()}
-        if self._checks == _CHECKS:
-            self._tell_modules([found for key, (found, now) in modules.items() if self._modules.get(key, now) != now])
-            drawn = [found for key, (found, now) in generators.items() if self._generators.get(key, now) != now]
-            self._tell_generators(drawn)
-        self._modules = {key: state for key, (_, state) in modules.items()}
-        self._generators = {key: state for key, (_, state) in generators.items()}
+    def first(self) -> None:
+        """Call after the first step."""
+        self._modules = {id(module): (weakref.ref(module), sampled(held)) for module, held in self._strangers()}
+        self._generators = {id(found): (found, _drawn_to(found)) for found in self._of_the_loop()}
+
+    def second(self) -> None:
+        """Call after the second."""
+        self._tell_modules([module for module, held in self._strangers() if self._has_changed(module, held)])
+        before, self._generators = self._generators, {}
+        same = {key for key, (found, drawn_to) in before.items() if _drawn_to(found) == drawn_to}
+        self._tell_generators([found for found in self._of_the_loop() if id(found) in before.keys() - same])
+
+    def _has_changed(self, module: nn.Module, held: list[Tensor]) -> bool:
+        before, state = self._modules.get(id(module), (None, 0))
+        return before is not None and before() is module and sampled(held) != state
 
     def _strangers(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
         """The modules that are alive, with what they hold and no checkpoint does."""

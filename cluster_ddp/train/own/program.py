@@ -9,12 +9,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch.utils.data as torch_data
 from torch import Tensor, nn
 
 from cluster_ddp.train.inner_parts import inner_parts
-from cluster_ddp.train.own.loop import Kept
 
-_CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, Kept, str, int, float)
+_CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, torch_data.DataLoader, str, int, float)
+_OURS = __name__.partition(".")[0]
 _WIDTH = 2000  # parts of a list or dict that are looked through
 _MOST = 50_000  # parts of one depth: 0.1 s
 
@@ -23,7 +24,7 @@ def running_frames() -> Iterator[FrameType]:
     """The functions that run now, from the inside, without those of this package and of torch."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("cluster_ddp", "torch"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (_OURS, "torch"):
             yield frame
         frame = frame.f_back
 
@@ -42,7 +43,8 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[str, Any]]:
     """What objects hold in attributes, lists and dicts, by a name for people, and they themselves.
 
-    Models, tensors, arrays and what the loop keeps by `ScriptRun.keep` are not looked into.
+    Models, tensors, arrays, data sets and what is this package's own, such as `ScriptRun.keep` gives, are not looked
+    into.
 
     Parameters
     ----------
@@ -65,9 +67,14 @@ def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         if len(value) <= _WIDTH:
-            yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()))
+            yield from ((f"{name}[{_name_of(key)}]", part) for key, part in list(value.items()))
     elif isinstance(value, (list, tuple)):
         if len(value) <= _WIDTH:
             yield from ((f"{name}[{number}]", part) for number, part in enumerate(list(value)))
-    elif not isinstance(value, _CLOSED):
+    elif not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] != _OURS:
         yield from ((f"{name}.{part}", held) for part, held in inner_parts(value))
+
+
+def _name_of(key: Any) -> str:
+    """Of a key in a dict; a tensor's own representation takes long."""
+    return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__

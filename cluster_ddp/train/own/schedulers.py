@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from cluster_ddp.train.own.program import reachable
 
-_CHECKS = 2
 _DEPTH = 4  # of what was handed over: a scheduler may be in one that is in an object of the program's own
 
 
@@ -30,17 +29,16 @@ class OtherSchedulers:
 
     def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any], tell: Callable[[str], None]) -> None:
         self._optimizers, self._others, self._tell = list(optimizers), list(others), tell
-        self._checks = 0
-        self._before: dict[int, int] = {}
+        self._before: list[tuple[LRScheduler, int]] = []
 
-    def check(self) -> None:
-        """Call after each step; what is alive is looked through only after the first two."""
-        if self._checks == _CHECKS:
-            return
-        self._checks += 1
-        strangers = self._strangers()
-        moved = [found for found in strangers if self._before.get(id(found), found.last_epoch) != found.last_epoch]
-        self._before = {id(found): found.last_epoch for found in strangers}
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = [(found, found.last_epoch) for found in self._strangers()]
+
+    def second(self) -> None:
+        """Call after the second."""
+        before, self._before = self._before, []
+        moved = [found for found, was in before if found.last_epoch != was]
         if moved:
             names = ", ".join(sorted({type(found).__name__ for found in moved}))
             self._tell(

@@ -48,7 +48,8 @@ class Taking:
                 "the loop asks for its second batch before it has computed gradients of the first, as where a "
                 "prefetcher or a list stands between it and the loader: a save would count batches that are not yet "
                 "trained on, and a resume leave them out. Take each batch when it is trained on; workers, collate_fn "
-                "and pin_memory of the DataLoader read ahead exactly"
+                "and pin_memory of the DataLoader read ahead exactly. (Where the loop has only left its first batch "
+                "out, nothing is wrong.)"
             )
         self._is_asked = True
 

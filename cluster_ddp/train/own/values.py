@@ -1,15 +1,29 @@
-"""Whether tensors have changed, by a few of their elements."""
+"""The tensors in a value, and whether they have changed, by a few of their elements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 
 _SAMPLE = 64  # elements of a tensor that are looked at
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in dicts and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -20,3 +34,25 @@ def has_values(tensor: Tensor) -> bool:
 def sampled(tensors: Iterable[Tensor]) -> int:
     """A fingerprint of some elements of each."""
     return fingerprint([tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLE)] for tensor in tensors])
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether it is, or holds, a tensor or an array of several elements."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, np.ndarray):
+        return value.size > 1
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(map(has_tensors, value))
+
+
+def look_of(value: Any) -> int:
+    """A fingerprint of some elements of the tensors and arrays that `has_tensors` finds."""
+    if isinstance(value, Tensor):
+        return sampled([value]) if has_values(value) else 0
+    if isinstance(value, np.ndarray):
+        return fingerprint(value.reshape(-1)[:: -(-value.size // _SAMPLE)]) if value.size else 0
+    if isinstance(value, dict):
+        value = list(value.values())
+    return fingerprint([look_of(part) for part in value]) if isinstance(value, (list, tuple)) else 0

@@ -1,0 +1,64 @@
+"""What a program holds is looked at after the first two steps of its own loop: what steps change there is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from cluster_ddp.train.own.carried import Carried
+from cluster_ddp.train.own.copies import Copies
+from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.loop import Loop
+from cluster_ddp.train.own.other_loaders import OtherLoaders
+from cluster_ddp.train.own.overlooked import Overlooked
+from cluster_ddp.train.own.queues import Queues
+from cluster_ddp.train.own.schedulers import OtherSchedulers
+from cluster_ddp.train.randomness import OwnGenerators
+
+
+class Look(Protocol):
+    """Sees something that steps change and no checkpoint holds."""
+
+    def first(self) -> None:
+        """Call after the first step: note what is there."""
+
+    def second(self) -> None:
+        """Call after the second: tell what has changed since."""
+
+
+class FirstSteps:
+    """Calls what looks at the program after the first step and after the second, and lets go of it then.
+
+    Parameters
+    ----------
+    looks
+        What is called, in this order.
+    """
+
+    def __init__(self, looks: Sequence[Look]) -> None:
+        self._rounds: list[list[Callable[[], None]]] = [
+            [look.first for look in looks],
+            [look.second for look in looks],
+        ]
+
+    def end_step(self) -> None:
+        """Call after each step, from within the iterator that the loop asks for its next batch."""
+        if self._rounds:
+            for look in self._rounds.pop(0):
+                look()
+
+
+def first_steps_of(
+    loop: Loop, handed: Handed, tell: Callable[[str], None], loader: Any = None, data: Any = None
+) -> FirstSteps:
+    """What sees all that is beside a loop; over this loader and data, if there are."""
+    return FirstSteps(
+        [
+            OtherLoaders(data, tell),
+            Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), tell),
+            Copies(handed, loop.kept, tell),
+            Queues(handed, loop.kept, tell),
+            OtherSchedulers(handed.optimizers, handed.others, tell),
+            Carried(loop.kept, tell),
+        ]
+    )

@@ -1,0 +1,69 @@
+"""Sees queues of tensors that the steps of a loop of one's own fill, such as a replay buffer."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.program import reachable, running_frames, variables_of
+from cluster_ddp.train.own.values import has_tensors
+
+_DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
+_DEPTH_OF_HANDED = 4
+
+
+class Queues:
+    """Tells, after the second step, of each `deque` with tensors or arrays that steps fill and no checkpoint holds.
+
+    Those of numbers are not told: they are mostly losses, for people. Nor are lists, in which a loop collects what it
+    evaluates later.
+
+    Parameters
+    ----------
+    handed
+        What is kept, with all that it holds.
+    kept
+        What the loop keeps by `ScriptRun.keep`.
+    tell
+        Takes the message.
+    """
+
+    def __init__(self, handed: Handed, kept: KeptNumbers, tell: Callable[[str], None]) -> None:
+        self._handed, self._kept, self._tell = handed, kept, tell
+        self._before: list[tuple[collections.deque[Any], tuple[int, int]]] = []
+
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = [(queue, _end_of(queue)) for _, queue in self._found()]
+
+    def second(self) -> None:
+        """Call after the second."""
+        before, self._before = self._before, []
+        filled = {id(queue) for queue, end in before if _end_of(queue) != end}
+        if names := sorted(name for name, queue in self._found() if id(queue) in filled):
+            self._tell(
+                f"steps put tensors into {', '.join(names)}, which no checkpoint holds: a resume begins with what the "
+                "program puts there before the loop, and is exact only where no step depends on it. Keep it, as by "
+                "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop"
+            )
+
+    def _found(self) -> list[tuple[str, collections.deque[Any]]]:
+        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
+            return list(self._of_the_loop())
+        return []
+
+    def _of_the_loop(self) -> Iterator[tuple[str, collections.deque[Any]]]:
+        handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others)]
+        held = {id(part) for _, part in (*reachable(handed, _DEPTH_OF_HANDED), *self._kept.values.items())}
+        variables = [item for frame in running_frames() for item in variables_of(frame).items()]
+        for name, found in reachable(variables, _DEPTH):
+            if type(found) is collections.deque and found and has_tensors(found[-1]) and id(found) not in held:
+                yield name, found
+
+
+def _end_of(queue: collections.deque[Any]) -> tuple[int, int]:
+    return len(queue), id(queue[-1])

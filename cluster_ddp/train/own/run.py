@@ -1,0 +1,348 @@
+"""What a training loop of one's own does with its run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cluster_ddp.job import JobSpec
+from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.record import read_record
+from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.metrics.file import MetricsFile
+from cluster_ddp.train.metrics.log import Report
+from cluster_ddp.train.metrics.loggers import open_loggers
+from cluster_ddp.train.model import settle_layout
+from cluster_ddp.train.nonfinite import FiniteWeights
+from cluster_ddp.train.own.batches import batches_of
+from cluster_ddp.train.own.blocks import Block
+from cluster_ddp.train.own.first_steps import first_steps_of
+from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.kept import Kept, KeptNumbers
+from cluster_ddp.train.own.left_out import LeftOutUpdates
+from cluster_ddp.train.own.loader import ResumableLoader
+from cluster_ddp.train.own.loop import LeaveBlock, Loop
+from cluster_ddp.train.own.mode import TrainingMode
+from cluster_ddp.train.own.other_optimizers import OtherOptimizers
+from cluster_ddp.train.own.parts import Echo, Once, Own
+from cluster_ddp.train.own.taking import Taking
+from cluster_ddp.train.own.unfrozen import Unfrozen
+from cluster_ddp.train.randomness import OwnGenerators
+from cluster_ddp.train.rank import RankProcess
+from cluster_ddp.train.refusals import refuse_dtypes
+from cluster_ddp.train.session import Order, Session
+from cluster_ddp.train.state.training import State, Stateful
+
+
+class ScriptRun:
+    """What a script does with its run; `join_run` makes it.
+
+    Attributes
+    ----------
+    world
+        Rank, local rank, world size and device of this process.
+    job
+        The job file's settings; under a bare torchrun the defaults.
+    directory, attempt
+        Where the run lies, and the number of this attempt.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        directory: RunDirectory,
+        attempt: int,
+        process: RankProcess,
+        writer: EventWriter | None,
+        block: Block,
+    ) -> None:
+        self.world, self.job = find_world(), job
+        self._session = Session(job, directory, attempt, process, writer)
+        self.directory, self.attempt, self._block = directory, attempt, block
+        self._report = Report()
+        self._check_weights: Callable[[int], None] = lambda step: None
+        self._order: Order | None = None
+        self._total_steps = 0
+        self._kept = KeptNumbers()
+        self._loop: Loop | None = None
+        self._loader: ResumableLoader | None = None
+        self._others: OtherOptimizers | None = None
+        self._session.beat.enter(Phase.READY)
+
+    @property
+    def step(self) -> int:
+        """Steps that are finished."""
+        return self._session.step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self._session.decision.level > 0 or (self._loop is not None and self._loop.stops)
+
+    # Loops that stay as they are.
+
+    def resumable(
+        self, loader: Any, *, epochs: int, accumulate: int = 1, batches: int | None = None, **things: Any
+    ) -> ResumableLoader:
+        """Make a loop over a DataLoader resumable, and put everything back where the run was left.
+
+        Parameters
+        ----------
+        loader
+            A DataLoader with whatever data set, sampler, workers and collate function. It is left as it is; what is
+            returned takes its place.
+        epochs
+            Passes over the data in the whole training.
+        accumulate
+            Batches for one step of the optimizer, where it is more than one. Without it a batch counts as a step, and
+            saves and stops wait for a batch after which the optimizer has stepped.
+        batches
+            Batches of an epoch on each rank, where the loader has no length.
+        things
+            What is kept, by name: ``model=`` in DDP when there are several ranks, ``optimizer=``, and whatever else
+            has ``state_dict()`` and ``load_state_dict()``, such as ``scheduler=``, ``scaler=`` and averaged models;
+            also several models and optimizers, and lists of schedulers. None is left out.
+
+        Raises
+        ------
+        TrainError
+            Something cannot be resumed exactly: the order of the loader, or a thing that was handed over. Or the run
+            has another number of ranks now and the steps would have other samples.
+        """
+        with self._block.only_loop():
+            world = self.world.world_size
+            found = batches_of(loader, world, batches)
+            geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
+            loop = self._take_over(things, geometry)
+            loop.expect_data(found.arrange(loop.seed))
+            self._watch(loop, loader, found.data)
+            taking = Taking(self._handed.optimizers, self._handed.scalers, self._session.saving.tell)
+            as_now = (self._handed.settings, self._kept.as_now)
+            self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, as_now)
+            return self._loader
+
+    def steps(self, total: int, **things: Any) -> Iterator[int]:
+        """Give the steps that are left of a loop that draws its batches itself, by number from 0.
+
+        torch, random and NumPy are seeded for each step and rank, so what the loop draws from them is exact.
+
+        Parameters
+        ----------
+        total
+            Where training ends.
+        things
+            What is kept, as in `resumable`.
+
+        Raises
+        ------
+        TrainError
+            A thing that was handed over cannot be kept.
+        """
+        with self._block.only_loop():
+            loop = self._take_over(things, Draws(total))
+            self._watch(loop)
+            return loop.steps()
+
+    def keep(self, **numbers: Any) -> Kept:
+        """Keep numbers of the loop's own in the checkpoint, such as the best accuracy so far.
+
+        Parameters
+        ----------
+        numbers
+            Their values in a fresh run. Numbers, strings, tensors, and lists and dicts of these, which may also be
+            changed in place; each rank keeps its own, and on another number of ranks all take those of rank 0.
+
+        Returns
+        -------
+        An object with these attributes, to read and to set: ``kept = run.keep(best=0.0)``, ``kept.best = accuracy``.
+        """
+        return self._kept.add(numbers)
+
+    # Loops that say themselves where a step begins and ends.
+
+    def resume(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        stream: Order,
+        *,
+        total_steps: int,
+        also: Stateful | None = None,
+    ) -> None:
+        """Fill model and optimizer from the newest intact checkpoint, if there is one, and set `step`.
+
+        The learning rates of the optimizer's groups are kept with the rest. A scheduler of torch is resumed by `also`.
+
+        Parameters
+        ----------
+        model
+            As it is trained: wrapped in DDP when there are several ranks, in training mode.
+        stream
+            Tells how many samples and epochs a step stands for.
+        total_steps
+            Where training ends.
+        also
+            What else is to be saved, such as a scheduler or a gradient scaler: its ``state_dict()`` holds tensors, or
+            what JSON can hold.
+        """
+        with self._block.only_loop():
+            settle_layout(model, self.world.world_size)
+            bare = model.module if isinstance(model, DistributedDataParallel) else model
+            state = State(bare, optimizer, also=Own(optimizer, also))
+            fresh = Once(state, model, optimizer, lambda twin: Own(twin, copy.copy(also)), self.world)
+            self._begin(bare, state, [optimizer], stream, total_steps, fresh)
+
+    def begin_step(self) -> None:
+        """Call before the computation of a step."""
+        self._session.beat.enter(Phase.TRAINING)
+        self._session.begin_step()
+
+    def end_step(self) -> bool:
+        """Call when a step's update is made; saves when that is due.
+
+        Returns
+        -------
+        Whether all ranks agreed to stop, the same on every rank: leave the loop then.
+        """
+        self._resumed()
+        stops = self._session.end_step().level > 0
+        if not stops and self._session.save_is_due:
+            self._save()
+        return stops
+
+    def evaluating(self) -> None:
+        """Say that an evaluation comes, which the hang watchdog does not take for a step; `begin_step` ends it."""
+        self._session.beat.enter(Phase.EVALUATING)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a line to metrics.jsonl; all ranks call it, with values that are the same on all."""
+        order = self._resumed()
+        self._session.saving.note_logged(values)
+        self._report.log(step=step, samples=order.consumed(step), epoch=order.epoch(max(0, step - 1)), values=values)
+
+    def end(self) -> None:
+        """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
+        self._close_loop()
+        self._expect_group()
+        if self._block.has_loop:  # a block that only evaluates is not reported: training may come in the next one
+            self._end_loop()
+        self._session.saving.tell_not_logged()
+        self._report.close(failed=False)
+        self._session.close()
+
+    def fail(self) -> None:
+        """Close what keeps metrics, after an exception. `join_run` calls it."""
+        with contextlib.suppress(Exception):
+            self._close_loop()
+        self._report.close(failed=True)
+
+    # What these have in common.
+
+    def take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
+        """Put everything back where the run was left, for whoever runs the loop; `things` as in `resumable`."""
+        with self._block.only_loop():
+            return self._take_over(things, order)
+
+    def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
+        loop = Loop(self._session, self._save, order, self._kept)
+        self._handed = handed = Handed(things, loop, self.world.world_size)
+        for module in handed.wrapped:
+            settle_layout(module, self.world.world_size)
+        unfrozen = Unfrozen(handed.wrapped)
+        self._loop = loop
+        loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
+        state = State(handed.model, handed.optimizers[0], also=handed)
+        loop.generators = OwnGenerators(handed.model, *handed.optimizers)
+        fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
+        self._begin(handed.model, state, handed.optimizers, order, order.total, fresh)
+        for optimizer in handed.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: unfrozen.check())
+            optimizer.register_step_post_hook(loop.note_update)
+        if loop.is_over:
+            if self.world.is_main:
+                print(f"cluster_ddp: all {self.step} steps of this run are done: nothing to do", flush=True)
+            raise LeaveBlock
+        return loop
+
+    def _begin(
+        self,
+        bare: nn.Module,
+        state: State,
+        optimizers: Sequence[Optimizer],
+        order: Order,
+        total_steps: int,
+        fresh: Callable[[], State],
+    ) -> None:
+        self._order, self._total_steps = order, total_steps
+        refuse_dtypes(bare)
+        self._check_weights = FiniteWeights(bare).check
+        self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
+        mode = TrainingMode(bare, self._session.saving.tell)
+        if self.world.is_main:
+            self._report = self._open_report()
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
+            optimizer.register_step_pre_hook(lambda *_: mode.check())
+        self._session.tell_start()
+
+    def _end_loop(self) -> None:
+        if self._loop is not None:
+            is_stopped = self._loop.has_stopped
+            self._session.end(self._loop.save if is_stopped else self._save_at_end, completed=not is_stopped)
+        else:
+            is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
+            self._session.end(self._save, completed=not is_stopped)
+        self._block.leave(stopped=is_stopped)
+
+    def _watch(self, loop: Loop, loader: Any = None, data: Any = None) -> None:
+        beat = self._session.beat
+        self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
+        loop.look = first_steps_of(loop, self._handed, self._session.saving.tell, loader, data).end_step
+
+    def _close_loop(self) -> None:
+        if self._others is not None:
+            self._others.close()
+        if self._loader is not None:
+            self._loader.close()
+
+    def _expect_group(self) -> None:
+        if self.world.world_size > 1 and not dist.is_initialized():
+            raise TrainError(
+                "the process group was destroyed inside the block of join_run(), by dist.destroy_process_group() or "
+                f"accelerator.end_training(): without it the {self.world.world_size} ranks cannot agree on the last "
+                "save. Leave the call out, or put it behind the block"
+            )
+
+    def _open_report(self) -> Report:
+        file = MetricsFile(self.directory.metrics_file, self.attempt)
+        if not self._block.is_run:
+            return Report(file)
+        wandb_id = read_record(self.directory).wandb_id
+        return Report(file, None, open_loggers(self.job, self.directory, wandb_id, self.step))
+
+    def _save(self, *, again: bool = False) -> None:
+        self._check_weights(self.step)
+        self._session.save(dict(self._report.latest), again=again)
+
+    def _save_at_end(self) -> None:
+        """Save what the code after the last step has changed, too; a run that was over before is left as it is."""
+        assert self._loop is not None
+        if not self._loop.is_over:
+            self._loop.is_finished = self._loop.is_dirty = True
+            self._loop.save()
+
+    def _resumed(self) -> Order:
+        if self._order is None:
+            raise TrainError("the run has no loop yet: call resumable(), steps() or resume() before")
+        return self._order
