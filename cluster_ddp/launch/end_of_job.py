@@ -17,7 +17,15 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
-from cluster_ddp.slurm.shown import CANCEL, PREEMPTION, REQUEUED, TERMINATED, TIME_LIMIT
+from cluster_ddp.slurm.shown import (
+    CANCEL,
+    NODE_DOWN,
+    NODE_FAILURE,
+    PREEMPTION,
+    REQUEUED,
+    TERMINATED,
+    TIME_LIMIT,
+)
 
 _MARGIN_SECONDS = 3.0  # before SIGKILL: by then the decision must be made, whether all is saved or not
 _POLL_SECONDS = 5.0  # should a SIGCHLD be lost
@@ -181,7 +189,7 @@ class EndOfJob:
             return
         if of is not None and self.reason != CANCEL and self._came_too_late(of):
             return
-        reason = PREEMPTION if self.reason == REQUEUED else self.reason
+        reason = {REQUEUED: PREEMPTION, NODE_DOWN: NODE_FAILURE}.get(self.reason, self.reason)
         try:
             request_stop(self._attempt, reason=reason, grace=seconds, by=f"the keeper on {socket.gethostname()}")
         except OSError as error:
@@ -265,7 +273,7 @@ class EndOfJob:
         if self.reason is not None:  # a signal has come meanwhile
             return
         self.lets_it_run = why == TERMINATED
-        if why in (PREEMPTION, TIME_LIMIT, CANCEL):  # after these nobody queues a job again whose script has ended
+        if why in (PREEMPTION, TIME_LIMIT, NODE_DOWN, CANCEL):  # nobody queues a job again whose script has ended
             self.reason = why
             self._ask_to_stop(None)
 

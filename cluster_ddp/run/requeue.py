@@ -98,10 +98,10 @@ def _within_limits(history: History, number: int, outcome: Outcome, limits: Requ
     if requeues >= limits.max_requeues:
         if link := _next_of_chain(history, number):
             return Decision("stop", f"{outcome.reason}; Slurm job {link} of its chain goes on")
-        return _stalled(history, number, f"requeued {requeues} times, as often as requeue.max_requeues allows")
+        return _stalled(history, number, outcome, f"requeued {requeues} times, as often as requeue.max_requeues allows")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
-        return _stalled(history, number, f"{idle} attempts in a row ended without a new checkpoint")
+        return _stalled(history, number, outcome, f"{idle} attempts in a row ended without a new checkpoint")
     return Decision("requeue", outcome.reason)
 
 
@@ -121,12 +121,12 @@ def _guard_applies(history: History, outcome: Outcome) -> bool:
     return not history.reports_nothing or outcome.ending is not Ending.STOPPED
 
 
-def _stalled(history: History, number: int, what: str) -> Decision:
+def _stalled(history: History, number: int, outcome: Outcome, what: str) -> Decision:
     counted = range(history.first_number, number + 1)
     names = (events.FAILED, events.RANK_FAILED, events.NODE_FAILED)
     failures = [event for event in history.events if event["event"] in names and event.get("attempt") in counted]
     if not failures:
-        return Decision("stall", what)
+        return Decision("stall", f"{what}; the last attempt: {outcome.reason}")
     latest = max(int(event["attempt"]) for event in failures)
     last = root_failure([event for event in failures if event["attempt"] == latest])
     return Decision("stall", f"{what}; the last error: {describe_failure(last)}")

@@ -13,6 +13,7 @@ TIME_LIMIT = "time-limit"
 PREEMPTION = "preemption"
 REQUEUED = "requeued"
 NODE_FAILURE = "node-failure"
+NODE_DOWN = "node-down"
 CANCEL = "cancel"
 TERMINATED = "terminated"
 
@@ -64,7 +65,7 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
     """Why Slurm ends a job.
 
     After a time limit and a preemption nobody queues the job again but itself; after a node failure, a requeue by hand
-    and most preemptions Slurm has done so already. A scancel shows none of this.
+    and most preemptions Slurm has done so already, where it may. A scancel shows none of this.
 
     Parameters
     ----------
@@ -75,8 +76,9 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
     Returns
     -------
     str
-        ``time-limit``, ``preemption``, ``requeued`` (Slurm has queued it again), ``cancel``, or ``terminated`` where
-        Slurm does not end it (somebody sent a signal).
+        ``time-limit``, ``preemption``, ``requeued`` (Slurm has queued it again), ``node-down`` (a node has failed, and
+        Slurm may not queue it again), ``cancel``, or ``terminated`` where Slurm does not end it (somebody sent a
+        signal).
     """
     if job.reason == "TimeLimit":
         return TIME_LIMIT
@@ -85,7 +87,9 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
         return CANCEL if cancelled else PREEMPTION
     if job.restarts != str(restart_count) or job.preempt_time != "None":
         return REQUEUED
-    return TERMINATED if job.state in LETS_RUN else CANCEL
+    if job.state in LETS_RUN:
+        return TERMINATED
+    return NODE_DOWN if job.reason == "NodeDown" else CANCEL
 
 
 def grace_end(job: ShownJob) -> str:

@@ -58,21 +58,25 @@ cluster_ddp_fail() {
     cluster_ddp_drop_traps
     set +eu
     echo "job.sbatch: $2" >&2
-    local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false leave='' shown=''
+    local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false leave='' shown='' slept
+    local ending='Reason=TimeLimit|PreemptTime=[0-9]' # by Slurm, and not for good
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
     local said=$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
     if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
-        for _ in {1..@questions@}; do
+        for slept in {0..@questions@}; do
+            shown=$(cluster_ddp_call scontrol show job -o "$task")
+            case $?,$slept in
+                0,0) [[ $shown == *JobState=RUNNING* && ! $shown =~ $ending ]] || break ;; # no time is left
+                0,* | 127,*) break ;; # it has answered, or there is no scontrol here
+            esac
             sleep 10 &
             wait $! # which a signal ends
-            shown=$(cluster_ddp_call scontrol show job -o "$task")
-            case $? in 0 | 127) break ;; esac # it has answered, or there is no scontrol here
         done
         # It has failed here before, and is kept from no host so far. Once it is queued there may be no time to ask
         [[ -s $said && $shown == *"ExcNodeList=(null)"* ]] && cluster_ddp_has_others && leave=$SLURMD_NODENAME
         if cluster_ddp_is_queued "$shown"; then
             queued=true
-        elif [[ $shown =~ JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9] ]]; then
+        elif [[ $shown =~ JobState=RUNNING|$ending ]]; then
             cluster_ddp_requeue "$task" && queued=true
         fi
     fi
@@ -94,7 +98,7 @@ _BEFORE_SETUP = r"""# A command of launch.setup that fails ends this start, and 
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
     local again=once
-    ((${SLURM_RESTART_COUNT:-0} == 0)) || again=again # it has worked once
+    ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || again=again # it has worked once, or a signal has ended it
     cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
 }
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR

@@ -138,7 +138,7 @@ class SubmititSubmission:
             "use_srun": False,
             "stderr_to_stdout": True,
             "additional_parameters": {
-                "requeue": True,
+                "requeue" if spec.requeue.max_requeues else "no-requeue": True,
                 **options,
                 "signal": f"B:{warning_name()}@{spec.requeue.warning}",
             },

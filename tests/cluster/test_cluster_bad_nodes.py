@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: CalmRun, t
     second = {e["host"] for e in training.events() if e["event"] == "node-started" and e["attempt"] == 1}
     assert started not in second
     cluster.boot_node(started)
+
+
+def test_lost_node_leaves_a_chain_to_its_next_job(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
+    """Slurm may not queue such jobs again, and ends them as it ends one that its owner has cancelled."""
+    first = submit(cluster, tmp_path, "--chain", "2", braked=True, requeue={"max_requeues": 0})
+    first.wait_for_step(12, timeout=PATIENCE)
+    (lost,) = {e["host"] for e in first.events() if e["event"] == "node-started" and e["node"] == 1}
+    cluster.crash_node(lost)
+    cluster.wait_for_state(first.job, "NODE_FAIL", timeout=PATIENCE)
+    second = replace(first, job=first.job + 1)
+    finish(second, calm, attempts=2)
+    assert lost_nodes(second) == [(0, lost)]
+    cluster.boot_node(lost)
 
 
 def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:

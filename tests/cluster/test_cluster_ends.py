@@ -14,6 +14,9 @@ from slurm_cluster import SlurmCluster
 from small_job import PATIENCE, CalmRun, both_ways, both_ways_at_length, end, finish, restarts, submit
 from training_job import TrainingJob
 
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.stopfile import PERSON, request_stop
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -33,6 +36,21 @@ def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: CalmR
     assert cluster.job_info(again.job)["Partition"] == "urgent"
     finish(again, calm, attempts=2)
     assert repeated_steps(training.run) == []
+
+
+@both_ways_at_length
+def test_a_stop_while_slurm_queues_the_run_again_takes_it_out_of_the_queue(
+    cluster: SlurmCluster, tmp_path: Path, via: str
+) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True)
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.run("scontrol", "requeue", str(training.job))
+    request_stop(RunDirectory(training.run).attempt(0), reason=PERSON, by="me")
+    cluster.wait_for(lambda: cluster.queue() == [], 60, f"nothing is queued\n{training.story()}")
+    status = training.status()
+    assert (status["state"], status["reason"], status["attempts"]) == ("STOPPED", "stopped by me", 1), training.story()
+    assert cluster.state(training.job) == "CANCELLED", "it was started once more, to no end"
+    assert status["last_checkpoint"] == status["step"] >= 12
 
 
 # -- what stays cancelled --------------------------------------------------------------------------------------------

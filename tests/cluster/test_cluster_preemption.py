@@ -74,6 +74,21 @@ def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm: CalmRun, tm
     assert repeated_steps(training.run) == [], "work was lost although there was time to save"
 
 
+@sbatch_first
+def test_preempted_while_setup_lines_run(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    """Its SIGTERM ends them as well; on this partition nobody queues the job again but the job itself."""
+    mark = tmp_path / "setup"
+    training = submit(
+        cluster, tmp_path, "--via", via, slurm={"partition": "cancel"},
+        launch={"setup": [f"touch {mark}; ((${{SLURM_RESTART_COUNT:-0}})) || sleep 100"]},
+    )  # fmt: skip
+    cluster.wait_for(mark.exists, PATIENCE, f"the setup lines run\n{training.story()}")
+    cluster.preempt(training.job)
+    training.wait_for_restart(1)
+    status = training.finish(timeout=PATIENCE)
+    assert (status["state"], status["attempts"]) == ("COMPLETED", 1), training.story()
+
+
 @pytest.mark.chaos
 @both_ways
 @pytest.mark.parametrize(("kind", "times"), [(kind, TIMES if kind == "grace" else 1) for kind in KINDS])

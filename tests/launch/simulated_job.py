@@ -40,6 +40,7 @@ KILLS: dict[str, float | None] = {
     "kill -TERM": None,  # by somebody
     "TERM to the step": None,  # scancel --signal=TERM
     "requeue by Slurm": KILL_WAIT,  # a node failed, or an administrator asked
+    "node down": KILL_WAIT,  # of a job that Slurm may not queue again
     "stop": None,  # `cluster-ddp stop`
     "second start": None,  # on other nodes, while this one trains
     "another job": None,  # of the same run: by hand, or of a chain
@@ -110,7 +111,8 @@ class World:
 
     def shown(self) -> ShownJob | None:
         """The job as ``scontrol show job`` tells it now."""
-        reason = "TimeLimit" if self.happened("time limit") is not None else "None"
+        reasons = {"time limit": "TimeLimit", "node down": "NodeDown"}
+        reason = next((reason for word, reason in reasons.items() if self.happened(word) is not None), "None")
         preempted = "2026-11-20T11:08:11" if self.happened("preemption") is not None else "None"
         ending = any(self.happened(word) is not None for word, kill in KILLS.items() if kill is not None)
         again = self.queued or self.happened("requeue by Slurm", "second start") is not None
@@ -178,7 +180,7 @@ class SimulatedAllocation:
         if fate == "away":
             self._host.sleep(9.0)
             raise SlurmError("Unable to contact slurm controller")
-        if fate == "refused":
+        if fate == "refused" or self._world.happened("node down") is not None:
             raise SlurmRefused("Requested operation is presently disabled")
         self._world.check_requeue()
         if fate == "unheard":

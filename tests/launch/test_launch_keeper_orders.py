@@ -181,6 +181,13 @@ def test_what_comes_once_the_attempt_is_over_is_not_why_it_has_ended(fast_disk: 
     assert "ended by SIGKILL" in outcome.reason
 
 
+def test_a_node_that_fails_is_no_cancel_where_slurm_may_not_queue_the_job_again(fast_disk: Path) -> None:
+    """With requeue.max_requeues 0, as for a chain, whose next job is to go on."""
+    _, worlds, status = play(fast_disk, [Life(((10, "node down"),), lasts=1000, saves_in=3.0)])
+    assert (status.state.value, len(worlds)) == ("FAILED", 1)
+    assert "requeue failed" in str(status.reason)
+
+
 def test_a_run_that_is_stopped_while_slurm_queues_it_again_leaves_the_queue(fast_disk: Path) -> None:
     _, worlds, status = play(fast_disk, [Life(((10, "requeue by Slurm"), (12, "stop")), saves_in=5.0)])
     assert (status.state.value, len(worlds)) == ("STOPPED", 1)

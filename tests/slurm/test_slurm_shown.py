@@ -38,6 +38,12 @@ from cluster_ddp.slurm.shown import (
         ("JobId=7 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 EndTime=Unknown S=1", 0, "requeued"),
         ("JobId=7 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 PreemptTime=None S=1", 0, "requeued"),
         ("JobId=7 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 EndTime=x PreemptTime=None S=1", 1, "cancel"),
+        (
+            "JobId=7 JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0 EndTime=x PreemptTime=None S=1",
+            0,
+            "node-down",
+        ),
+        ("JobId=7 JobState=COMPLETING Reason=NodeDown Requeue=1 Restarts=1 EndTime=x S=1", 0, "requeued"),
         ("JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 EndTime=x PreemptTime=None S=1", 0, "terminated"),
         ("JobId=7 JobState=SIGNALING Reason=None Requeue=1 Restarts=0 EndTime=x PreemptTime=None S=1", 0, "terminated"),
         (

@@ -269,6 +269,16 @@ def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(st
     assert "restart failed on node-b: launch.setup: status 1 from: ((SLURM_RESTART_COUNT == 0))" in found["reason"]
 
 
+@pytest.mark.parametrize("shown", ["Reason=TimeLimit", "Reason=None PreemptTime=2026-11-20T11:08:11"])
+def test_a_setup_line_that_slurm_ends_with_the_job_is_tried_again_at_once(stage: Stage, shown: str) -> None:
+    """There may be 5 s until SIGKILL, and no attempt has begun that could be judged."""
+    stage.does(job=f"JobId=77 JobState=COMPLETING {shown} Restarts=0 X=y")
+    stage.program("sleep", "exec cat /dev/zero >/dev/null")
+    assert stage.perform(stage.write(launch={"setup": ["(exit 143)"]})) == 1
+    assert stage.requeues() == ["77"]
+    assert '"queued": true' in _said_by_script(stage)
+
+
 def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> None:
     """The SIGTERM of a cancel ends the setup line, too; Slurm would take the job back into its queue."""
     stage.program("sleep", "exit 0")
