@@ -87,14 +87,8 @@ class Evaluation:
         -------
         Each metric's mean over the set, the same on all ranks; None when `go_on` said no.
         """
-        modes = [(module, module.training) for module in model.modules()]  # a part may be frozen in evaluation mode
-        model.eval()
-        try:
-            with torch.no_grad():
-                return self._average(model, go_on)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with in_evaluation_mode(model), torch.no_grad():
+            return self._average(model, go_on)
 
     def _average(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         sums: dict[str, Tensor] = {}
@@ -167,6 +161,32 @@ def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
         exact = value.detach().float() if value.device.type == "mps" else value.detach().double()
         total = exact.sum()
         sums[name] = sums[name] + total if name in sums else total
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Call ``eval()``, and afterwards ``train()`` of what was in training mode, for a part may be frozen.
+
+    A layer with a ``train()`` of its own may compute other weights for the evaluation and compute them back, as LoRA
+    does that is merged: it gets the same bits back, which are kept on the host.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    kept = [
+        (weight, weight.detach().to("cpu", copy=True))
+        for module, _ in modes
+        if type(module).train is not nn.Module.train
+        for weight in module.parameters(recurse=False)
+    ]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
+        with torch.no_grad():
+            for weight, before in kept:
+                weight.copy_(before)
 
 
 class Switching(Protocol):

@@ -130,6 +130,43 @@ class OfWeights(Stopping):
         return super().evaluate(model, batch)
 
 
+class Merges(nn.Linear):
+    """A frozen layer and a trained one of low rank, which eval() adds to its weight and train() takes off again."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, FEATURES)), nn.Parameter(torch.ones(CLASSES, 2))
+        self.register_buffer("merged", torch.tensor(False))
+
+    def train(self, mode: bool = True) -> Merges:
+        if mode == bool(self.merged):
+            self.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged.fill_(not mode)
+        return super().train(mode)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores = super().forward(inputs)
+        return scores if self.merged else scores + inputs @ (self.up @ self.down).T
+
+
+class OfMerged(Stopping):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Merges(), nn.LayerNorm(CLASSES))
+
+
+class OfMergedAlone(OfMerged):
+    def eval_data(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_weights_that_are_merged_for_an_evaluation_come_back_as_they_were(ema: float | None) -> None:
+    spec = job(train={**SETTINGS["train"], "ema_decay": ema})
+    (evaluated, _), (alone, _) = train(OfMerged(), spec), train(OfMergedAlone(), spec)
+    assert differences(final_state(evaluated), final_state(alone)) == []
+
+
 class ScheduleFree(SGD):
     """Trains where it interpolates to a fast sequence, and evaluates elsewhere (Defazio 2024, arXiv:2405.15682)."""
 
@@ -182,7 +219,7 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     ("make", "ema"), [(OfCalls, None), (OfItsMetric, None), (OfDraws, None), (OfModes, None), (OfWeights, None),
-                      (OfWeights, 0.9)]
+                      (OfWeights, 0.9), (OfMerged, None), (OfMerged, 0.9)]
 )  # fmt: skip
 def test_an_evaluation_that_was_cut_short_leaves_no_trace(
     make: type[Stopping], ema: float | None, tmp_path: Path

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -207,6 +209,21 @@ def test_what_begins_to_change_late_is_told_while_training_goes_on(tmp_path: Pat
     task.trainer = Trainer(job, task, create_run(job, runs_dir=tmp_path, via="local", script=None))
     with pytest.raises(Crash):
         task.trainer.run()
+
+
+class MapsFile(ZooTask):
+    """Holds its tokens as a file that is mapped into memory and larger than that."""
+
+    def __init__(self, file: Path, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.tokens = np.memmap(file, mode="r")
+
+
+def test_a_file_that_is_mapped_into_memory_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.touch()
+    os.truncate(file, 1 << 42)
+    assert str(judge(Case(), tmp_path, partial(MapsFile, file))) == "exact"
 
 
 class ReplacesLayer(ZooTask):

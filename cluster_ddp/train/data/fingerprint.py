@@ -38,12 +38,12 @@ def _add(hashed: Any, value: Any) -> None:
         if value.layout is torch.strided and not value.is_quantized:
             value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             flat = value.as_strided((value.numel(),), (1,))  # a single element may have any stride
-            hashed.update(flat.view(torch.uint8).numpy().tobytes())
+            hashed.update(flat.view(torch.uint8).numpy())
     elif isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         hashed.update(f"{array.dtype}{array.shape}".encode())
         if not array.dtype.hasobject:
-            hashed.update(array.tobytes())
+            hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         else:
             _add(hashed, array.tolist())
     elif isinstance(value, Mapping):
