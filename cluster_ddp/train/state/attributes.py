@@ -91,7 +91,8 @@ class Attributes:
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
         elif isinstance(value, (np.ndarray, np.generic)):
-            self.leaves[name] = fingerprint(value)
+            # One that cannot be written, as a file that is mapped into memory, may be larger than the memory.
+            self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # where it is follows from the step, once it is there
             self.leaves[name] = _GENERATOR
         elif isinstance(value, dict):
