@@ -16,7 +16,6 @@ from cluster_ddp.run.stopfile import TERMINATED, read_stop
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
-_LEFT_NO_WORD = frozenset({"FAILED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT"})  # of a start
 _NEVER_BEGAN = "it was to start on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
 
@@ -118,8 +117,8 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     if job is not None and cancelled and requeued:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
     last = history.attempts[-1]
-    came_to_nothing = job is not None and job.job_id == last.slurm_job_id and job.state in _LEFT_NO_WORD
-    if job is not None and requeued and came_to_nothing and not outcome.ending.final:
+    came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun
+    if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
         return RunState.LOST, (
             f"{outcome.reason}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
             f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "

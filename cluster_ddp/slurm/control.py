@@ -94,7 +94,8 @@ def usable_nodes(partition: str) -> set[str]:
     """The nodes of a partition on which jobs run or may run."""
     states = "--states=idle,mixed,allocated,completing"
     command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]
-    return set(call(command, seconds=_SECONDS).split())
+    lines = (line.split() for line in call(command, seconds=_SECONDS).splitlines())
+    return {words[0] for words in lines if len(words) == 1}  # a site's greeting is no node
 
 
 def down_nodes(hosts: Sequence[str]) -> list[str]:

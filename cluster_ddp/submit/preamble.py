@@ -47,7 +47,7 @@ cluster_ddp_requeue() {
 cluster_ddp_has_others() {
     local others
     others=$(cluster_ddp_call sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" \
-        --states=idle,mixed,allocated,completing | sort -u | grep -cvxF "$SLURMD_NODENAME")
+        --states=idle,mixed,allocated,completing | grep -v ' ' | sort -u | grep -cvxF "$SLURMD_NODENAME")
     ((others >= SLURM_JOB_NUM_NODES))
 }
 

@@ -130,16 +130,22 @@ def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run:
     assert state_of(run, None) == "FAILED"
 
 
-def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(run: RunDirectory, say: Say) -> None:
-    """Slurm could not open the job's output: the batch host has the run directory read-only, or not at all."""
+@pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "PREEMPTED", "COMPLETED"])
+def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
+    run: RunDirectory, say: Say, state: str
+) -> None:
+    """Slurm could not open the job's output, for one: the batch host has the run directory read-only, or not at all.
+
+    Newer versions call a job PREEMPTED that has once been so, however its last start has ended.
+    """
     begin(run, slurm_job_id="7")
     hide(run, 0)
     say("stopped", 0, step=5, reason="time-limit")
     say("node-finished", 0, node=0, outcome="stopped", reason="time-limit")
     say("requeued", 0, reason="stopped: time-limit")
-    found = describe(run, {"7": slurm_job("FAILED", "NonZeroExitCode", run_id=run.id)})
+    found = describe(run, {"7": slurm_job(state, "NonZeroExitCode", run_id=run.id)})
     assert found.state is RunState.LOST
-    assert "ended as FAILED (Slurm: NonZeroExitCode) before an attempt began" in str(found.reason)
+    assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt began" in str(found.reason)
     assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
 

@@ -41,7 +41,8 @@ def stage(tmp_path: Path) -> Stage:
 
 def partition(stage: Stage, *nodes: str) -> None:
     """Say which nodes of the job's partition are up."""
-    stage.program("sinfo", f"[[ $* == *down* ]] || printf '%s\\n' {' '.join(nodes)}")
+    greeting = "echo 'Welcome to the cluster!'"
+    stage.program("sinfo", f"{greeting}; [[ $* == *down* ]] || printf '%s\\n' {' '.join(nodes)}")
 
 
 def exclusions(stage: Stage) -> list[list[str]]:

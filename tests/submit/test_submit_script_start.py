@@ -98,7 +98,7 @@ def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
     stage.does(**{"python.sh": "exit 127"})
     stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None ExcNodeList={kept} X=y")
     stage.program("sleep", "exit 0")
-    stage.program("sinfo", f"printf '%s\\n' {nodes}")
+    stage.program("sinfo", f"echo 'Welcome to the cluster!'; printf '%s\\n' {nodes}")
     for restart in ("1", "2"):
         assert stage.perform(stage.write(), SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
         updates = [call[2] for call in stage.calls("scontrol") if call[0] == "update"]
