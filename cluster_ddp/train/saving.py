@@ -185,10 +185,9 @@ class Saving:
         """Say what has changed in model, task and optimizer and is in no checkpoint; a step may depend on it."""
         if self._rank != 0 or self._checkpointer is None:
             return
-        begun = time.monotonic()
+        begun = time.thread_time()
         names = state.unsaved()
-        ended = time.monotonic()
-        self._next_look = ended + (ended - begun) / _LOOKING
+        self._next_look = time.monotonic() + (time.thread_time() - begun) / _LOOKING
         if names := [name for name in names if name not in self._told]:
             self._told.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
