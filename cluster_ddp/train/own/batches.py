@@ -40,6 +40,7 @@ class Batches(Protocol):
     length: int
     samples: int | None
     batch: int | None
+    samplers: list[Any]
 
     @property
     def data(self) -> Any:
@@ -103,6 +104,7 @@ class MapBatches:
         self.samples: int | None = len(of.inner.dataset) if hasattr(of.inner.dataset, "__len__") else None
         size = of.inner.batch_size if self._by_batch else None
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
+        self.samplers = self._order.chain
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
 
@@ -155,17 +157,15 @@ class _Order:
         self.sampler, self.seed = sampler, 0
         self._length = length
         self._own_length = _length_of(sampler) if has_own_length else None
-        self._chain = list(_chain(sampler))
-        self._is_known = all(
-            type(part) in _KNOWN or type(part) is torch_data.DistributedSampler for part in self._chain
-        )
-        if world_size > 1 and all(type(part) in _KNOWN for part in self._chain):
+        self.chain = list(_chain(sampler))
+        self._is_known = all(type(part) in _KNOWN or type(part) is torch_data.DistributedSampler for part in self.chain)
+        if world_size > 1 and all(type(part) in _KNOWN for part in self.chain):
             raise TrainError(
                 f"each of the {world_size} ranks would train on all samples: give the DataLoader "
                 "sampler=DistributedSampler(dataset), and shuffle there"
             )
         if not self._is_known and self._first() != self._first():
-            unknown = next(part for part in reversed(self._chain) if type(part) not in _KNOWN)
+            unknown = next(part for part in reversed(self.chain) if type(part) not in _KNOWN)
             raise TrainError(
                 f"the DataLoader's {type(unknown).__name__} gives another order each time it is asked for the same "
                 "epoch, so that no resume could be exact: give it set_epoch(epoch), or an attribute `generator` "
@@ -175,7 +175,7 @@ class _Order:
     def __call__(self, epoch: int) -> Iterable[Any]:
         """The elements of an epoch, in order."""
         key = derive(Use.ORDER, self.seed, epoch)
-        for part in self._chain:
+        for part in self.chain:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if "generator" in getattr(part, "__dict__", {}):

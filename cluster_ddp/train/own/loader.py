@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.own.batches import Batches
+from cluster_ddp.train.own.changed_data import ChangedData
 from cluster_ddp.train.own.geometry import Geometry
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.taking import Taking
@@ -32,6 +33,8 @@ class ResumableLoader:
         Steps that are finished.
     taking
         Sees how the batches are taken.
+    changed
+        Sees what the code after the batches changes.
     as_now
         Each gives what puts back, as it was then, something that the code before the batches of an epoch may change.
     """
@@ -44,10 +47,11 @@ class ResumableLoader:
         geometry: Geometry,
         step: int,
         taking: Taking,
+        changed: ChangedData,
         as_now: Sequence[Callable[[], Callable[[], None]]],
     ) -> None:
         self._loader, self._batches, self._loop, self._geometry = loader, batches, loop, geometry
-        self._taking, self._as_now = taking, as_now
+        self._taking, self._changed, self._as_now = taking, changed, as_now
         self._put_back: list[Callable[[], None]] = []
         self._given: Callable[[], Any] = lambda: None
         loop.on_update = lambda: taking.update(self._given())
@@ -70,6 +74,7 @@ class ResumableLoader:
             self._put_back = [as_now() for as_now in self._as_now] if self._first else []
             yield self._epoch
             self._is_open = False
+            self._changed.end()
             self._epoch, self._first = self._epoch + 1, 0
             self._loop.jump(self._epoch * self._geometry.steps)
         self._loop.rest(self._geometry.epochs)
@@ -115,12 +120,14 @@ class ResumableLoader:
                 except GeneratorExit:
                     if self._is_open and self._epoch == epoch:  # else it was kept beyond its epoch, which is counted
                         self._loop.abandon()
+                        self._changed.begin()
                     raise
                 del batch
                 self._taking.ask()
                 if self._first % accumulate == 0 or self._first == length:
                     self._loop.end(last=self._first == length)
         self._loop.rest(self._epoch)
+        self._changed.begin()
         if not first:
             return None
         return (  # to whoever calls next() once more

@@ -26,6 +26,7 @@ from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.batches import batches_of
 from cluster_ddp.train.own.blocks import Block
+from cluster_ddp.train.own.changed_data import ChangedData
 from cluster_ddp.train.own.first_steps import first_steps_of
 from cluster_ddp.train.own.geometry import Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
@@ -127,9 +128,11 @@ class ScriptRun:
             loop = self._take_over(things, geometry)
             loop.expect_data(found.arrange(loop.seed))
             self._watch(loop, loader, found.data)
-            taking = Taking(self._handed.optimizers, self._handed.scalers, self._session.saving.tell)
+            tell = self._session.saving.tell
+            taking = Taking(self._handed.optimizers, self._handed.scalers, tell)
+            changed = ChangedData(found.data, found.samplers, tell)
             as_now = (self._handed.settings, self._kept.as_now)
-            self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, as_now)
+            self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, changed, as_now)
             return self._loader
 
     def steps(self, total: int, **things: Any) -> Iterator[int]:

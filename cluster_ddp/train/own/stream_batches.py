@@ -36,6 +36,7 @@ class StreamBatches:
         self._copy, self.length = of, length
         self.samples: int | None = None
         self.batch: int | None = None
+        self.samplers: list[Any] = []
         self.data: Any = of.inner.dataset
         self._own = OwnGenerators(self.data)
         self._name = type(self.data).__name__

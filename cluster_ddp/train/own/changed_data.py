@@ -1,0 +1,84 @@
+"""Sees that the code after the batches of an epoch changes the data set or its sampler, which no checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch.utils.data as torch_data
+from torch import Tensor
+
+from cluster_ddp.train.own.values import look_of
+
+_DEPTH = 6  # of data sets in data sets
+_WIDTH = 64  # data sets in a list
+
+
+class ChangedData:
+    """Tells, once, of numbers of the data set, and of numbers and tensors of the samplers, that are changed there.
+
+    A resume within the next epoch does not run that code again, as it does what precedes the batches. What has
+    `set_epoch` is told the epoch before each pass, and is left out.
+
+    Parameters
+    ----------
+    data, samplers
+        What is looked at.
+    tell
+        Takes the message.
+    """
+
+    def __init__(self, data: Any, samplers: list[Any], tell: Callable[[str], None]) -> None:
+        self._data, self._samplers, self._tell = data, samplers, tell
+        self._before: dict[str, Any] = {}
+        self._is_told = False
+
+    def begin(self) -> None:
+        """Call when the batches of an epoch are through."""
+        if not self._is_told:
+            self._before = self._now()
+
+    def end(self) -> None:
+        """Call when the code that follows them is through, too."""
+        before, self._before = self._before, {}
+        now = self._now() if before else {}
+        if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
+            self._is_told = True
+            self._tell(
+                f"the code after the batches of an epoch changes {', '.join(changed)}, which no checkpoint holds: a "
+                "resume in the next epoch does not run it again, and is exact only where no sample depends on it. Set "
+                "it before the batches, from the number of the epoch or from what run.keep() has kept"
+            )
+
+    def _now(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for part in _data_sets(self._data, _DEPTH):
+            found |= _looks(part, (int, float))
+        for part in self._samplers:
+            found |= _looks(part, (int, float, Tensor, np.ndarray))
+        return found
+
+
+def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """By name what is there in attributes of these kinds; nothing where an epoch can be set."""
+    if callable(getattr(part, "set_epoch", None)):
+        return {}
+    values = {name: value for name, value in list(getattr(part, "__dict__", {}).items()) if isinstance(value, kinds)}
+    return {
+        f"{type(part).__name__}.{name}": look_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
+        for name, value in values.items()
+        if not isinstance(value, bool)
+    }
+
+
+def _data_sets(value: Any, depth: int) -> Iterator[Any]:
+    """A data set and those that it holds."""
+    if isinstance(value, (list, tuple)):
+        if len(value) <= _WIDTH:
+            for part in value:
+                yield from _data_sets(part, depth)
+    elif isinstance(value, torch_data.Dataset) and depth:
+        yield value
+        for part in list(getattr(value, "__dict__", {}).values()):
+            yield from _data_sets(part, depth - 1)

@@ -1,0 +1,63 @@
+"""What the code after the batches of an epoch changes in the data set or its sampler is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from own_loops import Images, begin_attempt, model_of, new_run
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from train_ranks import run_ranks
+
+from cluster_ddp.run.events import read_events
+from cluster_ddp.train import join_run
+
+
+class Graded(Images):
+    """Harder from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0.0
+
+
+def train(place: Path, kind: str) -> None:
+    """A loop that changes its data in the way of this kind."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = Graded()
+        sampler = WeightedRandomSampler(torch.ones(18, dtype=torch.float64), 12)
+        loader = DataLoader(Subset(data, range(18)), batch_size=6, sampler=sampler)
+        loader = run.resumable(loader, model=model, optimizer=optimizer, epochs=3)
+        for epoch in loader.epochs():
+            if kind == "before":
+                data.level = 0.1 * epoch
+            for number, (inputs, labels) in loader.enumerate():
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs + data.level), labels).backward()
+                optimizer.step()
+                if kind == "sampler, and leaves" and number == 0:
+                    break
+            if kind == "data":
+                data.level += 0.1
+            elif kind != "before":
+                sampler.weights *= torch.rand(18)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("before", []),
+        ("data", ["changes Graded.level,"]),
+        ("sampler, and leaves", ["changes WeightedRandomSampler.weights,"]),
+    ],
+)
+def test_changes_after_the_batches_are_reported_once(kind: str, what: list[str], tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(train, 1, run.path, kind)
+    messages = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert [part in message for part, message in zip(what, messages, strict=True)] == [True] * len(what)
