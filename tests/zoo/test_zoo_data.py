@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from train_ranks import run_ranks
 from zoo_data import DATA, HF_DATA, REFUSED_DATA, Augmented, Stream, samples
 from zoo_training import Case, ZooTask, judge
@@ -27,6 +28,27 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(data: str, worker
     assert type(REFUSED_DATA[data]()).__name__ in verdict.refused and "no resume could be exact" in verdict.refused
     assert ("in threads" in verdict.refused) == (data == "random numbers in a thread")
     assert "Traceback" not in verdict.refused
+
+
+class OfWorker(Augmented):
+    """Its samples depend on the worker that reads them, by its id or by its seed."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = super().__getitem__(index)
+        return inputs + getattr(get_worker_info(), self.what) % 99, label
+
+
+@pytest.mark.parametrize("what", ["id", "seed"])
+def test_samples_that_depend_on_their_worker_are_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DATA, "of worker", partial(OfWorker, what))
+    verdict = judge(Case(data="of worker", train={"workers": 2}), tmp_path)
+    assert "gives other samples in another worker" in (verdict.refused or "") and verdict.refused_at == 0, verdict
 
 
 PROGRAM = """

@@ -91,6 +91,8 @@ ELSEWHERE = [
      "zoo/test_zoo_data.py::test_parts_by_rank_are_exact_where_the_task_says_so_and_else_refused"),
     ("random numbers drawn in threads of the set's own", "reads in threads of its own, and draws random numbers",
      "zoo/test_zoo_data.py::test_what_cannot_be_exact_is_refused_before_the_first_step"),
+    ("a set whose samples depend on the worker that reads them", "gives other samples in another worker",
+     "zoo/test_zoo_data.py::test_samples_that_depend_on_their_worker_are_refused"),
     ("a set whose length differs by rank", "train_data() has another length on each rank",
      "zoo/test_zoo_data.py::test_a_length_of_each_rank_is_refused"),
     ("a set that changed between attempts", "when the checkpoint was saved, and",

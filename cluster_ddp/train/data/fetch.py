@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -175,6 +178,7 @@ class Fetcher:
         self._untouched, self._length = _copied(self._data), _length(self._data)
         found = settled(lambda: fingerprint(self._read(epoch, indices)))
         if found is not None:
+            self._refuse_workers_own(epoch, indices, found)
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other)
             self._at_first = other, epoch + 1, indices
@@ -191,6 +195,19 @@ class Fetcher:
             "seeds, or counts its calls. Use the global generators of torch, random or numpy, which are seeded for "
             "each sample, or keep the generator as an attribute of the data set: it is seeded too"
         )
+
+    def _refuse_workers_own(self, epoch: int, indices: Indices, here: int) -> None:
+        """Raise a `DataError` if the samples depend on which worker reads them: after a resume it is another one."""
+        if get_worker_info() is None:
+            return
+        with _as_another_worker():
+            there = fingerprint(self._read(epoch, indices))
+        if there != here:
+            raise DataError(
+                f"the training set ({type(self._data).__name__}) gives other samples in another worker, so that no "
+                "resume could be exact: they depend on the id or the seed that get_worker_info() gives. Use the global "
+                "generators of torch, random or numpy, which are seeded for each sample in every worker"
+            )
 
     def _try_after_a_pass(self) -> None:
         """Tell if a batch is another than before the first pass; whoever changed it may put it back at a resume."""
@@ -260,6 +277,19 @@ class Fetcher:
 
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
+
+
+@contextlib.contextmanager
+def _as_another_worker() -> Iterator[None]:
+    """Let `get_worker_info` tell of another worker of this loader; there is no public way."""
+    place, info = sys.modules[get_worker_info.__module__], get_worker_info()
+    assert info is not None
+    other = dataclasses.replace(info, id=(info.id + 1) % info.num_workers, seed=info.seed + 1)
+    vars(place)["_worker_info"] = other
+    try:
+        yield
+    finally:
+        vars(place)["_worker_info"] = info
 
 
 def _length(data: Any) -> int:
