@@ -41,6 +41,7 @@ from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_other
 from cluster_ddp.train.saving import synchronise_buffers
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
+from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
 from cluster_ddp.train.stop import AT_ONCE
@@ -194,7 +195,9 @@ class Trainer:
 
         order = self.stream.order if isinstance(self.stream, MapStream) else None
         self.single_samples = SingleSamples(self.model, order, self.plan)
-        self.seeds = StepSeeds(train.seed, world.rank, device, OwnGenerators(self.task, self.model, self.optimizer))
+        around = generators_around([self.task, *self.model.modules(), self.optimizer])
+        own = OwnGenerators(self.task, self.model, self.optimizer, around)
+        self.seeds = StepSeeds(train.seed, world.rank, device, own)
         self.evaluated = evaluated_weights(self.model, self.optimizer) if self.ema is None else None
         averages = self.ema or self.evaluated
         self.state = State(self.model, self.optimizer, scaler=scaler, ema=averages, also=self.task)

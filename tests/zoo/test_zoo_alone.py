@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -240,6 +241,40 @@ def test_a_layer_that_training_replaces_is_told(tmp_path: Path, capfd: pytest.Ca
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, ReplacesLayer)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
     assert "training changes task.losses, the model's layers, which" in told[0]
+
+
+counts = {"calls": 0}
+generator = torch.Generator()
+
+
+class OfVariables(ZooTask):
+    """Counts its calls in a variable of this module and in one of its class."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        counts["calls"] += 1
+        OfVariables.calls += 1
+        return super().loss(model, batch) * counts["calls"] * OfVariables.calls
+
+
+def test_variables_of_modules_and_classes_that_training_changes_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, OfVariables)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert "training changes OfVariables.calls, task.losses, test_zoo_alone.counts, which" in told[0]
+
+
+class DrawsHere(ZooTask):
+    """Draws from a generator at the top of this module."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * torch.rand((), generator=generator)
+
+
+def test_a_generator_at_the_top_of_a_module_is_exact(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, DrawsHere)) == "exact"
 
 
 class HoldsIterators(ZooTask):

@@ -148,7 +148,7 @@ def enclosing_methods(value: object) -> dict[str, FunctionType]:
     return {
         name: method
         for kind in reversed(type(value).__mro__)
-        if not _is_of(kind.__module__)
+        if not is_library(kind.__module__)
         for name, method in vars(kind).items()
         if isinstance(method, FunctionType) and method.__closure__
     }
@@ -206,8 +206,9 @@ def _is_of_library(value: Any) -> bool:
     if isinstance(value, (functools.partial, MethodType)):
         return False  # what they hold is looked at in its turn
     named = value if isinstance(value, FunctionType) else type(value)
-    return isinstance(value, (Dataset, type)) or _is_of(named.__module__)
+    return isinstance(value, (Dataset, type)) or is_library(named.__module__)
 
 
-def _is_of(module: str | None) -> bool:
+def is_library(module: str | None) -> bool:
+    """Whether a module is one of those whose variables no user's code changes."""
     return str(module).partition(".")[0] in _LIBRARIES

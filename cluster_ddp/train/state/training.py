@@ -18,6 +18,7 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, unpack
+from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -213,6 +214,7 @@ class State:
         if isinstance(self._also, Task):
             parts = {**enclosing_methods(self._also), **vars(self._also)}
             holders |= {f"task.{key}": value for key, value in parts.items()}
+            holders |= variables_around([self._also, *(module for _, module in self._modules)])
         known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
         return Attributes(holders, known)
 
