@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from hostile_runs import Commands, make_bad_run, make_neighbour
 from run_builders import job
 
+from cluster_ddp.cli import app
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import create_run
 
@@ -47,14 +47,21 @@ def say(run: RunDirectory) -> Say:
 
 
 @pytest.fixture
-def ddp(runs_dir: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command itself, on a machine whose PATH holds no Slurm but that of the test."""
+def ddp(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command, called in this process, on a machine whose PATH holds no Slurm but that of the test."""
     (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("CLUSTER_DDP_RUNS", str(runs_dir))
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "CLUSTER_DDP_RUNS": str(runs_dir), "PATH": f"{tmp_path / 'bin'}"}
-        command = [sys.executable, "-m", "cluster_ddp", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        capfd.readouterr()
+        with monkeypatch.context() as here:
+            here.setenv("PATH", str(tmp_path / "bin"))
+            here.setattr(sys, "argv", ["cluster-ddp", *arguments])
+            status = app.main()
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
 
     return call
 
