@@ -68,6 +68,7 @@ def node_environment(
         Setting("PET_SIGNALS_TO_HANDLE", _AGENT_SIGNALS, "the agent has to survive the signals that ranks save on"),
         Setting("PET_SHUTDOWN_TIMEOUT", str(grace), "ranks that the agent ends have time to save"),
         Setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace), "the same, where torchrun has no such option"),
+        Setting("PYTHONHASHSEED", "0", "a set of strings has one order, on all ranks and after a resume"),
         Setting("OMP_NUM_THREADS", str(max(1, usable_cpus() // procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
     ]
     named = network.variables.keys()

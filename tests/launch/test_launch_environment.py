@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path)
     assert variables["PET_SHUTDOWN_TIMEOUT"] == "90"
     assert variables["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "attempts" / "003"))
     assert int(variables["OMP_NUM_THREADS"]) == max(1, environment.usable_cpus() // 2)
+
+
+def test_a_set_of_strings_has_one_order_in_every_process(tmp_path: Path) -> None:
+    """So that classes numbered by ``list(set(labels))`` are the same on all ranks, and after a resume."""
+    base = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    command = [sys.executable, "-c", "print(list(set('abcdefghij')))"]
+    processes = [subprocess.run(command, env=made(tmp_path, **base).variables, stdout=subprocess.PIPE) for _ in "123"]
+    assert len({process.stdout for process in processes}) == 1
 
 
 def test_what_is_exported_beats_defaults_and_yields_to_the_job_and_both_are_reported(tmp_path: Path) -> None:
