@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import Images, begin_attempt, digest, failure, interrupt, model_of, new_run
+from own_loops import LOADERS, Images, begin_attempt, digest, failure, interrupt, model_of, new_run
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -136,3 +136,36 @@ def test_next_beyond_the_batches_that_are_left_says_so(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run_ranks(by_hand, 1, run.path)
     assert "the batches of epoch 1 are through: of 8 there were 3 left at this resume" in failure(run)
+
+
+def reset(place: Path, attempt: int, at: int | None) -> list[Any]:
+    """A loop that begins its second epoch with another last layer, and with running statistics of its own."""
+    begin_attempt(place, attempt)
+    try:
+        with join_run() as run:
+            torch.manual_seed(5)
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=optimizer, epochs=2)
+            for epoch in loader.epochs():
+                if epoch == 1:
+                    torch.nn.init.normal_(model[4].weight.data)
+                    model(torch.rand(8, 6))
+                for inputs, labels in loader:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+                    if run.step == at:
+                        interrupt("stop")
+            return list(model.state_dict().values())
+    except SystemExit:
+        pass
+    return []
+
+
+def test_weights_that_are_set_before_the_batches_of_an_epoch_are_as_they_were_saved(tmp_path: Path) -> None:
+    whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
+    (expected,) = run_ranks(reset, 1, whole.path, 0, None)
+    assert run_ranks(reset, 1, cut.path, 0, 9) == [[]]
+    (found,) = run_ranks(reset, 1, cut.path, 1, None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

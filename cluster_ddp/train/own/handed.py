@@ -16,6 +16,7 @@ from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.loop import OTHER_LOOP
 from cluster_ddp.train.own.values import tensors_in
 from cluster_ddp.train.refusals import MODULE_BUFFERS
+from cluster_ddp.train.state.attributes import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer
 from cluster_ddp.train.state.training import Stateful
@@ -140,14 +141,23 @@ class Handed:
         """What is kept besides what is trained and the optimizers."""
         return list(self._rest.values())
 
-    def settings(self) -> Callable[[], None]:
-        """What puts the settings of the optimizers back, and all that is no module, as they are now."""
+    def as_now(self) -> Callable[[], None]:
+        """What puts the weights back, the settings of the optimizers, and the state of all that is no module.
+
+        A copy of the weights lies in the host's memory until then.
+        """
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         of_groups = [copy.deepcopy(_settings_of(group)) for group in groups]
         others = [thing for thing in self._rest.values() if not isinstance(thing, nn.Module)]
         states = [copy.deepcopy(thing.state_dict()) for thing in others]
+        modules = [self.model, *(thing for thing in self._rest.values() if isinstance(thing, nn.Module))]
+        weights = [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
+        values = [weight.detach().to("cpu", copy=True) for weight in weights]
 
         def put_back() -> None:
+            for weight, value in zip(weights, values, strict=True):
+                if not equal_bits(value, weight):
+                    weight.data.copy_(value)
             for thing, state in zip(others, states, strict=True):
                 thing.load_state_dict(state)
             for group, was in zip(groups, of_groups, strict=True):  # last: schedulers set the rates too

@@ -65,8 +65,8 @@ class ResumableLoader:
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, by number from 0; use it in place of ``range(epochs)``.
 
-        What precedes the batches of an epoch is run again where it is resumed in its middle: settings that it has
-        changed before the save are then put back as they were restored.
+        What precedes the batches of an epoch is run again where it is resumed in its middle: weights and settings
+        that it has changed before the save are then put back as they were restored.
         """
         while self._epoch < self._geometry.epochs:
             self._is_open, self._is_through = True, False

@@ -131,7 +131,7 @@ class ScriptRun:
             tell = self._session.saving.tell
             taking = Taking(self._handed.optimizers, self._handed.scalers, tell)
             changed = ChangedData(found.data, found.samplers, tell)
-            as_now = (self._handed.settings, self._kept.as_now)
+            as_now = (self._handed.as_now, self._kept.as_now)
             self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, changed, as_now)
             return self._loader
 
