@@ -142,7 +142,7 @@ class Host:
         return list(processes_in(self.pid_namespace)) if self.pid_namespace else []
 
     def kill_all(self) -> None:
-        """End every process but the first, without a word: whoever held the host has lost it."""
+        """Kill every process but the first at once: whoever held the host has lost it."""
         for process in self.processes():
             if process.pid != self._first:
                 with contextlib.suppress(ProcessLookupError):

@@ -60,7 +60,7 @@ class Life:
     events
         Seconds, and a word of `KILLS`, in order.
     training
-        How it ends when nothing asks it to stop: "completes", "crashes", "is killed" (a rank), "dies" (without a word).
+        How it ends when nothing asks it to stop: "completes", "crashes", "is killed" (a rank), "dies" (silently).
     lasts
         Seconds until then.
     saves_in
