@@ -125,6 +125,7 @@ def _fill(
     code: Code | None,
 ) -> None:
     from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
+    from cluster_ddp.run.batch_script import keep_script
     from cluster_ddp.run.record import new_record, write_record
     from cluster_ddp.run.storage import replace_file
 
@@ -135,7 +136,7 @@ def _fill(
         storage.mkdir(folder)
     replace_file(storage, run.job_file, dump_resolved(spec).encode())
     if script is not None:
-        replace_file(storage, run.script, script.encode(), mode=run.script_mode())
+        keep_script(storage, run.script, script, mode=run.script_mode())
     if code is not None:
         from cluster_ddp.run.code import keep_code
 

@@ -9,87 +9,29 @@ from collections.abc import Iterator
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
+from cluster_ddp.run.batch_script import START_FAILED
 
-_STARTS_WITHOUT_ATTEMPT = 3
-_QUESTIONS = 12  # each of at most 60 s, and 10 s after the one before
-
+# With an exec a trap of launch.setup for EXIT would not run.
 _FAIL = r"""cluster_ddp_drop_traps() {
     trap - ERR DEBUG
     [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
 }
 
-# A call of Slurm's commands; once more where a signal has ended it, since Slurm sends its SIGTERM to all of a job.
-cluster_ddp_call() {
-    local status
-    for _ in 1 2; do
-        timeout 60 "$@"
-        status=$?
-        ((status > 128)) || break
-    done
-    return "$status"
-}
-
-# Whether a job, as Slurm shows it, is queued again already: by Slurm, or by a call that did not live to say so.
-cluster_ddp_is_queued() {
-    [[ $1 =~ Restarts=([0-9]+) ]] && ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
-}
-
-# Has Slurm queue this job again. When it accepts, it ends all of the job, and scontrol maybe before that can say so.
-cluster_ddp_requeue() {
-    for _ in 1 2 3; do
-        timeout 60 scontrol requeue "$1" && return 0 # in a trap, return alone gives an older status
-        cluster_ddp_is_queued "$(cluster_ddp_call scontrol show job -o "$1")" && return 0
-    done
-    return 1
-}
-
-# Whether the partition has enough nodes besides this host.
-cluster_ddp_has_others() {
-    local others
-    others=$(cluster_ddp_call sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" \
-        --states=idle,mixed,allocated,completing | grep -v ' ' | sort -u | grep -cvxF "$SLURMD_NODENAME")
-    ((others >= SLURM_JOB_NUM_NODES))
-}
-
-# Says why this start has failed. Nobody else can queue this job again: with "again" it is tried
-# @tries@ times more often than attempts have begun, since another host may do better. That would bring back a job
-# which its owner has cancelled meanwhile, so Slurm is asked first, for a few minutes if its controller is away.
+# Ends this start, which has failed before the keeper. With "again" the job is queued again, a few times: another host
+# may do better. What decides that lies beside this script in the run directory, and is told there.
 cluster_ddp_fail() {
     cluster_ddp_drop_traps
-    set +eu
     echo "job.sbatch: $2" >&2
-    local begun=("${cluster_ddp_run:-.}"/attempts/*/) task=$SLURM_JOB_ID queued=false leave='' shown='' slept
-    local ending='Reason=TimeLimit|PreemptTime=[0-9]' # by Slurm, and not for good
-    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
-    local said=$cluster_ddp_run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
-    if [[ $1 == again ]] && ((${SLURM_RESTART_COUNT:-0} - ${#begun[@]} < @tries@)); then
-        for slept in {0..@questions@}; do
-            shown=$(cluster_ddp_call scontrol show job -o "$task")
-            case $?,$slept in
-                0,0) [[ $shown == *JobState=RUNNING* && ! $shown =~ $ending ]] || break ;; # no time is left
-                0,* | 127,*) break ;; # it has answered, or there is no scontrol here
-            esac
-            sleep 10 &
-            wait $! # which a signal ends
-        done
-        # It has failed here before, and is kept from no host so far. Once it is queued there may be no time to ask
-        [[ -s $said && $shown == *"ExcNodeList=(null)"* ]] && cluster_ddp_has_others && leave=$SLURMD_NODENAME
-        if cluster_ddp_is_queued "$shown"; then
-            queued=true
-        elif [[ $shown =~ JobState=RUNNING|$ending ]]; then
-            cluster_ddp_requeue "$task" && queued=true
-        fi
+    local policy=@policy@
+    if [[ -f $policy ]]; then
+        trap 'kill $!' @signal@ TERM # what only this script is sent
+        "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2" &
+        while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
+    elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < 3)); then # no run yet
+        sleep 10
+        [[ $(timeout 60 scontrol show job -o "$SLURM_JOB_ID") != *JobState=RUNNING* ]] ||
+            timeout 60 scontrol requeue "$SLURM_JOB_ID"
     fi
-    [[ -f $cluster_ddp_run/run.json ]] || exit 1
-    local words=${2//\\/\\\\}
-    words=${words//\"/\\\"}
-    printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "%s", "restart_count": %s, %s}\n' \
-        "$(printf '%(%s)T' -1)" "$task" "${SLURM_RESTART_COUNT:-0}" \
-        "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
-        >>"$said"
-    # Only a job that waits in the queue is kept from a host
-    $queued && [[ -n $leave ]] && cluster_ddp_call scontrol update JobId="$task" ExcNodeList="$leave" &&
-        echo "job.sbatch: $leave failed more than once: excluded from now on" >&2
     exit 1
 }"""
 
@@ -128,11 +70,21 @@ def hand_over(spec: JobSpec) -> str:
     return "cluster_ddp_hand_over" if spec.launch.setup else "exec"
 
 
-def preamble(spec: JobSpec, *, signal: str, run: str, setup: str) -> Iterator[str]:
-    """What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup."""
+def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = "$cluster_ddp_run") -> Iterator[str]:
+    """What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup.
+
+    Parameters
+    ----------
+    run
+        The run directory, as bash has it.
+    setup
+        The lines of launch.setup.
+    beside
+        The folder of the script that was submitted.
+    """
     yield f"cluster_ddp_run={run}"
     yield ""
-    yield _FAIL.replace("@tries@", str(_STARTS_WITHOUT_ATTEMPT)).replace("@questions@", str(_QUESTIONS))
+    yield _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@signal@", signal)
     yield ""
     if spec.launch.setup:
         yield from (_BEFORE_SETUP, "")

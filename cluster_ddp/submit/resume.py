@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.batch_script import keep_script
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import caller
@@ -158,7 +159,7 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
             if plan.changed:
                 _write_job(run, plan.spec)
                 if script is not None:
-                    replace_file(Storage(), run.script, script.encode(), mode=run.script_mode())
+                    keep_script(Storage(), run.script, script, mode=run.script_mode())
             wanted_by = caller()
             request_resume(run, by=wanted_by, seen=plan.seen)
             by = wanted_by

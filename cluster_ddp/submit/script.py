@@ -100,11 +100,12 @@ def render_script(
     network = resolve(spec.network)
     launcher = _Launcher(spec, python, sweep=sweep)
     given = f"{_GIVEN_RUN}\n{_GIVEN_SWEEP}" if sweep else _GIVEN_RUN
+    beside = "${cluster_ddp_sweep:-$cluster_ddp_run}" if sweep else "$cluster_ddp_run"
     blocks = {
         "title": "# " + _title(spec),
         "usage": _usage(own_run_of, sweep=sweep),
         "directives": "\n".join(_directives(spec)),
-        "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=given, setup=_SETUP_HERE)),
+        "preamble": "\n".join(preamble(spec, signal=spec.requeue.signal, run=given, setup=_SETUP_HERE, beside=beside)),
         "python": "\n".join(launcher.definitions()),
         "keeper": launcher.keeper,
         "starts": "\n".join(python_starts(launcher.keeper, "cluster_ddp")),
@@ -212,6 +213,7 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
         yield f'run=${{cluster_ddp_run:-$({keeper} -m cluster_ddp.submit.own_run "$0" "${{job[@]}}")}}'
         yield '[[ -n $run ]] || cluster_ddp_fail once "without a run directory there is nothing to train"'
         yield 'run=$(realpath -- "$run")'
+        yield "cluster_ddp_run=$run"
     yield '[[ -f $run/job.yaml ]] || cluster_ddp_fail once "$run is not a run directory: it has no job.yaml"'
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.batch_script import keep_script
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
@@ -137,7 +138,7 @@ def prepare(plan: SweepPlan, via: str, at_once: int | None) -> SweepRecord:
         limit_umask(sweep.path)
         record = change_sweep(sweep, lambda before: _claimed(plan, before, via, at_once))
         replace_file(storage, sweep.job_file, dump(plan.job).encode())
-        replace_file(storage, sweep.script, plan.script.text.encode(), mode=0o700)
+        keep_script(storage, sweep.script, plan.script.text, mode=0o700)
     except OSError as error:
         raise RunError(f"the sweep cannot be made in {sweep.path}: {error}") from error
     return record

@@ -128,7 +128,7 @@ class Stage:
         for path in (self.bin, folder / "calls"):
             path.mkdir(parents=True)
         spec = JobSpec.model_validate({"name": "digits", "task": "pkg.mod:Task", "requeue": limits or {}})
-        create_run(spec, runs_dir=folder, via="sbatch", script=None).path.rename(self.run)
+        create_run(spec, runs_dir=folder, via="sbatch", script="").path.rename(self.run)
         for tool in TOOLS:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         stand_ins = {"srun": SRUN, "python": PYTHON, **({"scontrol": SCONTROL} if scontrol else {})}
