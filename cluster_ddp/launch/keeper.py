@@ -232,7 +232,7 @@ class Keeper:
 
     def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> Kept:
         word = decision.action if decision else None
-        why = decision.reason if decision else "it could not be judged in time"
+        why = decision.reason if decision else "it could not be judged"
         follows = what_follows(word, reason=self._end.reason, out_of_time=self._end.out_of_time())
         ending = f" ({self._end.reason})" if self._end.reason else ""
         say(f"attempt {attempt.number} ends: {word or follows}{ending}: {why}")
@@ -261,6 +261,7 @@ class Keeper:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
         if not queued:
+            say("not queued again: ended by its owner meanwhile")
             if not self._end.unwanted():
                 self._end.cancelled()
             if attempt is not None:
