@@ -24,7 +24,7 @@ from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
-from cluster_ddp.train.refusals import refuse_loader, refuse_without_group
+from cluster_ddp.train.refusals import refuse_loader, refuse_unfinished, refuse_without_group
 from cluster_ddp.train.task import Task, expect_type
 
 
@@ -214,6 +214,7 @@ def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
         refuse_without_group(error)
         raise
     optimizer = expect_type(made, Optimizer, "optimizer()")
+    refuse_unfinished(optimizer)
     if switches(optimizer):
         optimizer.train()
     return optimizer

@@ -57,6 +57,17 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
         )
 
 
+def refuse_unfinished(optimizer: Optimizer) -> None:
+    """Raise a `TaskError` for an optimizer that lacks what those of torch have, as some that go around another."""
+    try:
+        _ = optimizer.param_groups, optimizer.state_dict()
+    except AttributeError as error:
+        raise TaskError(
+            f"optimizer() gave {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not to call "
+            "Optimizer.__init__, as some that go around another; give the one inside it, or one made for this torch"
+        ) from error
+
+
 def refuse_without_group(error: Exception) -> None:
     """Raise a `TaskError` where the error of an optimizer is that a single rank is in no process group."""
     if _NO_GROUP in str(error):

@@ -108,6 +108,15 @@ class Gathers(SGD):
         torch.distributed.all_reduce(self.param_groups[0]["params"][0].detach())
 
 
+class Around(Optimizer):
+    """As the Lookahead of torch_optimizer and the SafeFP16Optimizer of pytorch_optimizer: it is not set up by torch."""
+
+    def __init__(self, parameters: Any, lr: float, has_groups: bool) -> None:
+        inner = SGD(parameters, lr=lr)
+        if has_groups:
+            self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+
 class With(Plain):
     def __init__(self, kind: Callable[..., Optimizer]) -> None:
         self.kind = kind
@@ -158,6 +167,8 @@ class Normed(Plain):
         (With(Gathers), {}, "a single rank has no process group"),
         (With(Gathers), {"precision": "fp16"}, "a single rank has no process group"),
         (With(partial(ZeroRedundancyOptimizer, optimizer_class=SGD)), {}, "a single rank has no process group"),
+        (With(partial(Around, has_groups=True)), {}, "Around, which this torch cannot save"),
+        (With(partial(Around, has_groups=False)), {}, "Around, which this torch cannot save"),
         (Sparse(), {"clip_norm": 1.0}, "train.clip_norm: torch cannot limit the norm of sparse gradients"),
         (Half(), {"precision": "fp16"}, "model() gives parameters in fp16"),
         (Normed(images=False), {"global_batch": 49, "drop_last": False}, "leaves 1 sample for the last batch"),
