@@ -172,7 +172,7 @@ class Trainer:
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
-        self.stream: Stream = open_stream(self.task, train, self.plan, world, device)
+        self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.saving.tell)
         self.precision = choose_precision(train, device)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
 

@@ -168,7 +168,7 @@ class Workers(Plain):
 
 def test_workers_live_through_the_epochs() -> None:
     settings = job(train={"epochs": 4, "global_batch": 4, "workers": 1}).train
-    stream = MapStream(Pids(), Workers(), settings, BatchPlan(4, 1, 1, 4), World(0, 0, 1), torch.device("cpu"))
+    stream = MapStream(Pids(), Workers(), settings, BatchPlan(4, 1, 1, 4), World(0, 0, 1), torch.device("cpu"), print)
     assert len({int(pid) for _, batch in stream.batches(0, Counts()) for pid in batch}) == 1
     stream.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,3 +145,41 @@ class Shrinks(ZooTask):
 def test_a_data_set_that_changed_between_attempts_is_seen(tmp_path: Path) -> None:
     verdict = judge(Case(data="tensors"), tmp_path, Shrinks)
     assert verdict.refused is not None and "has 41 items; it had 44" in verdict.refused
+
+
+class Replaced(ZooTask):
+    """Has other samples, as many, after the first crash."""
+
+    def train_data(self) -> Dataset[Any]:
+        inputs, labels = samples()
+        return TensorDataset(inputs if self.crash in (None, 4) else inputs.flip(0), labels)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_others_after_a_resume_are_told(
+    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(data="augmented", train={"workers": workers}), tmp_path / "same")
+    assert "train_data()" not in capfd.readouterr().err
+    judge(Case(data="tensors", train={"workers": workers}), tmp_path / "others", Replaced)
+    assert "sample 43 of train_data() is not what it was when the checkpoint was saved" in capfd.readouterr().err
+
+
+class Unsorted(Augmented):
+    """Each rank finds its samples in another order."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index - find_world().rank)
+
+
+def say_of_orders(folder: Path) -> str:
+    DATA["unsorted"] = Unsorted
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        judge(Case(data="unsorted"), folder)
+    return said.getvalue()
+
+
+def test_samples_that_differ_by_rank_are_told(tmp_path: Path) -> None:
+    said, other = run_ranks(say_of_orders, 2, tmp_path)
+    assert "train_data() is not the same on rank 0 on" in said and "and on rank 1 on" in said
+    assert "train_data()" not in other

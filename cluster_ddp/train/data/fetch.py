@@ -29,6 +29,9 @@ _FEW = 4
 _ALL = tuple(range(len(HOST_GENERATORS)))
 _WATCHED = 1  # a seed by which it is seen whether somebody draws
 
+LOOK = -1
+"""In place of an epoch: the fingerprint of the samples is wanted, by which another data set is recognised."""
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -69,7 +72,7 @@ class Fetcher:
             self._read = self._one_by_one
 
     def __call__(self, epoch: int, indices: Indices) -> Any:
-        """Fetch the samples at `indices`, int64 of shape (n,), as one batch.
+        """Fetch the samples at `indices`, int64 of shape (n,), as one batch; their fingerprint for the epoch `LOOK`.
 
         Raises
         ------
@@ -78,6 +81,8 @@ class Fetcher:
             `collate` of the task's own raises is raised as it is.
         """
         places = indices if self._positions is None else self._positions[indices]
+        if epoch == LOOK:
+            return self._look(places)
         if not self.is_tried:
             self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
@@ -97,10 +102,20 @@ class Fetcher:
         The last bits of what MKL computes depend on where in memory its operands begin, and a resume begins elsewhere.
         """
         sizes = [len(indices) for _, indices in keys]
-        if len(keys) == 1 or any(size * row % _ALIGNMENT for size in set(sizes) for row in self._row_bytes()):
+        looks = any(epoch == LOOK for epoch, _ in keys)
+        if looks or len(keys) == 1 or any(size * row % _ALIGNMENT for size in set(sizes) for row in self._row_bytes()):
             return [self(*key) for key in keys]
         tensors = self(0, np.concatenate([indices for _, indices in keys]))
         return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
+
+    def _look(self, places: Indices) -> int:
+        """The fingerprint of samples as they are in the first epoch, before they are collated."""
+        if self._read == self._by_tensor:
+            return fingerprint(self._by_tensor(0, places))
+        if self._read == self._by_batch:
+            self._seed(mix(self._base ^ mix(0)) ^ int(places[0]))
+            return fingerprint(self._data.__getitems__(places.tolist()))  # type: ignore[attr-defined]
+        return fingerprint(self._items(0, places.tolist()))
 
     def _row_bytes(self) -> list[int]:
         return [tensor[:1].nbytes for tensor in self._data.tensors]  # type: ignore[attr-defined]
@@ -118,13 +133,17 @@ class Fetcher:
         return self._collated(batch, indices) if isinstance(batch, list) else batch
 
     def _one_by_one(self, epoch: int, indices: Indices) -> Any:
-        base = mix(self._base ^ mix(epoch))
         chosen = indices.tolist()
-        while (items := self._seeded(base, chosen)) is None:
-            pass
+        items = self._items(epoch, chosen)
         if not self._collates_by_default:
-            self._seed_others(mix(base ^ chosen[-1]))  # as the last sample would have left them
+            self._seed_others(mix(mix(self._base ^ mix(epoch)) ^ chosen[-1]))  # as the last sample would have left them
         return self._collated(items, indices)
+
+    def _items(self, epoch: int, indices: list[int]) -> list[Any]:
+        base = mix(self._base ^ mix(epoch))
+        while (items := self._seeded(base, indices)) is None:
+            pass
+        return items
 
     def _seeded(self, base: int, indices: list[int]) -> list[Any] | None:
         """The samples, each seeded by itself; None when one has drawn from a generator that none has drawn from yet."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import platform
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec, plan_batch
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record, update_record
-from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.fetch import LOOK, Fetcher
 from cluster_ddp.train.data.loader import Loader
 from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
@@ -67,8 +70,18 @@ class Stream(Protocol):
         """End the workers."""
 
 
-def open_stream(task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device) -> Stream:
+Tell = Callable[[str], None]
+
+
+def open_stream(
+    task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device, tell: Tell
+) -> Stream:
     """Make the stream of the task's training set.
+
+    Parameters
+    ----------
+    tell
+        Called with what is to be known of the set.
 
     Raises
     ------
@@ -81,15 +94,22 @@ def open_stream(task: Task, train: TrainSpec, plan: BatchPlan, world: World, dev
     if isinstance(data, IterableDataset):
         from cluster_ddp.train.data.iterable import IterableStream
 
-        return IterableStream(data, task, train, plan, world, device)
-    return MapStream(data, task, train, plan, world, device)
+        return IterableStream(data, task, train, plan, world, device, tell)
+    return MapStream(data, task, train, plan, world, device, tell)
 
 
 class MapStream:
     """The stream of a map-style set."""
 
     def __init__(
-        self, data: Dataset[Any], task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device
+        self,
+        data: Dataset[Any],
+        task: Task,
+        train: TrainSpec,
+        plan: BatchPlan,
+        world: World,
+        device: torch.device,
+        tell: Tell,
     ) -> None:
         samples = _length(data)
         _expect_one_length(samples)
@@ -98,6 +118,7 @@ class MapStream:
         self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
         self._fetcher = Fetcher(data, task.collate, Use.SAMPLE, train.seed, exact=True)
         self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device
+        self._tell = tell
         self._loader: Loader[MicroBatch] | None = None
 
     @property
@@ -122,8 +143,37 @@ class MapStream:
         """See `Stream`; a `DataError` when the set has another length than when the checkpoint was saved."""
         counts.expect_length(self.order.samples)
         micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
-        self._loader = self._load(micro_batches, workers=self._workers)
-        return iter(self._loader)
+        some = [next(micro_batches)] if step < self.total_steps else []
+        # Behind the first batch, by which the set is tried.
+        looks = [micro._replace(epoch=LOOK, indices=np.array([self.order.samples - 1])) for micro in some]
+        self._loader = self._load(itertools.chain(some, looks, micro_batches), workers=self._workers)
+        batches = iter(self._loader)
+        first = [next(batches) for _ in some]
+        for _, seen in [next(batches) for _ in looks]:
+            self._compare(seen, counts)
+        yield from first
+        yield from batches
+
+    def _compare(self, seen: int, counts: Counts) -> None:
+        """Tell if ranks see another last sample, or if it was another when the checkpoint was saved.
+
+        It is not refused: processors of different kinds may make samples of which the last bits differ.
+        """
+        by_rank = all_gather_object((seen, platform.node()))
+        others = [rank for rank, (found, _) in enumerate(by_rank) if found != by_rank[0][0]]
+        what = f"sample {self.order.samples - 1} of train_data()"
+        if others:
+            hosts = f"rank 0 on {by_rank[0][1]} and on rank {others[0]} on {by_rank[others[0]][1]}"
+            self._tell(
+                f"{what} is not the same on {hosts}: each step trains on other samples than it should, some twice and "
+                "some never. Every rank has to see the same set in the same order: sort the names of its files"
+            )
+        elif counts.data_fingerprint not in (None, seen):
+            self._tell(
+                f"{what} is not what it was when the checkpoint was saved: this resume is not exact. The set, the "
+                "order of its files and the augmentation have to be as they were"
+            )
+        counts.data_fingerprint = by_rank[0][0]
 
     def note_place(self, counts: Counts) -> None:
         """Nothing: the place of all ranks follows from the step."""
