@@ -67,7 +67,8 @@ def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, clus
             str(sweep.script), str(sweep.path), "0",
         ]
     ]  # fmt: skip
-    assert sorted(path.name for path in sweep.path.iterdir()) == ["job.sbatch", "job.yaml", "sweep.json"]
+    made = ["job.sbatch", "job.yaml", "start-failed.sh", "sweep.json"]
+    assert sorted(path.name for path in sweep.path.iterdir()) == made
     assert "4 of 4 elements submitted, Slurm job 101" in said.err
 
 

@@ -282,8 +282,7 @@ class Fetcher:
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:
         """Whether a sample that has not been read yet draws random numbers only the first time."""
-        number = _length(self._data)
-        places = range(number) if self._positions is None else self._positions.tolist()
+        places = range(self._length) if self._positions is None else self._positions.tolist()
         tried = set(indices.tolist())
         new = next((place for place in reversed(places) if place not in tried), None)
         if new is None:
