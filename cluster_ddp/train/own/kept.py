@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,16 +30,17 @@ class KeptNumbers:
     by_rank
         The values of all ranks when they were last gathered.
     in_place
-        Names of those that were still the very objects that the program had given then. They are put back into the
-        objects that it gives after a resume, for it may have other names for these.
+        Names of those, by rank, that were still the very objects that the program had given then. They are put back
+        into the objects that it gives after a resume, for it may have other names for these.
     """
 
     def __init__(self) -> None:
         self.by_rank: list[dict[str, Any]] = []
-        self.in_place: list[str] = []
+        self.in_place: list[list[str]] = []
         self._kept = Kept()
         self._given: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
+        self._restored_in_place: set[str] = set()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -74,23 +75,26 @@ class KeptNumbers:
         values = {**self._restored, **self.values}
         if values:
             same = {name for name, given in self._given.items() if self.values.get(name) is given}
-            self.in_place = sorted(same | set(self.in_place) - self.values.keys())
-            self.by_rank = all_gather_object(values)
+            in_place = sorted(same | self._restored_in_place - self.values.keys())
+            gathered = all_gather_object((values, in_place))
+            self.by_rank, self.in_place = [found for found, _ in gathered], [names for _, names in gathered]
 
-    def restore(self, by_rank: list[dict[str, Any]], in_place: Iterable[str]) -> None:
+    def restore(self, by_rank: list[dict[str, Any]], in_place: list[list[str]]) -> None:
         """Take back what was gathered; on another number of ranks what rank 0 had."""
-        self.by_rank, self.in_place = by_rank, list(in_place)
+        self.by_rank, self.in_place = by_rank, in_place
         if not by_rank:
             return
         world = find_world()
-        self._restored = by_rank[world.rank if len(by_rank) == world.world_size else 0]
+        source = world.rank if len(by_rank) == world.world_size else 0
+        self._restored = by_rank[source]
+        self._restored_in_place = set(in_place[source]) if in_place else set()
         for name in list(self.values):
             self._put_back(name)
 
     def _put_back(self, name: str) -> None:
         if name in self._restored:
             value = self._restored[name]
-            self.values[name] = _filled(self._given[name], value) if name in self.in_place else value
+            self.values[name] = _filled(self._given[name], value) if name in self._restored_in_place else value
 
 
 def _filled(into: Any, value: Any) -> Any:

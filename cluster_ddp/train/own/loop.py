@@ -124,7 +124,7 @@ class Loop:
         self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
         self.data = state.get("data")
         self.is_over = self.is_finished and self._geometry.total <= state["total"]
-        self.kept.restore(state["kept"], state.get("kept in place", ()))
+        self.kept.restore(state["kept"], state.get("kept in place", []))
 
     def expect_data(self, first: int | None) -> None:
         """See that what is read first or held is what it was when the checkpoint was saved.
