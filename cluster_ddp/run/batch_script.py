@@ -12,5 +12,5 @@ _POLICY = Path(__file__).with_name("start_failed.sh")
 
 def keep_script(storage: Storage, script: Path, text: str, *, mode: int) -> None:
     """Write a batch script, and `start-failed.sh` to its folder, which it calls."""
-    replace_file(storage, script.with_name(START_FAILED), _POLICY.read_bytes(), mode=mode & 0o640)
+    replace_file(storage, script.with_name(START_FAILED), _POLICY.read_bytes(), mode=mode & 0o660)
     replace_file(storage, script, text.encode(), mode=mode)

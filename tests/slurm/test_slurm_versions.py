@@ -37,7 +37,7 @@ JOBS = {
     "special exit": ("requeued", False, "held"),
     "prolog failed": ("requeued", False, "held"),
     "node failed, requeued": ("requeued", True, "active"),
-    "node failed, not requeued": ("cancel", False, "over"),
+    "node failed, not requeued": ("node-down", False, "over"),
     "cancelled, ending": ("cancel", True, "active"),
     "cancelled": ("cancel", False, "over"),
     "array": ("terminated", False, "active"),
