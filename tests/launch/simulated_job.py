@@ -45,6 +45,7 @@ KILLS: dict[str, float | None] = {
     "second start": None,  # on other nodes, while this one trains
     "another job": None,  # of the same run: by hand, or of a chain
 }
+_BY_SLURM = ("preemption", "time limit")
 
 
 class Killed(BaseException):
@@ -98,6 +99,10 @@ class World:
     faults: list[str] = field(default_factory=list)  # what must never happen, and did
 
     def __post_init__(self) -> None:
+        # Slurm neither preempts a job that is cancelled nor ends it at its time limit.
+        cancelled = next((at for at, word in self.life.events if word == "scancel"), float("inf"))
+        events = [(at, word) for at, word in self.life.events if at <= cancelled or word not in _BY_SLURM]
+        self.life = replace(self.life, events=tuple(events))
         self.answers, self.requeues = list(self.life.answers), list(self.life.requeues)
 
     def happened(self, *words: str) -> float | None:

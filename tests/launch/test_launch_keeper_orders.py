@@ -87,6 +87,7 @@ def play(folder: Path, story: list[Life]) -> tuple[RunDirectory, list[World], Ru
 @example([Life(((50, "scancel"),), limit=20, silent=(45, 90), saves_in=3.0)])
 @example([Life(((10, "warning"), (22, "scancel")), silent=(5, 90), requeues=("away",), saves_in=3.0)])
 @example([Life(((10, "kill -TERM"), (40, "scancel")), limit=20, silent=(15, 90), requeues=("away",), saves_in=3.0)])
+@example([Life(((1, "scancel"), (2, "preemption")), lasts=1, silent=(1, 2))])
 def test_whatever_happens(fast_disk: Path, story: list[Life]) -> None:
     run, worlds, status = play(fast_disk, story)
     assert [fault for world in worlds for fault in world.faults] == []
