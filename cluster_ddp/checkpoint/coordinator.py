@@ -58,6 +58,12 @@ class SaveCoordinator:
         self._prefix = f"{prefix}/{self.owner}"
         self._background = _own_client(shared)
         self._foreground = _own_client(shared)
+        # Rank 0 may be what keeps the store, and waits for nobody in a program that only evaluates: once it has ended,
+        # the others would find no store to connect to.
+        shared.set(f"{prefix}/connected/{rank}", "")
+        if rank == 0:
+            for other in range(world_size):
+                shared.get(f"{prefix}/connected/{other}")
         self._giving_up = threading.Event()
         self._exchanges = 0
 

@@ -7,15 +7,17 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 from cluster_ddp.launch.ports import free_port
 
 _SECONDS = 600  # only guards against hanging
+_SECONDS_AFTER_A_FAILURE = 60
 # Forked from a process that has imported torch once, and what its optimizers import late: starting a rank takes
 # milliseconds instead of seconds.
 _server = multiprocessing.get_context("forkserver")
@@ -27,6 +29,16 @@ def preload(*modules: str) -> None:
     """Fork ranks from a process that has imported these as well."""
     _server.set_forkserver_preload([*_PRELOADED, *modules])
     forkserver._forkserver._stop()  # the next rank starts it again
+
+
+def _wait_for(ranks: list[Any], results: list[Path]) -> None:
+    """Wait until all ranks have ended; once one has without a result that is good, the others have little time left."""
+    deadline = time.monotonic() + _SECONDS
+    while (alive := [rank for rank in ranks if rank.is_alive()]) and (left := deadline - time.monotonic()) > 0:
+        connection.wait([rank.sentinel for rank in alive], left)
+        ended = [path for rank, path in zip(ranks, results, strict=True) if not rank.is_alive()]
+        if not all(path.exists() and pickle.loads(path.read_bytes())[0] for path in ended):  # noqa: S301
+            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_A_FAILURE)
 
 
 def run_ranks(
@@ -48,20 +60,18 @@ def run_ranks(
         ]
         for rank in ranks:
             rank.start()
-        for rank in ranks:
-            rank.join(_SECONDS)
+        _wait_for(ranks, [Path(folder) / str(number) for number in range(world_size)])
         hung = [number for number, rank in enumerate(ranks) if rank.is_alive()]
         for rank in ranks:
             rank.kill()
-        assert not hung, f"ranks {hung} hang"
-        results = []
-        for number in range(world_size):
-            path = Path(folder) / str(number)
-            assert path.exists(), f"rank {number} died with status {ranks[number].exitcode}"
-            ok, value = pickle.loads(path.read_bytes())  # noqa: S301 (written by _be_rank)
+        paths = {number: Path(folder) / str(number) for number in range(world_size)}
+        found = {number: pickle.loads(path.read_bytes()) for number, path in paths.items() if path.exists()}  # noqa: S301
+        for number, (ok, value) in found.items():
             assert ok, f"rank {number} failed:\n{value}"
-            results.append(value)
-        return results
+        assert not hung, f"ranks {hung} hang"
+        for number, rank in enumerate(ranks):
+            assert number in found, f"rank {number} died with status {rank.exitcode}"
+        return [found[number][1] for number in range(world_size)]
 
 
 def start_whole_rank(environment: dict[str, str], run: Path, log: Path) -> Any:
