@@ -29,7 +29,8 @@ from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe
 
 SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", launch={"procs_per_node": 1})
-FIRM = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The same in each run; `make chaos` tries others.
+FIRM = settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 seconds = st.floats(min_value=1, max_value=200).map(round)
 words = st.sampled_from(sorted(KILLS))
@@ -88,7 +89,19 @@ def play(folder: Path, story: list[Life]) -> tuple[RunDirectory, list[World], Ru
 @example([Life(((10, "warning"), (22, "scancel")), silent=(5, 90), requeues=("away",), saves_in=3.0)])
 @example([Life(((10, "kill -TERM"), (40, "scancel")), limit=20, silent=(15, 90), requeues=("away",), saves_in=3.0)])
 @example([Life(((1, "scancel"), (2, "preemption")), lasts=1, silent=(1, 2))])
+@example([Life(((2, "second start"), (2, "time limit")), training="crashes", lasts=1, silent=(1, 3)), Life()])
 def test_whatever_happens(fast_disk: Path, story: list[Life]) -> None:
+    check(fast_disk, story)
+
+
+@pytest.mark.chaos
+@settings(FIRM, max_examples=2000, derandomize=False)
+@given(st.lists(lives, min_size=1, max_size=3))
+def test_whatever_else_happens(fast_disk: Path, story: list[Life]) -> None:
+    check(fast_disk, story)
+
+
+def check(fast_disk: Path, story: list[Life]) -> None:
     run, worlds, status = play(fast_disk, story)
     assert [fault for world in worlds for fault in world.faults] == []
     assert not status.state.open, "it would be waited for, and has no job"
