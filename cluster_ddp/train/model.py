@@ -10,11 +10,12 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
@@ -197,6 +198,7 @@ def settle_layout(model: nn.Module, world_size: int) -> None:
     if model.find_unused_parameters:
         return
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    sparse = {id(table.weight) for table in model.modules() if _has_sparse_gradient(table)}
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -207,11 +209,23 @@ def settle_layout(model: nn.Module, world_size: int) -> None:
         reducer._rebuild_buckets()
         reducer.prepare_for_backward([])
         for parameter in reversed(parameters):
-            (parameter.reshape(-1)[:1] * 0).sum().backward()
+            run_backward(_nothing_of(parameter, is_sparse=id(parameter) in sparse))
         for parameter in parameters:
             parameter.grad = None
     for parameter, gradient in zip(parameters, before, strict=True):
         parameter.grad = gradient
+
+
+def _has_sparse_gradient(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def _nothing_of(parameter: Tensor, *, is_sparse: bool) -> Tensor:
+    """Zero, as a function of the parameter, with a gradient of the kind that DDP expects of it."""
+    if is_sparse:
+        row = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+        return F.embedding(row, parameter, sparse=True).sum() * 0
+    return (parameter.reshape(-1)[:1] * 0).sum()
 
 
 def _all_are_summed(model: nn.Module) -> bool:

@@ -202,6 +202,7 @@ def test_ddp_that_looks_for_unused_parameters_has_one_layout() -> None:
 
 
 def static() -> str:
+    settle_layout(DistributedDataParallel(nn.EmbeddingBag(3, 2, sparse=True)), 2)  # its gradient has to be sparse
     model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
     settle_layout(model, 2)
     try:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from train_ranks import run_ranks
 
+from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
 from cluster_ddp.train.own.taking import Taking
 
@@ -132,10 +133,12 @@ def by_hand(place: Path) -> None:
                         interrupt("stop")
 
 
-def test_next_beyond_the_batches_that_are_left_says_so(tmp_path: Path) -> None:
+def test_next_beyond_the_batches_that_are_left_says_so_and_gradients_that_add_up_are_told(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run_ranks(by_hand, 1, run.path)
     assert "the batches of epoch 1 are through: of 8 there were 3 left at this resume" in failure(run)
+    told = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert "has gradients in it from before the last update" in "".join(told)
 
 
 def reset(place: Path, attempt: int, at: int | None) -> list[Any]:

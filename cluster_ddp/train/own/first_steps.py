@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from cluster_ddp.train.own.carried import Carried
 from cluster_ddp.train.own.copies import Copies
+from cluster_ddp.train.own.gradients import CarriedGradients
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.other_loaders import OtherLoaders
@@ -50,9 +51,10 @@ class FirstSteps:
 
 def first_steps_of(
     loop: Loop, handed: Handed, tell: Callable[[str], None], loader: Any = None, data: Any = None
-) -> FirstSteps:
-    """What sees all that is beside a loop; over this loader and data, if there are."""
-    return FirstSteps(
+) -> Callable[[bool], None]:
+    """What sees all that is beside a loop, over this loader and data, if there are: see `Loop.look`."""
+    gradients = CarriedGradients(handed.optimizers, tell)
+    first = FirstSteps(
         [
             OtherLoaders(data, tell),
             Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), tell),
@@ -62,3 +64,9 @@ def first_steps_of(
             Carried(loop.kept, tell),
         ]
     )
+
+    def end_step(updated: bool) -> None:
+        first.end_step()
+        gradients.end_step(updated=updated)
+
+    return end_step

@@ -72,7 +72,8 @@ class Loop:
     kept
         Numbers of the loop's own.
     look
-        Called after each step: sees what is beside the loop. Nothing where a framework says what it does.
+        Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop. Nothing where
+        a framework says what it does.
     on_update
         Called after each update.
     """
@@ -84,7 +85,7 @@ class Loop:
         self.batches = 0
         self.before_save: Callable[[], None] = lambda: None
         self.left_out = LeftOutUpdates([], 1)
-        self.look: Callable[[], None] = lambda: None
+        self.look: Callable[[bool], None] = lambda updated: None
         self.on_update: Callable[[], None] = lambda: None
         self._is_updated = self._save_is_due = self._awaits_batches = False
         self._stop = StopDecision()
@@ -195,7 +196,7 @@ class Loop:
         """
         decision = self._session.end_step()
         self.left_out.check(self._session.step, updated=self._is_updated)
-        self.look()
+        self.look(self._is_updated)
         if decision.level > self._stop.level:
             self._stop = decision
         self._save_is_due |= self._session.save_is_due

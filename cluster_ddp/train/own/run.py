@@ -311,7 +311,7 @@ class ScriptRun:
     def _watch(self, loop: Loop, loader: Any = None, data: Any = None) -> None:
         beat = self._session.beat
         self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
-        loop.look = first_steps_of(loop, self._handed, self._session.saving.tell, loader, data).end_step
+        loop.look = first_steps_of(loop, self._handed, self._session.saving.tell, loader, data)
 
     def _close_loop(self) -> None:
         if self._others is not None:
