@@ -80,12 +80,14 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
         Slurm may not queue it again), ``cancel``, or ``terminated`` where Slurm does not end it (somebody sent a
         signal).
     """
+    if job.restarts != str(restart_count):
+        return REQUEUED  # what else is shown may be of the newer start: its time limit, its preemption
     if job.reason == "TimeLimit":
         return TIME_LIMIT
     if job.preempt_time[:1].isdigit():
         cancelled = job.state == "CANCELLED" or (job.state == "COMPLETING" and job.end_time < grace_end)
         return CANCEL if cancelled else PREEMPTION
-    if job.restarts != str(restart_count) or job.preempt_time != "None":
+    if job.preempt_time != "None":
         return REQUEUED
     if job.state in LETS_RUN:
         return TERMINATED

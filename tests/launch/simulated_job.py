@@ -99,8 +99,8 @@ class World:
     faults: list[str] = field(default_factory=list)  # what must never happen, and did
 
     def __post_init__(self) -> None:
-        # Slurm neither preempts nor ends at its time limit what it has cancelled, or has started elsewhere.
-        over = next((at for at, word in self.life.events if word in ("scancel", "second start")), float("inf"))
+        # Slurm neither preempts nor ends at its time limit what it has cancelled.
+        over = next((at for at, word in self.life.events if word == "scancel"), float("inf"))
         events = [(at, word) for at, word in self.life.events if at < over or word not in _BY_SLURM]
         self.life = replace(self.life, events=tuple(events))
         self.answers, self.requeues = list(self.life.answers), list(self.life.requeues)

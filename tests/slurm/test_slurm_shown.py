@@ -37,6 +37,9 @@ from cluster_ddp.slurm.shown import (
         ),
         ("JobId=7 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 EndTime=Unknown S=1", 0, "requeued"),
         ("JobId=7 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 PreemptTime=None S=1", 0, "requeued"),
+        # The newer start, elsewhere, of a job whose node was cut off: what ends it is not what ended this one.
+        ("JobId=7 JobState=COMPLETING Reason=TimeLimit Restarts=1 EndTime=x PreemptTime=None S=1", 0, "requeued"),
+        ("JobId=7 JobState=RUNNING Reason=None Restarts=1 PreemptTime=2026-11-20T11:08:11 S=1", 0, "requeued"),
         ("JobId=7 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 EndTime=x PreemptTime=None S=1", 1, "cancel"),
         (
             "JobId=7 JobState=COMPLETING Reason=NodeDown Requeue=0 Restarts=0 EndTime=x PreemptTime=None S=1",

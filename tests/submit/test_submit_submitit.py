@@ -195,6 +195,13 @@ def test_what_submitit_asks_slurm_for(place: Place) -> None:
     assert [line for line in lines if line.startswith(f"exec {sys.executable} ")]
 
 
+@pytest.mark.parametrize(("limit", "option"), [(0, "no-requeue"), (3, "requeue")])
+def test_slurm_itself_queues_again_only_what_the_job_file_lets_be_queued_again(limit: int, option: str) -> None:
+    job = {"name": "x", "task": "pkg.mod:Task", "requeue": {"max_requeues": limit}}
+    lines = SubmititSubmission(JobSpec.model_validate(job)).text.splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH") and "requeue" in line] == [f"#SBATCH --{option}"]
+
+
 def test_a_preempted_job_is_requeued_by_sigterm_too(place: Place) -> None:
     """submitit itself passes SIGTERM by, and clusters that send nothing else would lose the run."""
     place.add_slurm()
