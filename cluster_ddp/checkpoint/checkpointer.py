@@ -62,7 +62,8 @@ class Checkpointer:
         None for a single process.
     report
         Takes an event's name and its fields. Called on rank 0, from the background thread too. When it returns False,
-        the event was not recorded and is passed again with the next one.
+        the event was not recorded and is passed again with the next one; what has failed is then passed on a rank of
+        another node as well.
     """
 
     def __init__(
@@ -316,11 +317,15 @@ class Checkpointer:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def _report(self, event: str, fields: dict[str, Any]) -> None:
-        """Report an event, on rank 0; one that cannot be recorded (the storage is full) is kept for the next time."""
+    @property
+    def why_failed(self) -> str | None:
+        """Why the last save that has ended is not durable, in words, on all ranks; None when it is."""
+        return None if self._writer.failed is None else _in_words(self._writer.failed)
+
+    def _report(self, event: str, fields: dict[str, Any]) -> bool:
+        """Report an event; one that cannot be recorded (the storage is full) is kept for the next time."""
         if event == events.CHECKPOINT_FAILED:
-            reason = f"{fields['file']}, rank {fields['rank']}: {fields['error']}"
-            what = f"the save of step {fields['step']} failed ({reason})"
+            what = f"the save of step {fields['step']} failed ({_in_words(fields)})"
             say(f"cluster-ddp: {what}; training goes on, earlier checkpoints stay")
         elif event == events.CHECKPOINT_DAMAGED:
             say(f"cluster-ddp: the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
@@ -331,6 +336,7 @@ class Checkpointer:
         except Exception as error:
             self._unreported.popleft()
             say(f"cluster-ddp: cannot report {event}: {error!r}")
+        return not self._unreported
 
     def _end(self) -> None:
         """When the interpreter exits: finish a save that needs no other rank; soon give up one that does."""
@@ -348,6 +354,12 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _end_all() -> None:
     for checkpointer in list(_live):
         checkpointer._end()
+
+
+def _in_words(failed: Mapping[str, Any]) -> str:
+    """What is reported of a save that has failed, for people."""
+    where = f" on {failed['host']}" if "host" in failed else ""
+    return f"{failed['file']}, rank {failed['rank']}{where}: {failed['error']}"
 
 
 def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,11 +50,14 @@ class SaveCoordinator:
                 "node": [other for other in range(world_size) if local[other] == 0 or other == 0],
                 "one": [0],
             }[writing]
-            shared.set(f"{prefix}/session", json.dumps({"owner": str(this_process()), "writers": writers}))
+            deputy = next((other for other in range(1, world_size) if local[other] == 0), None)
+            session = {"owner": str(this_process()), "writers": writers, "deputy": deputy}
+            shared.set(f"{prefix}/session", json.dumps(session))
         session = json.loads(shared.get(f"{prefix}/session"))
         # What names rank 0's process in the names of unfinished folders; the ranks that write, ascending, 0 among them.
         self.owner: str = session["owner"]
         self.writers: tuple[int, ...] = tuple(session["writers"])
+        self.deputy: int | None = session["deputy"]  # a rank on another node than rank 0; None where there is one node
         self._prefix = f"{prefix}/{self.owner}"
         self._background = _own_client(shared)
         self._foreground = _own_client(shared)

@@ -66,7 +66,8 @@ class Writer:
     same on all ranks after a save, whether a newer attempt has begun.
 
     Nothing that goes wrong with the storage or another rank is raised: the save is given up, its folder removed, and
-    rank 0 reports ``checkpoint-failed``.
+    rank 0 reports ``checkpoint-failed``; where that cannot be recorded on its node, a rank on another one does. `failed`
+    is what was reported of the last save, on all ranks; None when it has not failed.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class Writer:
         )
         self.diverged: str | None = None
         self.superseded = False
+        self.failed: dict[str, Any] | None = None
+        self._recorded = True  # what has failed
 
     def carry_out(self, save: Save, shard: memoryview | None, alike: dict[str, str]) -> bool:
         """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`."""
@@ -100,14 +103,16 @@ class Writer:
         if coordinator.rank != 0:
             coordinator.send(save.number, receipt)
             outcome = coordinator.outcome(save.number)
-            self.diverged, self.superseded = outcome["diverged"], outcome["superseded"]
+            self.diverged, self.superseded, self.failed = (outcome[k] for k in ("diverged", "superseded", "failed"))
+            if not outcome["recorded"] and coordinator.rank == coordinator.deputy and self.failed is not None:
+                self._report(events.CHECKPOINT_FAILED, self.failed)
             return bool(outcome["durable"])
-        durable = False
+        durable, self.failed, self._recorded = False, None, True
         try:
             durable = self._complete(save, receipt)
         finally:  # the others wait for it, whatever happened here
             outcome = {"durable": durable, "diverged": self.diverged, "superseded": self.superseded}
-            coordinator.announce(save.number, outcome)
+            coordinator.announce(save.number, {**outcome, "failed": self.failed, "recorded": self._recorded})
         return durable
 
     def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
@@ -145,7 +150,8 @@ class Writer:
         except Exception as error:  # the training goes on, whatever it is
             self._withdraw(save)
             details = error.details if isinstance(error, SaveFailed) else _failure(error)
-            self._report(events.CHECKPOINT_FAILED, {"step": save.step, **details})
+            self.failed = {"step": save.step, **details}
+            self._recorded = self._report(events.CHECKPOINT_FAILED, self.failed) is not False
             return False
         self._report(
             events.CHECKPOINT,

@@ -232,6 +232,11 @@ class Saving:
             self._saved = None  # the same step may be tried again
         return durable
 
+    @property
+    def why_failed(self) -> str | None:
+        """Why the last save is not durable, on all ranks; None when it is."""
+        return None if self._checkpointer is None else self._checkpointer.why_failed
+
     def close(self) -> None:
         """Give the memory back; all ranks, before the group goes."""
         if self._checkpointer is not None:

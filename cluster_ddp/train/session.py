@@ -260,9 +260,10 @@ class Session:
         durable = self._save_for_good(save)
         self.saving.tell_unsaved(self._state)
         if completed and not durable:
+            why = f" ({self.saving.why_failed})" if self.saving.why_failed else ""
             raise TrainError(
-                f"all {self.step} steps are done, but their checkpoint could not be written; make room on the storage "
-                "of the run and resume it"
+                f"all {self.step} steps are done, but their checkpoint could not be written{why}; make room on the "
+                "storage of the run, or mend it, and resume"
             )
         self.tell(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)
 

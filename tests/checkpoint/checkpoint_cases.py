@@ -19,10 +19,14 @@ RUN_ID = "digits-20260101-000000-abcd"
 
 
 class Recorder(list[tuple[str, dict[str, Any]]]):
-    """Takes events as the trainer's report does."""
+    """Takes events as the trainer's report does; none as long as it `refuses`."""
 
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        self.append((event, fields))
+    refuses = False
+
+    def __call__(self, event: str, fields: dict[str, Any]) -> bool:
+        if not self.refuses:
+            self.append((event, fields))
+        return not self.refuses
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """The fields of all events of that name."""

@@ -84,9 +84,9 @@ class Failing(Storage):
 
 
 def failing(folder: Path) -> dict[str, Any]:
-    """One rank cannot write: the save is given up everywhere, the next one works."""
+    """One rank cannot write: the save is given up everywhere, the next one works. Then rank 0's node can write nothing."""
     storage = Failing()
-    target = make(folder, storage)
+    target = make(folder, storage, local_world=1)
     storage.broken, broken = False, storage.broken
     save(target, 1, own_state(1))
     first = target.finish()
@@ -96,7 +96,14 @@ def failing(folder: Path) -> dict[str, Any]:
     storage.broken = False
     kept = loads(target, 1)
     save(target, 3, own_state(3))
-    return {"durable": [first, second, target.finish()], "kept": kept, "last": target.last_saved, "events": EVENTS}
+    third, seen = target.finish(), Recorder(EVENTS)
+    storage.broken = EVENTS.refuses = RANK == 0
+    save(target, 4, own_state(4))
+    assert not target.finish()
+    return {
+        "durable": [first, second, third], "kept": kept, "last": target.last_saved, "events": seen,
+        "afterwards": EVENTS[len(seen):], "why": target.why_failed,
+    }  # fmt: skip
 
 
 def busy(folder: Path) -> dict[str, Any]:

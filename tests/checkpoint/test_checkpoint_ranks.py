@@ -95,6 +95,11 @@ def test_a_rank_that_cannot_write(two: Ran) -> None:
     (failed,) = of(seen[0]["events"], "checkpoint-failed")
     assert (failed["step"], failed["rank"], failed["file"]) == (2, 1, "shard-0001.safetensors")
     assert failed["error"] == "No space left on device" and failed["host"] == socket.gethostname()
+    assert not seen[0]["afterwards"], "nothing can be recorded on its node"
+    (failed,) = of(seen[1]["afterwards"], "checkpoint-failed")
+    assert (failed["step"], failed["rank"]) == (4, 0)
+    why = f"shard-0000.safetensors, rank 0 on {socket.gethostname()}: No space left on device"
+    assert [found["why"] for found in seen] == [why, why]
     assert sorted(path.name for path in base.iterdir()) == ["step-00000001", "step-00000003"]
 
 
