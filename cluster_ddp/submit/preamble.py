@@ -49,6 +49,7 @@ trap '[[ ! $BASH_COMMAND =~ ^exec\ +[^\<\>\{\&0-9] ]] ||
     cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $BASH_COMMAND"' DEBUG"""
 
 _AFTER_SETUP = """cluster_ddp_drop_traps
+trap - ERR DEBUG # here, too: a function that returns puts these back
 set +eu +o pipefail +o posix # whatever those lines have set: this script looks at each status itself
 
 # Puts the last program into this script's place, where Slurm's signals find it. Where launch.setup has left an EXIT

@@ -246,10 +246,16 @@ def test_a_script_that_waits_for_its_keeper_passes_signals_on(stage: Stage) -> N
     assert stage.output.splitlines()[-1] == "the end"
 
 
-def test_a_script_whose_setup_loses_the_path_says_why_it_has_failed(stage: Stage) -> None:
-    assert stage.perform(stage.write(launch={"setup": ["export PATH=/nowhere"]})) == 1
-    add_slurm_job(RunDirectory(stage.run), "77")
-    assert "no Python with cluster_ddp starts" in stage.status()["reason"]
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("export PATH=/nowhere", "no Python with cluster_ddp starts"),
+        ("tail() { return 3; }", "cannot tell the first node"),
+    ],
+)
+def test_a_script_that_fails_after_its_setup_lines_says_why(stage: Stage, line: str, words: str) -> None:
+    assert stage.perform(stage.write(launch={"setup": [line]})) == 1
+    assert words in stage.output and "launch.setup: status" not in stage.output
 
 
 def test_a_restart_that_fails_before_its_attempt_is_tried_again_within_limits(stage: Stage) -> None:
