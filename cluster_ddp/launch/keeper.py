@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Kept:
     reason: str
 
 
-def what_follows(word: str | None, *, reason: str | None, out_of_time: bool) -> Follows:
+def what_follows(word: str | None, *, reason: str | None, cannot_judge: bool) -> Follows:
     """What becomes of the job, from what was decided about the run.
 
     Parameters
@@ -81,12 +82,13 @@ def what_follows(word: str | None, *, reason: str | None, out_of_time: bool) -> 
         The decision; None when none could be made.
     reason
         Why Slurm ends the job; None when it does not.
-    out_of_time
-        Whether SIGKILL is near. Then a start that could not judge is followed by one that can.
+    cannot_judge
+        Whether SIGKILL is near, or this host has lost the run directory. Then a start that could not judge is followed
+        by one that can.
     """
     if word in ("done", "stop"):
         return "end"
-    if word == "requeue" or (word is None and out_of_time):
+    if word == "requeue" or (word is None and cannot_judge):
         return "end" if reason == CANCEL else "start again"  # the owner wanted it to end
     return "fail"
 
@@ -233,14 +235,26 @@ class Keeper:
     def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> Kept:
         word = decision.action if decision else None
         why = decision.reason if decision else "it could not be judged"
-        follows = what_follows(word, reason=self._end.reason, out_of_time=self._end.out_of_time())
+        lost = self._host_without_run()
+        cannot_judge = self._end.out_of_time() or bool(lost)
+        follows = what_follows(word, reason=self._end.reason, cannot_judge=cannot_judge)
         ending = f" ({self._end.reason})" if self._end.reason else ""
         say(f"attempt {attempt.number} ends: {word or follows}{ending}: {why}")
         if follows == "start again":
-            return self._start_again(attempt, bad, why)
+            return self._start_again(attempt, [*bad, *(host for host in lost if host not in bad)], why)
         if decision is not None:
             self._record(attempt, decision)
         return Kept(follows, word or "fail", why)
+
+    def _host_without_run(self) -> list[str]:
+        """This host where the run directory is gone or read-only: Slurm would end a start here before it could begin."""
+        start, events = self._allocation.start, self._run.events
+        writable = self._host.within(_HURRIED_JUDGE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
+        if writable is not False or start is None:
+            return []
+        host = start.batch_host or socket.gethostname()
+        say(f"{self._run.path} cannot be written on {host}")
+        return [host]
 
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> Kept:
         """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""
@@ -270,7 +284,7 @@ class Keeper:
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
-            say(f"{' '.join(bad)} failed more than once: excluded from now on")
+            say(f"excluded from now on: {' '.join(bad)}")
         return Kept("start again", "requeue", why)
 
     def _say_delayed(self, reason: str) -> None:

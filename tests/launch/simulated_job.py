@@ -205,6 +205,7 @@ class SimulatedStep:
     """The step: training on one node, which saves when it is asked to stop."""
 
     lost: tuple[int, ...] = ()
+    unstarted = False
 
     def __init__(self, world: World, attempt: AttemptDirectory) -> None:
         self._world, self._attempt = world, attempt

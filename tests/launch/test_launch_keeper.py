@@ -24,7 +24,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("word", "reason", "out_of_time", "follows"),
+    ("word", "reason", "cannot_judge", "follows"),
     [
         ("done", None, False, "end"),
         ("done", "preemption", True, "end"),
@@ -42,8 +42,8 @@ PROJECT = Path(__file__).parents[2]
         ("stall", "preemption", False, "fail"),
     ],
 )
-def test_what_follows(word: str | None, reason: str | None, out_of_time: bool, follows: str) -> None:
-    assert what_follows(word, reason=reason, out_of_time=out_of_time) == follows
+def test_what_follows(word: str | None, reason: str | None, cannot_judge: bool, follows: str) -> None:
+    assert what_follows(word, reason=reason, cannot_judge=cannot_judge) == follows
 
 
 class _Clock(BatchHost):

@@ -7,6 +7,7 @@ always an end; and where Slurm answers, no requeue that is wanted is lost.
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from simulated_job import KILL_WAIT, KILLS, Life, World, live
+from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, SimulatedStep, World, live
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
@@ -200,6 +201,18 @@ def test_a_node_that_fails_is_no_cancel_where_slurm_may_not_queue_the_job_again(
     _, worlds, status = play(fast_disk, [Life(((10, "node down"),), lasts=1000, saves_in=3.0)])
     assert (status.state.value, len(worlds)) == ("FAILED", 1)
     assert "requeue failed" in str(status.reason)
+
+
+def test_a_batch_host_that_loses_the_run_directory_is_left(fast_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can judge nothing, and Slurm could not even open the job's output there."""
+    run, left = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), list[str]()
+    monkeypatch.setattr(SimulatedStep, "_end", lambda step: run.path.rename(fast_disk / "elsewhere"))
+    monkeypatch.setattr(SimulatedAllocation, "has_enough_others", lambda allocation, bad: True)
+    monkeypatch.setattr(SimulatedAllocation, "keep_from", lambda allocation, bad: bool(left.extend(bad) or left))
+    world = World(run, 0, Life(lasts=10))
+    kept = live(world)
+    assert kept is not None and kept.follows == "start again" and world.queued
+    assert left == [socket.gethostname()]
 
 
 def test_a_run_that_is_stopped_while_slurm_queues_it_again_leaves_the_queue(fast_disk: Path) -> None:

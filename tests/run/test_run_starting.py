@@ -38,6 +38,13 @@ def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before
     assert told(run, "COMPLETING") == ("RUNNING", None)
 
 
+def test_the_next_job_of_a_chain_whose_node_has_failed_is_told_as_starting(run: RunDirectory, say: Say) -> None:
+    begin_dead(run, slurm_job_id="6")
+    say("started", 0, step=0, world_size=2)
+    add_slurm_job(run, "7")
+    assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt has begun yet")
+
+
 def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirectory, say: Say) -> None:
     begin(run, slurm_job_id="7", nodes=2)
     say("node-started", 0, node=1, host="n1")

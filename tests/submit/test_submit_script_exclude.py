@@ -54,7 +54,7 @@ def test_a_host_that_fails_again_is_excluded_besides_those_that_were(stage: Stag
     assert restart(stage, 1) == 0, stage.output
     assert stage.requeues() == ["77"]
     assert exclusions(stage) == [["JobId=77", "ExcNodeList=old[1-2],node-a"]]
-    assert "node-a failed more than once" in stage.output
+    assert "excluded from now on: node-a" in stage.output
 
 
 def test_several_hosts(stage: Stage) -> None:
