@@ -66,7 +66,7 @@ class Writer:
     same on all ranks after a save, whether a newer attempt has begun.
 
     Nothing that goes wrong with the storage or another rank is raised: the save is given up, its folder removed, and
-    rank 0 reports ``checkpoint-failed``; where that cannot be recorded on its node, a rank on another one does. `failed`
+    rank 0 reports ``checkpoint-failed``; where that cannot be recorded on its node, a rank of another does. `failed`
     is what was reported of the last save, on all ranks; None when it has not failed.
     """
 

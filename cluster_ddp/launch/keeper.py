@@ -247,7 +247,7 @@ class Keeper:
         return Kept(follows, word or "fail", why)
 
     def _host_without_run(self) -> list[str]:
-        """This host where the run directory is gone or read-only: Slurm would end a start here before it could begin."""
+        """This host where the run directory is gone or read-only: Slurm would end a start before it could begin."""
         start, events = self._allocation.start, self._run.events
         writable = self._host.within(_HURRIED_JUDGE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
         if writable is not False or start is None:

@@ -84,7 +84,7 @@ class Failing(Storage):
 
 
 def failing(folder: Path) -> dict[str, Any]:
-    """One rank cannot write: the save is given up everywhere, the next one works. Then rank 0's node can write nothing."""
+    """One rank cannot write: the save is given up everywhere, the next one works. Then rank 0 can write nothing."""
     storage = Failing()
     target = make(folder, storage, local_world=1)
     storage.broken, broken = False, storage.broken
