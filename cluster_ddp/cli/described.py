@@ -19,6 +19,7 @@ from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts
 from cluster_ddp.run.unnoted import ask_about, with_unnoted
+from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -102,7 +103,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
 
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
     """The command that continues a run that is over; `name` is how commands find the run."""
-    by_hand = record is not None and record.via == "launch"
+    by_hand = record is not None and record.via == LAUNCH
     return "start the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +11,7 @@ import typer
 from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
 from cluster_ddp.printing import one_line, printable
+from cluster_ddp.run.via import QUEUED, SBATCH
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
 from cluster_ddp.submit.ways import submission
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 _SHOWN = 60  # characters of a value
 
 
-class Via(str, Enum):
-    """The front end of the batch system."""
-
-    SBATCH = "sbatch"
-    SUBMITIT = "submitit"
-
-
 def command(
     job: Job,
     settings: Settings = None,
-    via: Annotated[Via, typer.Option(help="Submit our own batch script, or go through submitit.")] = Via.SBATCH,
+    via: Annotated[
+        str,
+        typer.Option(
+            metavar=f"<{'|'.join(QUEUED)}>",
+            autocompletion=lambda: list(QUEUED),
+            help="Submit our own batch script, or go through submitit.",
+        ),
+    ] = SBATCH,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script that would be sent; write nothing.")
     ] = False,
@@ -49,7 +49,7 @@ def command(
 
     loaded = load_job(job, settings or (), check_target=not no_check)
     remark(loaded.warnings)
-    sending = submission(loaded.spec, via.value, chain=chain, after=_jobs_of(after) if after else ())
+    sending = submission(loaded.spec, via, chain=chain, after=_jobs_of(after) if after else ())
     remark(sending.remarks)
     if dry_run:
         _show(loaded, sending)

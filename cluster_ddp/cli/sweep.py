@@ -18,8 +18,8 @@ from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, read_sweep
+from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.local import VIA as VIA_HERE
 from cluster_ddp.submit.sbatch import SbatchSubmission
 from cluster_ddp.submit.sweep import Submitted, SweepPlan, plan_again, plan_sweep, submit_sweep
 
@@ -92,7 +92,7 @@ def go_on(sweep: SweepDirectory, nodes: int | None, procs: int | None, *, as_jso
     """Start what is missing, failed or stopped of a sweep, as it was last started; returns the exit status."""
     plan, record = plan_again(sweep), read_sweep(sweep)
     remark(plan.remarks)
-    if record.via == VIA_HERE:
+    if record.via == LOCAL:
         return _run_here(plan, record.at_once or 1, nodes, procs, None, as_json=as_json)
     if (nodes, procs) != (None, None):
         raise SubmitError("--nodes and --procs: all elements share one request to Slurm; call the sweep command again")
@@ -111,9 +111,9 @@ def _run_here(
     plan: SweepPlan, at_once: int, nodes: int | None, procs: int | None, gpus: str | None, *, as_json: bool
 ) -> int:
     """Run a sweep in the foreground; returns the exit status."""
-    from cluster_ddp.submit.sweep_here import OUTPUT, run_sweep
+    from cluster_ddp.submit.sweep_here import run_sweep
 
-    tell(f"sweep {plan.sweep.id}: the output of each element is in its folder, {plan.sweep.path}/*/{OUTPUT}")
+    tell(f"sweep {plan.sweep.id}: the output of each element is in its folder, {plan.sweep.path}/*/{LOCAL_OUTPUT}")
     found = run_sweep(plan, at_once=at_once, nodes=nodes, procs=procs, gpus=gpus, told=_tell_ended)
     states = Counter(status.state for status in found)
     tell(

@@ -18,6 +18,7 @@ from cluster_ddp.run.liveness import claim, is_claimed
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import MAX_RECORD, as_size, as_time, as_whole, read_file
 from cluster_ddp.run.storage import Storage, json_bytes, write_json
+from cluster_ddp.run.via import QUEUED
 from cluster_ddp.slurm.states import is_job_id
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
-QUEUED = ("sbatch", "submitit")
-"""The values of `RunRecord.via` of runs that a batch system starts."""
-
 _COMMENT = "cluster_ddp "  # begins the comment of a job of ours; the run's id follows
 
 
@@ -39,7 +37,7 @@ class RunRecord:
     id: str
     name: str
     created: float  # Unix seconds
-    via: str  # sbatch, submitit, local or manual
+    via: str  # how it is started: a way of `cluster_ddp.run.via`
     wandb_id: str
     # Every Slurm job that was submitted for the run, the latest last. A requeued job keeps its id
     slurm_job_ids: tuple[str, ...] = ()

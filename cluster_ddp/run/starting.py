@@ -7,12 +7,13 @@ from cluster_ddp.run.events import NODE_STARTED, REQUEUED, RESUMED, START_FAILED
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.via import QUEUED, SBATCH
 
 
 def see_output(record: RunRecord | None, job_id: str) -> str:
     """Where a job's output is, for people: the file's name in the run directory."""
-    via_submitit = record is not None and record.via == "submitit"
-    return f"(see {f'submitit/{job_id}_0_log.out' if via_submitit else f'slurm-{job_id}.out'})"
+    output = QUEUED.get(record.via if record is not None else SBATCH, QUEUED[SBATCH])
+    return f"(see {output.format(job=job_id)})"
 
 
 def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:

@@ -9,10 +9,11 @@ from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.deciding import is_being_judged, waits_for_requeue, why_delayed
 from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
 from cluster_ddp.run.history import History
-from cluster_ddp.run.record import QUEUED, RunRecord
+from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import moment
 from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
 from cluster_ddp.run.stopfile import TERMINATED, read_stop
+from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
@@ -79,7 +80,7 @@ def _without_slurm(
 
 def _should_have_begun(history: History, record: RunRecord | None) -> bool:
     """Whether a local run was started a while ago: its attempt begins a moment later, or never."""
-    if record is None or record.via != "local":
+    if record is None or record.via != LOCAL:
         return False
     wished = max((float(event["time"]) for event in history.resume_requests), default=record.created)
     return time.time() - wished > _LOCAL_START_SECONDS
@@ -100,7 +101,7 @@ def _never_began(
         return RunState.PENDING, f"Slurm cannot be asked about job {ids[-1]} from here"
     if record is not None and record.via in QUEUED:
         return RunState.PENDING, "not submitted yet"
-    if record is not None and record.via == "launch":
+    if record is not None and record.via == LAUNCH:
         return RunState.PENDING, "its nodes wait for each other, or have to be started"
     return RunState.PENDING, None
 

@@ -28,6 +28,7 @@ from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_time, as_whole, read_file
 from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.storage import Storage, json_bytes
+from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.states import is_job_id
 
 Settings = tuple[str, ...]  # of the form KEY=VALUE
@@ -64,7 +65,7 @@ class SweepRecord:
     id: str
     created: float  # Unix seconds
     elements: tuple[Element, ...]
-    via: str = "sbatch"  # how its runs are started; also local
+    via: str = SBATCH  # how its runs are started; else LOCAL
     arrays: tuple[SlurmArray, ...] = ()
     metric: str | None = None  # by which an element is the best: that of checkpoint.keep_best
     mode: str = "max"

@@ -17,20 +17,20 @@ from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.storage import open_append
+from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError, exit_status
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
-_OUTPUT = "local.out"
 _started: list[subprocess.Popen[bytes]] = []  # kept, since Python warns of a forgotten process that still runs
 
 
 class LocalSubmission:
     """A job that is to run on this machine in the background; a `Submission`."""
 
-    via = local.VIA
+    via = LOCAL
     to_slurm = False
     text = ""  # there is no script
 
@@ -45,7 +45,7 @@ class LocalSubmission:
         """Start the run's first attempt, in a session of its own, with its output in the run directory."""
         command = [sys.executable, "-m", "cluster_ddp.submit.background", str(run.path)]
         try:
-            with os.fdopen(open_append(run.path / _OUTPUT), "ab") as out:
+            with os.fdopen(open_append(run.path / LOCAL_OUTPUT), "ab") as out:
                 process = subprocess.Popen(
                     command,
                     env={**os.environ, SAFE_PATH_VARIABLE: "1"},

@@ -18,6 +18,7 @@ from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
+from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.start import this_start
 from cluster_ddp.submit.base import exit_status, note_submitted
 
@@ -46,7 +47,7 @@ def _make(sweep: SweepDirectory, element: Element, via: str) -> None:
     from cluster_ddp.job import load_variant
 
     spec = load_variant(sweep.job_file, element.settings)
-    script = sweep.script.read_text() if via == "sbatch" else None
+    script = sweep.script.read_text() if via == SBATCH else None
     storage, draft = Storage(), sweep.path / f".begin-{os.urandom(6).hex()}"
     try:
         storage.mkdir(draft)
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
     elements = read_sweep(sweep).elements
     if not 0 <= parsed.number < len(elements):
         raise RunError(f"sweep {sweep.id} has no element {parsed.number}")
-    print(run_of_element(sweep, elements[parsed.number], via="sbatch", job=start.task).path)
+    print(run_of_element(sweep, elements[parsed.number], via=SBATCH, job=start.task).path)
 
 
 if __name__ == "__main__":

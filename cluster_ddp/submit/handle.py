@@ -16,11 +16,11 @@ from cluster_ddp.run.jobs import know
 from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe_known
 from cluster_ddp.run.unnoted import ask_about, with_unnoted
+from cluster_ddp.run.via import LOCAL, QUEUED, SBATCH
 from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
-from cluster_ddp.submit.local import VIA as LOCAL
 from cluster_ddp.submit.preflight import check_before_queue
-from cluster_ddp.submit.ways import WAYS, submission
+from cluster_ddp.submit.ways import submission
 
 _QUEUE_SECONDS = 20.0
 
@@ -162,7 +162,7 @@ class RunHandle:
 
 
 def submit(
-    job: str | PathLike[str], *, via: str = "sbatch", settings: Sequence[str] = (), check: bool = True
+    job: str | PathLike[str], *, via: str = SBATCH, settings: Sequence[str] = (), check: bool = True
 ) -> RunHandle:
     """Check a job, make its run directory, and start it.
 
@@ -187,8 +187,8 @@ def submit(
     """
     from cluster_ddp.job import load_job
 
-    if via not in (*WAYS, LOCAL):
-        raise SubmitError(f"via={via!r}: one of {', '.join((*WAYS, LOCAL))}")
+    if via not in (*QUEUED, LOCAL):
+        raise SubmitError(f"via={via!r}: one of {', '.join((*QUEUED, LOCAL))}")
     loaded = load_job(fspath(job), settings, check_target=check)
     sending: Submission
     if via == LOCAL:

@@ -29,14 +29,13 @@ from cluster_ddp.run.errors import RunGone
 from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.runs import create_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.via import LOCAL
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
 from cluster_ddp.submit.machine import devices_here, interpreter
 from cluster_ddp.submit.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
-
-VIA = "local"
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,8 @@ def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunSt
     """Make the run directory of a new run and run its first attempt to the end, in the foreground."""
     runs_dir = runs_dir_of(start.spec)
     check_writable(runs_dir)
-    run = create_run(start.spec, runs_dir=runs_dir, via=VIA, script=None)
-    note_submitted(run, VIA, None)
+    run = create_run(start.spec, runs_dir=runs_dir, via=LOCAL, script=None)
+    note_submitted(run, LOCAL, None)
     return run, run_attempt(run, start, show=show)
 
 

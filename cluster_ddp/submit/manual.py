@@ -46,6 +46,7 @@ from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.runs import make_or_join, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe
+from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.submit.arrivals import Meeting, note_arrivals
 from cluster_ddp.submit.base import SubmitError, check_writable, note_submitted
 from cluster_ddp.submit.machine import devices_here, interpreter
@@ -54,7 +55,6 @@ from cluster_ddp.submit.supervisor import Supervisor
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
-VIA = "launch"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOOK_SECONDS = 2.0
 _DIFFERENCES_SHOWN = 4
@@ -183,9 +183,9 @@ def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
         The run belongs to another job.
     """
     check_writable(start.run.path.parent)
-    run, made = make_or_join(start.spec, start.run.path, via=VIA)
+    run, made = make_or_join(start.spec, start.run.path, via=LAUNCH)
     if made:
-        note_submitted(run, VIA, None)
+        note_submitted(run, LAUNCH, None)
     else:
         _refuse_other_job(run, start.spec)
     seen = read_history(run)
@@ -295,7 +295,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
 
     run.refuse_links()
     via = read_record(run).via
-    if via != VIA:
+    if via != LAUNCH:
         raise SubmitError(
             f"{run.path} is a run that was started by {via}: go on with it by cluster-ddp resume {run.id}"
         )

@@ -16,9 +16,9 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.record import add_slurm_job, read_record
 from cluster_ddp.run.runs import create_run, list_runs, runs_dir_of
+from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.start import SlurmStart, this_start
 from cluster_ddp.submit.base import check_writable, exit_status, note_submitted
-from cluster_ddp.submit.sbatch import SbatchSubmission
 
 
 def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) -> RunDirectory:
@@ -32,9 +32,9 @@ def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) 
     if found is not None:
         return found
     check_writable(runs_dir)
-    run = create_run(spec, runs_dir=runs_dir, via=SbatchSubmission.via, script=script.read_text())
+    run = create_run(spec, runs_dir=runs_dir, via=SBATCH, script=script.read_text())
     add_slurm_job(run, start.task)
-    note_submitted(run, SbatchSubmission.via, start.task)
+    note_submitted(run, SBATCH, start.task)
     return run
 
 

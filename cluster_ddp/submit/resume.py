@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.batch_script import keep_script
 from cluster_ddp.run.directory import RunDirectory
@@ -20,9 +21,10 @@ from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, read_record
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.storage import Storage, replace_file
-from cluster_ddp.submit import local, manual
+from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
+from cluster_ddp.submit import local
 from cluster_ddp.submit.base import Submission, SubmitError, note_submitted
-from cluster_ddp.submit.ways import WAYS, submission
+from cluster_ddp.submit.ways import submission
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, RunJob
@@ -57,13 +59,13 @@ def plan_resume(
     ------
     ClusterDDPError
         Something of the run is alive or in the queue, a setting is wrong or would be ignored (a run keeps its
-        global batch), it cannot go on with so many ranks, or it was started by hand.
+        global batch), it cannot go on with so many ranks, or resume does not start runs of its kind.
     """
     from cluster_ddp.job import load_run_job
 
     _refuse_alive(run, status)
     record = status.record or read_record(run)
-    here = record.via == local.VIA
+    here = record.via == LOCAL
     size = {} if here else {"slurm.nodes": nodes, "launch.procs_per_node": procs}
     sizes = [f"{key}={value}" for key, value in size.items() if value is not None]
     job = load_run_job(run.job_file, [*settings, *sizes])
@@ -102,13 +104,13 @@ def send_again(plan: ResumePlan, again: Submission) -> str | None:
 
 
 def _submission(run: RunDirectory, via: str, spec: JobSpec) -> Submission:
-    if via in WAYS:
+    if via in QUEUED:
         return submission(spec, via)
-    if via == manual.VIA:
+    if via == LAUNCH:
         raise SubmitError(f"run {run.id} was started on each node by launch, and goes on the same way.\n{_again(run)}")
     raise SubmitError(
-        f"run {run.id} was started by hand on each node; resume starts only what submit, local or launch has started.\n"
-        f"It can be started again only by hand, with its run directory: {run.path}\n"
+        f"run {run.id} was started via {one_line(via)}, which this version of cluster_ddp does not know.\n"
+        f"Resume it with the version that has started it: {run.path}\n"
         f"Its weights, if it has saved any, for use elsewhere: cluster-ddp export {run.id} -o {run.id}.safetensors"
     )
 

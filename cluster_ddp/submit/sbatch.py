@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job, require, submit_script
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
 
@@ -25,7 +26,7 @@ class SbatchSubmission:
         The ids of Slurm jobs that have to end first.
     """
 
-    via = "sbatch"
+    via = SBATCH
     to_slurm = True
 
     def __init__(self, spec: JobSpec, *, chain: int = 1, after: tuple[str, ...] = ()) -> None:

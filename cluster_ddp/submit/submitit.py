@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_comment, update_record
+from cluster_ddp.run.via import SUBMITIT
 from cluster_ddp.slurm.commands import SlurmError, environment_for
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
@@ -39,7 +40,7 @@ _NO_LIMIT_MINUTES = 365 * 24 * 60
 class SubmititSubmission:
     """A job for submitit: its Slurm executor where there is Slurm, else its local one."""
 
-    via = "submitit"
+    via = SUBMITIT
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec

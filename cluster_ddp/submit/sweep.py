@@ -35,6 +35,7 @@ from cluster_ddp.run.sweep import (
     with_elements,
 )
 from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
+from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import query_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size
 from cluster_ddp.submit.base import check_writable
@@ -192,7 +193,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     check_setup(plan.spec)
     if plan.sweep.exists():
         take_up_sweep(plan.sweep, seconds=_QUEUE_SECONDS)
-    record = prepare(plan, "sbatch", at_once)
+    record = prepare(plan, SBATCH, at_once)
     try:
         found = find_out(plan.sweep)
         numbers = [number for number, status in enumerate(found) if status.state in TO_START]

@@ -22,14 +22,13 @@ from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.storage import open_append
 from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
 from cluster_ddp.run.sweep_status import TO_START
+from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.element import run_of_element
-from cluster_ddp.submit.local import VIA
 from cluster_ddp.submit.machine import devices_here
 from cluster_ddp.submit.supervisor import STOPPING
 from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
 
-OUTPUT = "local.out"
 _POLL_SECONDS = 0.2
 _CLAIM_SECONDS = 2.0
 
@@ -105,11 +104,11 @@ class SweepHere:
             self.told(describe(place.run, None))
 
     def _start(self, place: Place, element: Element) -> None:
-        run = run_of_element(self.sweep, element, via=VIA, job=None)
+        run = run_of_element(self.sweep, element, via=LOCAL, job=None)
         sizes = {"--nodes": self.nodes, "--procs": self.procs}
         options = [f"{name}={value}" for name, value in sizes.items() if value is not None]
         parent = os.getpid()
-        with os.fdopen(open_append(run.path / OUTPUT), "ab") as output:
+        with os.fdopen(open_append(run.path / LOCAL_OUTPUT), "ab") as output:
             place.process = subprocess.Popen(
                 [sys.executable, "-m", "cluster_ddp", "resume", str(run.path), *options],
                 env=self._environment(place),
@@ -162,7 +161,7 @@ def run_sweep(
             "Give another --at-once, other --gpus, or --gpus none"
         )
     places = [Place(tuple(devices[number * share : (number + 1) * share])) for number in range(at_once)]
-    record = prepare(plan, VIA, at_once)
+    record = prepare(plan, LOCAL, at_once)
     try:
         states = {number: status.state for number, status in enumerate(find_out(plan.sweep))}
         waiting = [element for element in record.elements if states[element.number] in TO_START]

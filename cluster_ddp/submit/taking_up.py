@@ -11,6 +11,7 @@ from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, SweepRecord, change_sweep, read_sweep
 from cluster_ddp.run.sweep_status import know_elements
 from cluster_ddp.run.unnoted import ask_about, with_unnoted
+from cluster_ddp.run.via import SBATCH
 from cluster_ddp.submit.base import note_submitted
 
 
@@ -56,4 +57,4 @@ def note_array(sweep: SweepDirectory, array: SlurmArray, begun: Sequence[Element
     for element in begun:
         job_id = f"{array.job_id}_{element.number - array.offset}"
         add_slurm_job(sweep.run(element), job_id)
-        note_submitted(sweep.run(element), "sbatch", job_id)
+        note_submitted(sweep.run(element), SBATCH, job_id)

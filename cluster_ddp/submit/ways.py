@@ -1,25 +1,35 @@
-"""The ways to submit a job. A new one is a module of this room with a `Submission` (base.py), and a line here."""
+"""The ways to submit a job to a batch system: each of `cluster_ddp.run.via.QUEUED` is made here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster_ddp.run.via import SBATCH, SUBMITIT
 from cluster_ddp.submit.base import Submission, SubmitError
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
-WAYS = ("sbatch", "submitit")
+
+def _sbatch(spec: JobSpec, chain: int, after: tuple[str, ...]) -> Submission:
+    from cluster_ddp.submit.sbatch import SbatchSubmission
+
+    return SbatchSubmission(spec, chain=chain, after=after)
 
 
-def submission(spec: JobSpec, via: str, *, chain: int = 1, after: tuple[str, ...] = ()) -> Submission:
-    """The object that a dry run prints and a submission sends, by one of the `WAYS`."""
-    if via == "sbatch":
-        from cluster_ddp.submit.sbatch import SbatchSubmission
-
-        return SbatchSubmission(spec, chain=chain, after=after)
+def _submitit(spec: JobSpec, chain: int, after: tuple[str, ...]) -> Submission:
     if chain > 1 or after:
         raise SubmitError("--chain and --after work with --via sbatch only.")
     from cluster_ddp.submit.submitit import SubmititSubmission
 
     return SubmititSubmission(spec)
+
+
+_MAKE = {SBATCH: _sbatch, SUBMITIT: _submitit}
+
+
+def submission(spec: JobSpec, via: str, *, chain: int = 1, after: tuple[str, ...] = ()) -> Submission:
+    """The object that a dry run prints and a submission sends; a `SubmitError` for a way that there is not."""
+    if via not in _MAKE:
+        raise SubmitError(f"--via {via}: one of {', '.join(_MAKE)}.")
+    return _MAKE[via](spec, chain, after)

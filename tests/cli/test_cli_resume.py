@@ -233,11 +233,11 @@ def test_a_run_that_does_not_exist(call: Call, here: Path, slurm: Slurm) -> None
     assert call("resume", "nothing").status == 2
 
 
-def test_a_run_that_was_started_by_hand(call: Call, here: Path, slurm: Slurm) -> None:
-    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="manual", script=None)
+def test_a_run_that_was_started_in_a_way_that_is_not_known(call: Call, here: Path, slurm: Slurm) -> None:
+    made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="later", script=None)
     said = call("resume", made.id)
     assert said.status == 2
-    assert "by hand" in said.err and str(made.path) in said.err
+    assert "via later, which this version" in said.err and str(made.path) in said.err
     assert set(re.findall("cluster-ddp ([a-z]+)", said.err)) <= COMMANDS.keys()
 
 

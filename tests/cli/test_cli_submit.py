@@ -14,6 +14,8 @@ from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.via import QUEUED
+from cluster_ddp.submit.ways import submission
 
 
 def only_run(here: Path) -> RunDirectory:
@@ -214,6 +216,12 @@ def test_inside_a_job_the_parents_variables_stay_behind(
     names = {pair.split("=", 1)[0] for pair in pairs}
     assert "SLURM_CONF" in names and "WANDB_API_KEY" in names
     assert not {"SLURM_JOB_ID", "SLURM_NNODES"} & names
+
+
+@pytest.mark.parametrize("via", QUEUED)
+def test_each_way_to_submit_has_a_submission(call: Call, here: Path, via: str) -> None:
+    assert submission(load_job("job.yaml").spec, via).via == via
+    assert call("submit", "job.yaml", "--via", f"no-{via}").status == 2
 
 
 @pytest.mark.parametrize("options", [("--chain", "2"), ("--after", "small")])

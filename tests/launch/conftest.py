@@ -38,7 +38,7 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     ) -> Node:
         launch = {"procs_per_node": procs, **sections.pop("launch", {})}
         spec = JobSpec(name="launched", script=str(HERE / script), args=args, launch=launch, **sections)
-        run = create_run(spec, runs_dir=tmp_path / "runs", via="manual", script=None)
+        run = create_run(spec, runs_dir=tmp_path / "runs", via="launch", script=None)
         attempt = begin_attempt(run, host="here", pid=os.getpid(), nodes=nodes, procs=procs)
         prepare(attempt)
         command = torchrun_command(

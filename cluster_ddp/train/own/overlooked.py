@@ -107,8 +107,6 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 def _drawn_to(generator: Any) -> int:
     if isinstance(generator, np.random.Generator):
         state: Any = repr(generator.bit_generator.state)
-    elif isinstance(generator, torch.Generator):
-        state = generator.get_state()
     elif isinstance(generator, random.Random):
         state = generator.getstate()
     else:

@@ -1,0 +1,12 @@
+"""The ways to start a run, as its record names them (`RunRecord.via`); `submit/` has the code of each."""
+
+SBATCH = "sbatch"
+SUBMITIT = "submitit"
+LOCAL = "local"  # on one machine
+LAUNCH = "launch"  # by the same command on each of several machines
+
+QUEUED = {SBATCH: "slurm-{job}.out", SUBMITIT: "submitit/{job}_0_log.out"}
+"""The ways that go through a batch system, each with the file of the run directory that has a job's output."""
+
+LOCAL_OUTPUT = "local.out"
+"""The file of the run directory that has the output of a local start which no person watches."""
