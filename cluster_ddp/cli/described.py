@@ -11,10 +11,10 @@ from typing import TypeVar
 from cluster_ddp.cli.answer import tell
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.jobs import KnownRun, know
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remembered import EndedRun
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts

@@ -11,8 +11,8 @@ import typer
 from cluster_ddp.cli.answer import answer, remark, show, tell
 from cluster_ddp.cli.described import report_ended
 from cluster_ddp.cli.options import Job, JsonLine, Settings
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunEnded
+from cluster_ddp.run.run_state import RunState
 
 
 def command(

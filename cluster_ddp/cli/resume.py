@@ -11,9 +11,9 @@ import typer
 from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, report_ended
 from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError

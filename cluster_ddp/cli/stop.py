@@ -11,11 +11,11 @@ from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.deciding import is_undecided
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop

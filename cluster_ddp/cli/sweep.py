@@ -15,7 +15,7 @@ from cluster_ddp.cli.answer import answer, remark, tell
 from cluster_ddp.cli.described import show_metrics
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
 from cluster_ddp.printing import one_line, printable
-from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import SweepDirectory, read_sweep
 from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from cluster_ddp.launch.bad_hosts import enough_others, host_list
+from cluster_ddp.launch.bad_hosts import enough_others
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
@@ -149,7 +149,7 @@ class SlurmAllocation:
             return None
         self._learn_kill_wait()
         why = why_it_ends(job, self._start.restart_count, self._grace_end)
-        if why == REQUEUED and down_nodes(host_list(self._start)):
+        if why == REQUEUED and down_nodes(self._start.hosts):
             why = NODE_FAILURE
         waits = max(0.0, self.kill_wait - (time.monotonic() - since))
         return why, seconds_until_kill(job, waits)

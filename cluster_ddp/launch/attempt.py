@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cluster_ddp.launch.bad_hosts import record_lost_nodes
+from cluster_ddp.launch.lost_nodes import record_lost_nodes
 from cluster_ddp.printing import say
+from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunError
@@ -123,9 +124,9 @@ def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
     if not started or said & {COMPLETED, STOPPED} or started != set(finished):
         return
     outcomes = {event.get("outcome") for event in finished.values()}
-    if outcomes == {"done"}:
+    if outcomes == {node_outcome.DONE}:
         writer.write(COMPLETED, attempt=attempt.number, step=None)
-    elif outcomes <= {"done", "stopped", "killed"}:
+    elif outcomes <= {node_outcome.DONE, node_outcome.STOPPED, node_outcome.KILLED}:
         reasons = [event["reason"] for event in finished.values() if event.get("reason")]
         writer.write(STOPPED, attempt=attempt.number, step=None, reason=reasons[0] if reasons else TERMINATED)
 

@@ -69,7 +69,7 @@ def node_environment(
         Setting("PET_SHUTDOWN_TIMEOUT", str(grace), "ranks that the agent ends have time to save"),
         Setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace), "the same, where torchrun has no such option"),
         Setting("PYTHONHASHSEED", "0", "a set of strings has one order, on all ranks and after a resume"),
-        Setting("OMP_NUM_THREADS", str(max(1, usable_cpus() // procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
+        Setting("OMP_NUM_THREADS", str(threads_each(procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
     ]
     named = network.variables.keys()
     wanted = [*network.settings, *(setting for setting in defaults if setting.name not in named)]
@@ -92,6 +92,11 @@ def recorder_pipes(heartbeat: Path) -> str:
     They lie beside the heartbeat file, since a named pipe on shared storage does not work everywhere.
     """
     return f"{heartbeat}.recorder-"
+
+
+def threads_each(processes: int) -> int:
+    """How many threads each of so many processes may have for its own computing here."""
+    return max(1, usable_cpus() // processes)
 
 
 def usable_cpus() -> int:

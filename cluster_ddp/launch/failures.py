@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster_ddp.launch.exits import RankExits
-from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
+from cluster_ddp.run.phase import Phase
 
 # Ranks of one node that die within this time died of one cause.
 _SAME_CAUSE_SECONDS = 2.0

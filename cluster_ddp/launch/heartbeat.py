@@ -8,7 +8,6 @@ integer with one writer, so no lock is needed.
 from __future__ import annotations
 
 import contextlib
-import enum
 import mmap
 import os
 import struct
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 from cluster_ddp.launch.processes import present
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import REASONS
 
 # Asks a rank to write the stacks of all its threads (faulthandler.register). It is ignored by default, so that a rank
@@ -33,18 +33,6 @@ _MAGIC_WORD, _SLOTS, _STOP_LEVEL, _STOP_REASON = range(4)
 _PID, _RANK, _STEP, _PHASE, _BEAT = range(5)
 _LINE_WORDS = 8
 _STACKS = ".stacks-rank"
-
-
-class Phase(enum.IntEnum):
-    """What a rank is doing."""
-
-    STARTING = 0
-    READY = 1
-    TRAINING = 2
-    EVALUATING = 3
-    SAVING = 4
-    STOPPING = 5
-    DONE = 6
 
 
 class RankSlot:

@@ -26,9 +26,10 @@ from typing import Literal
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
 from cluster_ddp.launch.attempt import begin_when_there_is_room, judge
-from cluster_ddp.launch.bad_hosts import hosts_to_avoid, record_failed_nodes, suspects
+from cluster_ddp.launch.bad_hosts import hosts_to_avoid, suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
+from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import NOTIFIED, WARNING, EventWriter
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus, describe
 
 if TYPE_CHECKING:

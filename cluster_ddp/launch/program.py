@@ -13,9 +13,9 @@ from cluster_ddp.launch import hang_dump
 from cluster_ddp.launch.address import LOOPBACK, local_address
 from cluster_ddp.launch.agent import SURVIVED, Agent
 from cluster_ddp.launch.agent_failure import agent_failure
-from cluster_ddp.launch.ending import DONE, FAILED, HUNG, STOPPED, Ending
 from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.failures import Failures
+from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import kill_all
 from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
@@ -34,6 +34,7 @@ from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.code import kept_path
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.node_outcome import DONE, FAILED, HUNG, STOPPED, SUPERSEDED
 from cluster_ddp.run.stopfile import AGENT_LOST, HANG
 
 TICK_SECONDS = 0.2
@@ -107,7 +108,7 @@ class NodeProgram:
             warning=warning,
             share="SLURM_JOB_ID" not in os.environ,
         )
-        self._ending = Ending(
+        self._forced_end = ForcedEnd(
             self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task, warn=self._warn
         )
         self._run_watch = RunWatch(run.path)
@@ -158,13 +159,13 @@ class NodeProgram:
         self._note_a_standstill()
         agent_status = self._agent.poll()  # before the ranks: those that are alive now have outlived it
         gone = self._ranks.poll()
-        self._ending.note(gone)
+        self._forced_end.note(gone)
         self._sign_of_life.give()
         self._pass_on_output()
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
         # Ranks that this program ended have not failed.
-        if self._outcome is None and not self._ending.has_stopped_script:
+        if self._outcome is None and not self._forced_end.has_stopped_script:
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
         if self._outcome is None:
@@ -190,13 +191,13 @@ class NodeProgram:
         stop_asked = self._stopping.reason is not None
         if self._superseded():
             say("cluster-ddp: a newer attempt has begun: ending without a save")
-            self._end(events.SUPERSEDED)
+            self._end(SUPERSEDED)
         elif self._run_watch.has_vanished():
             say(f"cluster-ddp: {self._attempt.run.path} was removed or renamed: ending, as nothing can be saved there")
             self._end(FAILED)
         elif self._stopping.reason == HANG:
             self._end_hung()
-        elif stop_asked and (outcome := self._ending.after_stop()) is not None:
+        elif stop_asked and (outcome := self._forced_end.after_stop()) is not None:
             self._end(outcome)
         elif time.monotonic() >= self._next_watch:
             self._next_watch = time.monotonic() + _WATCHDOG_SECONDS
@@ -205,7 +206,7 @@ class NodeProgram:
                 self._record_hang(hang)
                 self._stopping.ask(HANG, step=hang.step)
                 self._end_hung()
-            elif not stop_asked and self._ending.after_completion():
+            elif not stop_asked and self._forced_end.after_completion():
                 self._end(DONE)
 
     def _note_a_standstill(self) -> None:
@@ -236,7 +237,7 @@ class NodeProgram:
             events.HANG,
             step=hang.step,
             rank=hang.rank,
-            phase=hang.phase.name.lower(),
+            phase=hang.phase.word,
             seconds=round(hang.silent, 1),
             timeout=round(hang.timeout, 1),
             reason=reason,
@@ -262,7 +263,7 @@ class NodeProgram:
         if self._outcome is None:
             # Status comes from the heartbeat: torchrun turns everything into 0 or 1, and a rank that has done its work
             # may still abort while Python shuts down.
-            clean = agent_status == 0 or self._ranks.all_done() or self._ending.has_stopped_script
+            clean = agent_status == 0 or self._ranks.all_done() or self._forced_end.has_stopped_script
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
             self._record_agent_failure(agent_status)

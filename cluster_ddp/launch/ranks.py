@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase, RankSlot
+from cluster_ddp.launch.heartbeat import HeartbeatFile, RankSlot
 from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.processes import is_alive, marked_processes
+from cluster_ddp.run.phase import Phase
 
 # How an error begins on standard error: Python's, or the trainer's own message, which may be of several lines.
 _BEGINS_ERROR = re.compile(r"Traceback \(most|cluster_ddp: rank \d+(:| ends because )")

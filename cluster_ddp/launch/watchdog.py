@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cluster_ddp.launch.heartbeat import Phase, RankSlot
+from cluster_ddp.launch.heartbeat import RankSlot
 from cluster_ddp.launch.ranks import Rank
+from cluster_ddp.run.phase import Phase
 
 SHORTEST_LEARNED = 60.0  # seconds; a learned timeout is never shorter
 UNLEARNED = 1800.0  # seconds: until enough steps were seen, and where no steps are made (evaluating, saving)
@@ -46,7 +47,7 @@ class Hang:
         when = f"after step {self.step}" if self.step >= 0 else "before the first step"
         return (
             f"rank {self.rank} on {host} hangs: no sign of life for {self.silent:.0f} s (timeout {self.timeout:.0f} s) "
-            f"{when}, while {self.phase.name.lower()}"
+            f"{when}, while {self.phase.word}"
         )
 
 

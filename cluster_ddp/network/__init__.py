@@ -4,6 +4,6 @@ A new variable: what is known about it goes into variables.py, a default for a k
 of its own into job/models.py and plan.py.
 """
 
-from cluster_ddp.network.plan import NetworkError, NetworkPlan, Setting, resolve
+from cluster_ddp.network.plan import DEFAULT_TIMEOUT, NetworkError, NetworkPlan, Setting, resolve
 
-__all__ = ["NetworkError", "NetworkPlan", "Setting", "resolve"]
+__all__ = ["DEFAULT_TIMEOUT", "NetworkError", "NetworkPlan", "Setting", "resolve"]

@@ -20,7 +20,7 @@ from cluster_ddp.network.variables import (
 if TYPE_CHECKING:
     from cluster_ddp.job import NetworkSpec
 
-_DEFAULT_TIMEOUT = 1800
+DEFAULT_TIMEOUT = 1800  # seconds
 _DEFAULT_DEBUG = "warn"
 _DEBUG: dict[str, dict[str, str]] = {
     "off": {},
@@ -105,7 +105,7 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
         why = f"network.debug: {network.debug}" if network.debug else f"the default of network.debug: {_DEFAULT_DEBUG}"
         put(name, value, why, explicit=network.debug is not None)
 
-    timeout = int(network.timeout or _DEFAULT_TIMEOUT)
+    timeout = int(network.timeout or DEFAULT_TIMEOUT)
     for name, value in network.env.items():
         if name == "NCCL_TIMEOUT":
             timeout = _seconds(value)

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 
+from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt_record import list_attempts, read_attempt
 from cluster_ddp.run.digest import Digest
 from cluster_ddp.run.directory import RunDirectory
@@ -20,7 +21,6 @@ from cluster_ddp.run.events import (
     RESUMED,
     STARTED,
     STOP_REQUESTED,
-    SUPERSEDED,
     WARNING,
     read_whole_events,
 )
@@ -83,7 +83,7 @@ def _kept_nodes(events: list[Event]) -> Iterator[Event]:
     signed_off = {event.get("node") for event in finished}
     yield from started[:1]
     yield from (event for event in started if event.get("node") not in signed_off)
-    yield from (event for event in finished if event.get("outcome") == SUPERSEDED)
+    yield from (event for event in finished if event.get("outcome") == node_outcome.SUPERSEDED)
     yield from (*_ends(finished), *_ends(sorted(finished, key=_step)))
 
 

@@ -25,7 +25,9 @@ from cluster_ddp.run.events import (
     STOPPED,
 )
 from cluster_ddp.run.history import Event, History
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import (
     AGENT_LOST,
     CANCEL,
@@ -57,35 +59,10 @@ _PROGRAM = re.compile(
 )
 
 
-_BEFORE_TRAINING = ("starting", "ready", "evaluating")  # phases of a rank; a block without a loop knows no others
+# A block of `join_run` without a loop knows no other phases.
+_BEFORE_TRAINING = (Phase.STARTING.word, Phase.READY.word, Phase.EVALUATING.word)
 
 LONGEST_START_SECONDS = 600.0
-
-
-class RunState(str, enum.Enum):
-    """Where a run stands."""
-
-    PENDING = "PENDING"
-    HELD = "HELD"
-    RUNNING = "RUNNING"
-    SUSPENDED = "SUSPENDED"
-    REQUEUED = "REQUEUED"
-    STOPPED = "STOPPED"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    STALLED = "STALLED"
-    CANCELLED = "CANCELLED"
-    LOST = "LOST"
-
-    @property
-    def alive(self) -> bool:
-        """Whether the run has processes."""
-        return self in (RunState.RUNNING, RunState.SUSPENDED)
-
-    @property
-    def open(self) -> bool:
-        """Whether anything more will happen to the run by itself."""
-        return self.alive or self in (RunState.PENDING, RunState.REQUEUED)
 
 
 class Ending(enum.Enum):
@@ -109,7 +86,7 @@ class Ending(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended, and why in words for people."""
 
     ending: Ending
@@ -118,7 +95,7 @@ class Outcome:
     settled: bool = False  # an event of the run has decided it, even if parts of the attempt are still alive
 
 
-def outcome_of(history: History, number: int) -> Outcome:
+def outcome_of(history: History, number: int) -> AttemptOutcome:
     """How an attempt ended. For one that is still alive: how it would have ended were it gone now.
 
     Everything that needs to know how a run ended calls this function: `status`, the decision about a requeue, and the
@@ -126,21 +103,23 @@ def outcome_of(history: History, number: int) -> Outcome:
     """
     if history.cancelled is not None:
         by = history.cancelled.get("by", "its owner")
-        return Outcome(Ending.CANCELLED, f"cancelled by {by}", CANCEL, settled=True)
+        return AttemptOutcome(Ending.CANCELLED, f"cancelled by {by}", CANCEL, settled=True)
     completed = history.current(COMPLETED) or history.of_attempt(number, COMPLETED)
     if completed and not _has_failed_afterwards(history, number):
-        return Outcome(Ending.COMPLETED, "training is complete", settled=True)
+        return AttemptOutcome(Ending.COMPLETED, "training is complete", settled=True)
     if stalled := history.current(STALLED):
-        return Outcome(Ending.STALLED, str(stalled.get("reason") or "no progress"), settled=True)
+        return AttemptOutcome(Ending.STALLED, str(stalled.get("reason") or "no progress"), settled=True)
     events = history.of_attempt(number)
     stop_reason, said_by = _stop_reason(history, number, events)
     if stop_reason == CANCEL:
-        return Outcome(Ending.CANCELLED, "its job was cancelled", CANCEL)
+        return AttemptOutcome(Ending.CANCELLED, "its job was cancelled", CANCEL)
     if stop_reason == PERSON:
-        return Outcome(Ending.STOPPED_BY_PERSON, "stopped by " + (said_by or "a person"), PERSON)
+        return AttemptOutcome(Ending.STOPPED_BY_PERSON, "stopped by " + (said_by or "a person"), PERSON)
     if refused := history.of_attempt(number, REQUEUE_FAILED):
         why = refused[-1].get("reason") or "Slurm did not take it"
-        return Outcome(Ending.NOT_REQUEUED, f"requeue failed: {why}. To go on: cluster-ddp resume {history.run.id}")
+        return AttemptOutcome(
+            Ending.NOT_REQUEUED, f"requeue failed: {why}. To go on: cluster-ddp resume {history.run.id}"
+        )
     failures = failures_of(history, number)
     own_fault = any(not _is_surroundings(event) for event in failures)
     if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and any(
@@ -151,24 +130,24 @@ def outcome_of(history: History, number: int) -> Outcome:
     if stop_reason == AGENT_LOST and failures and not saved:
         stop_reason = None  # nor is it when ranks failed before all had met
     if stop_reason is not None and (saved or not own_fault):
-        return Outcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
+        return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
-        return Outcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
+        return AttemptOutcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
     lost = "; ".join(str(event.get("reason")) for event in events if event["event"] == NODE_LOST)
     if lost and not own_fault:  # what the other nodes' ranks say follows from it
-        return Outcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
+        return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
         comes_back = any(event.get("comes_back") is True for event in failures)
         at_start = comes_back or (own_fault and not _has_progressed(history, number))
         ending = Ending.FAILED_AT_START if at_start else Ending.FAILED
-        return Outcome(ending, describe_failure(root_failure(failures)))
+        return AttemptOutcome(ending, describe_failure(root_failure(failures)))
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
     if asked:
-        return Outcome(Ending.UNKNOWN, f"it was killed before it had saved, after {asked[0]}")
-    return Outcome(Ending.UNKNOWN, "it left no record of its end (killed, or its node failed)")
+        return AttemptOutcome(Ending.UNKNOWN, f"it was killed before it had saved, after {asked[0]}")
+    return AttemptOutcome(Ending.UNKNOWN, "it left no record of its end (killed, or its node failed)")
 
 
-def outcome_so_far(history: History) -> Outcome | None:
+def outcome_so_far(history: History) -> AttemptOutcome | None:
     """How the run stands since a person last asked to resume it; None when it has not begun an attempt since."""
     last = history.last
     if history.cancelled is None and (last is None or last.number < history.first_number):

@@ -57,7 +57,6 @@ REMOVAL_FAILED = "removal-failed"  # name, reason: a checkpoint that is no longe
 CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
 RESUME_REQUESTED = "resume-requested"
 HOST_SUSPECTED = "host-suspected"
-SUPERSEDED = "superseded"  # as the outcome of `node-finished`: a newer attempt of the run had begun
 NOTIFIED = "notified"  # state, error: the command of notify: has run, and what went wrong with it (or null)
 WARNING = "warning"  # rank, host, message: training goes on, but a person should know
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import (
@@ -19,7 +20,6 @@ from cluster_ddp.run.events import (
     RESUMED,
     STARTED,
     STOPPED,
-    SUPERSEDED,
     read_events,
 )
 from cluster_ddp.run.lineage import Lineage, read_lineage
@@ -124,7 +124,7 @@ class History:
             (number, event)
             for number in numbers
             for event in self.of_attempt(number, NODE_FINISHED)
-            if event.get("outcome") == SUPERSEDED
+            if event.get("outcome") == node_outcome.SUPERSEDED
         ]
 
     def current(self, name: str) -> Event | None:

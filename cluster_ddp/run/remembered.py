@@ -20,11 +20,11 @@ from typing import Any
 from cluster_ddp import __version__
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.jobs import KnownRun, know
 from cluster_ddp.run.reading import parse_object, read_file
 from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known, summarize_known
 from cluster_ddp.run.storage import Storage, is_mine, replace_file
 from cluster_ddp.run.sweep_status import NotBegun, describe_element

@@ -11,7 +11,14 @@ from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import LONGEST_START_SECONDS, Ending, Outcome, describe_failure, outcome_of, root_failure
+from cluster_ddp.run.ending import (
+    LONGEST_START_SECONDS,
+    AttemptOutcome,
+    Ending,
+    describe_failure,
+    outcome_of,
+    root_failure,
+)
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import History, read_history
@@ -91,7 +98,7 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
         say(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
 
 
-def _within_limits(history: History, number: int, outcome: Outcome, limits: RequeueSpec) -> Decision:
+def _within_limits(history: History, number: int, outcome: AttemptOutcome, limits: RequeueSpec) -> Decision:
     # The jobs of a chain are not requeues.
     counted = [record for record in history.attempts if history.first_number <= record.number <= number]
     requeues = sum(record.restart_count > 0 for record in counted)
@@ -116,12 +123,12 @@ def _next_of_chain(history: History, number: int) -> str | None:
     return behind[0] if behind else None
 
 
-def _guard_applies(history: History, outcome: Outcome) -> bool:
+def _guard_applies(history: History, outcome: AttemptOutcome) -> bool:
     """Whether missing checkpoints mean anything: a script that does not use our trainer reports none."""
     return not history.reports_nothing or outcome.ending is not Ending.STOPPED
 
 
-def _stalled(history: History, number: int, outcome: Outcome, what: str) -> Decision:
+def _stalled(history: History, number: int, outcome: AttemptOutcome, what: str) -> Decision:
     counted = range(history.first_number, number + 1)
     names = (events.FAILED, events.RANK_FAILED, events.NODE_FAILED)
     failures = [event for event in history.events if event["event"] in names and event.get("attempt") in counted]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import NODE_STARTED, REQUEUED, RESUMED, START_FAILED, STARTED
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.via import QUEUED, SBATCH
 
 

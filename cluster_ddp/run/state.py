@@ -7,10 +7,11 @@ import time
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.deciding import is_being_judged, waits_for_requeue, why_delayed
-from cluster_ddp.run.ending import Ending, Outcome, RunState, outcome_of, outcome_so_far
+from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import History
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import moment
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
 from cluster_ddp.run.stopfile import TERMINATED, read_stop
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
@@ -43,7 +44,7 @@ def state_of(
     return _without_slurm(history, record, job, answered=answered, ids=ids)
 
 
-def _waiting(outcome: Outcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
+def _waiting(outcome: AttemptOutcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
     """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
     said = in_words(job.reason)
     if job.starts is not None:
@@ -108,7 +109,7 @@ def _never_began(
 
 def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
     """State and reason once the last attempt is over, from how it ended and what Slurm made of that."""
-    outcome: Outcome = outcome_of(history, number)
+    outcome: AttemptOutcome = outcome_of(history, number)
     cancelled = job is not None and job.state == "CANCELLED"
     if not cancelled and (delayed := why_delayed(history)):  # killed while it tried
         return RunState.FAILED, f"requeue failed: {delayed}. To go on: cluster-ddp resume {history.run.id}"

@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import KnownRun, current_job, know
@@ -19,6 +18,7 @@ from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import last_failure, warnings_of
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.state import state_of
 from cluster_ddp.slurm.states import SlurmJob

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.reading import MAX_RECORD, as_number, as_time, parse_object, read_file
 from cluster_ddp.run.storage import Storage, write_json
+from cluster_ddp.slurm import shown
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import AttemptDirectory
 
-TIME_LIMIT = "time-limit"
-PREEMPTION = "preemption"
-TERMINATED = "terminated"
+TIME_LIMIT = shown.TIME_LIMIT
+PREEMPTION = shown.PREEMPTION
+TERMINATED = shown.TERMINATED
+CANCEL = shown.CANCEL
+NODE_FAILURE = shown.NODE_FAILURE
 PERSON = "person"
-CANCEL = "cancel"
 HANG = "hang"
 AGENT_LOST = "agent-lost"
-NODE_FAILURE = "node-failure"
 
 # In the order of their codes in the heartbeat file, where 0 means none. Add new ones at the end.
 REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST, NODE_FAILURE)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import Unnoted, run_in_comment
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.state import how_to_release
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord

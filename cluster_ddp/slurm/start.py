@@ -20,6 +20,16 @@ class SlurmStart:
     partition: str
     batch_host: str  # what Slurm calls the node that runs the batch script; empty where it does not say
 
+    @property
+    def hosts(self) -> list[str]:
+        """Its nodes in the order of their ranks; none where Slurm's list cannot be read."""
+        from cluster_ddp.slurm.nodelist import NodeListError, expand  # only where a node is suspected
+
+        try:
+            return expand(self.node_list)
+        except (NodeListError, ImportError):
+            return []
+
 
 def this_start(environment: Mapping[str, str]) -> SlurmStart | None:
     """The start that an environment describes; None outside of Slurm's jobs."""

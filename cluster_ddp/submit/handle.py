@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.jobs import know
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe_known
 from cluster_ddp.run.unnoted import ask_about, with_unnoted

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
-from cluster_ddp.launch.environment import usable_cpus
+from cluster_ddp.launch.environment import threads_each
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
@@ -24,9 +24,9 @@ from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.condense import write_digest
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunGone
 from cluster_ddp.run.events import EventWriter, login_writer
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.via import LOCAL
@@ -80,12 +80,11 @@ class LocalStart:
 
     def variables(self, node: int) -> dict[str, str]:
         """What is set for one node in addition to this process's environment."""
-        share = max(1, usable_cpus() // (self.nodes * self.procs))
         variables = {
             ADDRESS_VARIABLE: LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
             "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(share),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_each(self.nodes * self.procs)),
         }
         if self.hide_gpus or self.gpus[node]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[node])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
+from cluster_ddp.launch.lost_nodes import record_silent_node
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port, is_free
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes, gives_sign_of_life
@@ -36,7 +37,6 @@ from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import (
     NODE_FAILED,
     NODE_FINISHED,
-    NODE_LOST,
     NODE_STARTED,
     EventWriter,
     caller,
@@ -226,10 +226,7 @@ def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
     started = read_history(attempt.run).of_attempt(attempt.number, NODE_STARTED) if others.lost else []
     hosts = {event.get("node"): event.get("host") for event in started}
     for node in others.lost:
-        host = hosts.get(node)
-        who = f"node {node} ({host})" if host else f"node {node}"
-        reason = f"{who} was lost: no sign of life, while others had signed off"
-        writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=reason)
+        record_silent_node(attempt, writer, node, hosts.get(node))
     speak_for_script(attempt, writer)
     try:
         end_attempt(attempt)

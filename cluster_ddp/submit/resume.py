@@ -13,12 +13,12 @@ from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.batch_script import keep_script
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, read_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster_ddp.launch.environment import usable_cpus
+from cluster_ddp.launch.environment import threads_each
 from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.status import RunStatus, describe
@@ -121,8 +121,8 @@ class SweepHere:
         place.run = run
 
     def _environment(self, place: Place) -> dict[str, str]:
-        share = usable_cpus() // (len(self.places) * (self.nodes or 1) * (self.procs or 1))
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, share))
+        ranks = len(self.places) * (self.nodes or 1) * (self.procs or 1)
+        threads = os.environ.get("OMP_NUM_THREADS") or str(threads_each(ranks))
         return {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
 
 

@@ -31,13 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from cluster_ddp.job import load_resolved
 from cluster_ddp.launch.ports import job_port
 from cluster_ddp.launch.variables import RUN_VARIABLE
-from cluster_ddp.network import resolve
+from cluster_ddp.network import DEFAULT_TIMEOUT, resolve
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.errors import DistributedError
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = 1800.0
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
 _left: list[dist.ProcessGroup | None] = []
 _stores: dict[tuple[str, str, int], list[Store]] = {}  # of the groups that were left at each meeting point
@@ -112,7 +111,8 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
         nccl or gloo; None: what the job file of the run says, else by platform, see `choose_backend`. With NCCL the
         group also has Gloo, for what the CPU has to say.
     timeout
-        Seconds that a collective may take before it fails; None: what the job file of the run says, else 1800.
+        Seconds that a collective may take before it fails; None: what the job file of the run says, else
+        `cluster_ddp.network.DEFAULT_TIMEOUT`.
 
     Returns
     -------

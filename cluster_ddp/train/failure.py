@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from cluster_ddp.job import ClusterDDPError
-from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
 from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import SECOND_DERIVATIVES
@@ -60,7 +60,7 @@ def record_failure(
             rank=world.rank,
             node=int(os.environ.get(NODE_VARIABLE, "0")),
             host=socket.gethostname(),
-            phase=phase.name.lower(),
+            phase=phase.word,
             error=text,
             **({"comes_back": True} if comes_back else {}),
         )

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, RankSlot, stacks_beside
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, RankSlot, stacks_beside
 from cluster_ddp.launch.processes import die_with_parent
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.network import resolve
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World, setup_distributed
 from cluster_ddp.train.stop import StopSignals
 

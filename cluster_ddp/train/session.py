@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import cleanup_distributed, find_world, hold_group
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure

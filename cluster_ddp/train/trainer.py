@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from cluster_ddp.job import BatchPlan, JobSpec, describe_training, load_resolved, scaled_lr
-from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run.code import kept_search_path, kept_task
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world

@@ -23,10 +23,10 @@ from cluster_ddp.job import load_job, load_resolved
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import read_record, update_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.stopfile import request_stop

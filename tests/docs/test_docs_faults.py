@@ -14,7 +14,7 @@ from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.stopping import SHORT_GRACE_SECONDS
 from cluster_ddp.launch.watchdog import SHORTEST_LEARNED
 from cluster_ddp.run import events
-from cluster_ddp.run.ending import RunState
+from cluster_ddp.run.run_state import RunState
 
 PAGE = (PROJECT / "docs" / "faults.md").read_text()
 

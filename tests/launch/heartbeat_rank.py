@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, stacks_beside
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
+from cluster_ddp.run.phase import Phase
 
 steps = int(sys.argv[1])
 mode = sys.argv[2] if len(sys.argv) > 2 else ""

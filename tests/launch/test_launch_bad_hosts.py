@@ -10,7 +10,8 @@ import pytest
 from starts import begin, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.bad_hosts import enough_others, hosts_to_avoid, record_failed_nodes, suspects
+from cluster_ddp.launch.bad_hosts import enough_others, hosts_to_avoid, suspects
+from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.running_step import RunningStep
 from cluster_ddp.launch.step_output import StepOutput
 from cluster_ddp.run.attempt import begin_attempt, request_resume
@@ -271,7 +272,7 @@ def test_a_step_in_which_no_node_came_up_is_told(fresh: RunDirectory) -> None:
     attempts(fresh, 1)
     found = recorded(fresh, Ended(unstarted=True))
     assert [host for host, _ in found] == ["n1", "n2", "n3"]
-    assert all("none has within an hour" in error for _, error in found)
+    assert all("nor did any other within 60 min" in error for _, error in found)
 
 
 def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:
@@ -303,4 +304,4 @@ def test_a_node_that_was_given_up_is_lost(fresh: RunDirectory) -> None:
         happened(fresh, "node-started", 0, host=node)
     ((host, reason),) = recorded(fresh, Ended(lost=(2,)))
     assert host == "n3"
-    assert "no sign of life" in reason
+    assert reason == "node 2 (n3) was lost: no sign of life, while others had signed off"

@@ -12,10 +12,11 @@ import pytest
 
 from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.failures import Failures
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.phase import Phase
 
 PEER_LOST = "Traceback (most recent call last):\n  File x\nRuntimeError: Connection closed by peer\n"
 OWN_ERROR = "noise\nTraceback (most recent call last):\n  File x\nValueError: wrong\n"

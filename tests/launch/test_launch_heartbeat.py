@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.run.phase import Phase
 
 RANK = """
 import sys

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import Rank
 from cluster_ddp.launch.watchdog import (
     SHORTEST_LEARNED,
@@ -15,6 +15,7 @@ from cluster_ddp.launch.watchdog import (
     UNLEARNED,
     Watchdog,
 )
+from cluster_ddp.run.phase import Phase
 
 SECOND = 1_000_000_000
 JOIN = 300.0

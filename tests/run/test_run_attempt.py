@@ -17,11 +17,11 @@ from run_builders import begin, begin_dead
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import describe
 
 Say = Callable[..., None]

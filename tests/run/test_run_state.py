@@ -13,9 +13,9 @@ from run_builders import begin, begin_dead, hide, job, slurm_job
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
 from cluster_ddp.run.record import add_slurm_job
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import request_stop

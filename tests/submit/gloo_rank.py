@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.phase import Phase
 
 signal.signal(signal.SIGTERM, lambda *_: None)
 heartbeat = HeartbeatFile.open(os.environ["CLUSTER_DDP_HEARTBEAT"])

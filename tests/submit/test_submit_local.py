@@ -22,8 +22,8 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.processes import is_alive
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import RunState
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import list_runs
 from cluster_ddp.run.status import describe
 from cluster_ddp.submit import local

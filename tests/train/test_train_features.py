@@ -25,7 +25,7 @@ from train_tasks import (
     train,
 )
 
-from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train import DataError, TaskError, TrainError
 from cluster_ddp.train.model import prepare_model

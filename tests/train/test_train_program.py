@@ -16,10 +16,11 @@ import pytest
 from train_ranks import start_whole_rank
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, Phase, stacks_beside
+from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.runs import create_run
 
 TASK = """

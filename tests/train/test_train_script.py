@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
 from cluster_ddp.job import CheckpointSpec, JobSpec
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, join_run
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster_ddp.launch.heartbeat import Phase
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.geometry import Draws, Geometry

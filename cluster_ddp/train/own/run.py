@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.record import read_record
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError

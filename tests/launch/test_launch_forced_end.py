@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from node_process import wait_until
 
-from cluster_ddp.launch.ending import Ending
-from cluster_ddp.launch.heartbeat import HeartbeatFile, Phase
+from cluster_ddp.launch.forced_end import ForcedEnd
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, EventWriter
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import read_stop
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc (Linux)")
@@ -38,7 +39,9 @@ class LonelyAgent:
         self.stopping = Stopping(
             self.attempt, self.heartbeat, self.events, node_rank=0, warning=signal.SIGUSR1, share=False
         )
-        self.ending = Ending(ranks, self.stopping, self.attempt, trains_a_task=True, warn=str, clock=lambda: self.now)
+        self.ending = ForcedEnd(
+            ranks, self.stopping, self.attempt, trains_a_task=True, warn=str, clock=lambda: self.now
+        )
         variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(self.heartbeat.path)}
         with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
             self.heartbeat.slots[0].claim(rank=0, pid=process.pid)
@@ -115,7 +118,7 @@ def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path:
         *(attempt, heartbeat, EventWriter(run, "node-0")),
         **{"node_rank": 0, "warning": signal.SIGUSR1, "share": False, "clock": lambda: now[0]},
     )
-    ending = Ending(ranks, stopping, attempt, trains_a_task=False, warn=warnings.append, clock=lambda: now[0])
+    ending = ForcedEnd(ranks, stopping, attempt, trains_a_task=False, warn=warnings.append, clock=lambda: now[0])
     variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
         wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)

@@ -6,20 +6,14 @@ import signal
 import time
 from collections.abc import Callable
 
-from cluster_ddp.launch.heartbeat import Phase
 from cluster_ddp.launch.processes import catches, send
 from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import COMPLETED, read_events
+from cluster_ddp.run.node_outcome import KILLED, STOPPED
+from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, SCRIPT_GRACE_SECONDS, TIME_LIMIT
-
-# How a node ended, in the event `node-finished`.
-DONE = "done"
-STOPPED = "stopped"
-FAILED = "failed"
-KILLED = "killed"
-HUNG = "hang"
 
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
@@ -30,7 +24,7 @@ _ENDING_SECONDS = 5.0  # a Python that ends handles no signal any more
 _SECOND_SIGNAL_SECONDS = 15.0  # a script may react to the first by saving and going on
 
 
-class Ending:
+class ForcedEnd:
     """Decides how long this node is waited for."""
 
     def __init__(

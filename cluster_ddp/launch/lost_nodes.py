@@ -1,0 +1,84 @@
+"""Recording the nodes of an attempt that could not report their own end."""
+
+from __future__ import annotations
+
+from cluster_ddp.launch.running_step import START_SECONDS, RunningStep
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import (
+    HANG,
+    NODE_FAILED,
+    NODE_FINISHED,
+    NODE_LOST,
+    NODE_STARTED,
+    RANK_FAILED,
+    STOP_REQUESTED,
+    EventWriter,
+)
+from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.stopfile import TERMINATED
+from cluster_ddp.slurm.control import down_nodes
+from cluster_ddp.slurm.start import SlurmStart
+
+
+def record_lost_nodes(history: History, attempt: AttemptDirectory, writer: EventWriter) -> bool:
+    """Ask Slurm which of the attempt's nodes that never signed off are down, and record them; whether there are any.
+
+    They could not say so themselves.
+    """
+    events = history.of_attempt(attempt.number)
+    if any(event["event"] == NODE_LOST for event in events):
+        return False
+    finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
+    started = [event for event in events if event["event"] == NODE_STARTED and event.get("node") not in finished]
+    silent = {short_name(event["host"]): event.get("node") for event in started if event.get("host")}
+    lost = down_nodes(sorted(silent)) if silent else []
+    for host in lost:
+        reason = f"node {host} failed: Slurm calls it down"
+        writer.write(NODE_LOST, attempt=attempt.number, node=silent.get(host), host=host, reason=reason)
+    return bool(lost)
+
+
+def record_silent_node(attempt: AttemptDirectory, writer: EventWriter, node: int, host: str | None) -> None:
+    """Record a node that gave no sign of life any more while others had signed off."""
+    who = f"node {node} ({host})" if host else f"node {node}"
+    reason = f"{who} was lost: no sign of life, while others had signed off"
+    writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=reason)
+
+
+def record_failed_nodes(attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, step: RunningStep) -> None:
+    """Record the nodes that could not report their own end, for a step that has ended.
+
+    A node program that never said that it had started is named with its last words. One that was ended before it had
+    come up, because another had failed or the job was stopped, is not recorded.
+    """
+    history = read_history(attempt.run)
+    hosts = start.hosts
+    for node in step.lost:
+        record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
+    spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
+    if step.lost or len(spoke) >= start.nodes:
+        return
+    failures = reversed(step.output.failures())  # so that the first words of a host count
+    failed = {short_name(task.host): task.describe() for task in failures}
+    if step.unstarted:
+        failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
+    if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
+        failed = dict.fromkeys(hosts, "it never said that it had started")
+    for host in sorted(failed.keys() - spoke):
+        error = f"its node program did not start: {failed[host]}"
+        writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
+
+
+def _explained(history: History, number: int) -> bool:
+    """Whether an attempt has ended for a reason that explains why some of its nodes had not come up yet."""
+    waited = [event for event in history.of_attempt(number, NODE_FAILED) if not event.get("suspect")]
+    return any(
+        event["event"] != STOP_REQUESTED or not waited or event.get("reason") != TERMINATED
+        for event in history.of_attempt(number, STOP_REQUESTED, NODE_FAILED, NODE_LOST, RANK_FAILED, HANG)
+        if event not in waited  # a node that the others waited for is just what is looked for
+    )
+
+
+def short_name(host: object) -> str:
+    """A host's name in Slurm's form; a node may know itself by its full name."""
+    return str(host or "").split(".")[0]
