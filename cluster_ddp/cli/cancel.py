@@ -7,7 +7,6 @@ from cluster_ddp.cli.described import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_undecided
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
@@ -17,6 +16,7 @@ from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
+from cluster_ddp.run.undecided import is_undecided
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.submit.taking_up import take_up_run
 

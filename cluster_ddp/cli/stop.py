@@ -9,7 +9,6 @@ from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, how_to_go
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_undecided
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
@@ -20,6 +19,7 @@ from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
+from cluster_ddp.run.undecided import is_undecided
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.submit.taking_up import take_up_run
 

@@ -1,4 +1,4 @@
-"""The beginning of an attempt, and its judgement when its processes have ended."""
+"""The beginning of an attempt, and the decision on what follows when its processes have ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import ACTIVE
 
 if TYPE_CHECKING:
-    from cluster_ddp.run.requeue import Decision
+    from cluster_ddp.run.decision import Decision
 
 ROOM_SECONDS = 900.0
 _ROOM_POLL_SECONDS = 1.0
@@ -90,19 +90,19 @@ def begin_when_there_is_room(
             time.sleep(_ROOM_POLL_SECONDS)
 
 
-def judge(
+def decide_after(
     attempt: AttemptDirectory, start: SlurmStart | None, *, job_runs: Callable[[], bool] | None = None, writer: str
 ) -> Decision:
-    """Judge an attempt whose processes have ended. The cause of its end is recorded; the decision is not.
+    """Decide what follows an attempt whose processes have ended. Why it ended is recorded; the decision is not.
 
     Parameters
     ----------
     job_runs
-        See `cluster_ddp.run.requeue.decide`.
+        See `cluster_ddp.run.decision.decide`.
     writer
         The name under which this process writes events.
     """
-    from cluster_ddp.run.requeue import decide
+    from cluster_ddp.run.decision import decide
 
     events = EventWriter(attempt.run, writer)
     speak_for_script(attempt, events)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
-from cluster_ddp.launch.attempt import begin_when_there_is_room, judge
+from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid, suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
@@ -36,11 +36,11 @@ from cluster_ddp.launch.queueing import RequeueFailed, queue_again
 from cluster_ddp.launch.step import leaves_port_open, with_attempt
 from cluster_ddp.process import fast_exit, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded
+from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.requeue import Decision, prepare_to_decide, record_decision
 from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
@@ -48,48 +48,48 @@ ALIVE_STATUS = 75
 ENDED_STATUS = 76
 FAILED_STATUS = 4
 
-_JUDGE_SECONDS = 60.0
-_HURRIED_JUDGE_SECONDS = 2.0
+_DECIDE_SECONDS = 60.0
+_HURRIED_DECIDE_SECONDS = 2.0
 _RECORD_SECONDS = 20.0
 
 Follows = Literal["end", "start again", "fail"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptStart:
     """How a start of the job ended.
 
     Attributes
     ----------
     follows
         end: the job is over, and that is right. start again: it is queued again. fail: it is over, and has failed.
-    word
+    action
         What was decided about the run: done, stop, requeue, fail, stall.
-    reason
+    why
         Why, in words for people.
     """
 
     follows: Follows
-    word: str
-    reason: str
+    action: str
+    why: str
 
 
-def what_follows(word: str | None, *, reason: str | None, cannot_judge: bool) -> Follows:
+def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool) -> Follows:
     """What becomes of the job, from what was decided about the run.
 
     Parameters
     ----------
-    word
+    action
         The decision; None when none could be made.
     reason
         Why Slurm ends the job; None when it does not.
-    cannot_judge
-        Whether SIGKILL is near, or this host has lost the run directory. Then a start that could not judge is followed
+    cannot_decide
+        Whether SIGKILL is near, or this host has lost the run directory. Then a start that could not decide is followed
         by one that can.
     """
-    if word in ("done", "stop"):
+    if action in ("done", "stop"):
         return "end"
-    if word == "requeue" or (word is None and cannot_judge):
+    if action == "requeue" or (action is None and cannot_decide):
         return "end" if reason == CANCEL else "start again"  # the owner wanted it to end
     return "fail"
 
@@ -123,7 +123,7 @@ class Keeper:
         self._end = EndOfJob(allocation, self._host, warning=warning)
         self._attempt: AttemptDirectory | None = None
 
-    def keep(self) -> Kept:
+    def keep(self) -> KeptStart:
         """Keep the job from here to the end.
 
         Raises
@@ -147,7 +147,7 @@ class Keeper:
         self._allocation.stay_ended(unwanted=self._end.unwanted())
         self._host.within(NOTICE_SECONDS + _RECORD_SECONDS, lambda: give_notice(self._run, writer=self._writer))
 
-    def _keep(self) -> Kept:
+    def _keep(self) -> KeptStart:
         self._end.listen()
         bad = self._hosts_to_leave()
         if bad:
@@ -156,9 +156,10 @@ class Keeper:
         self._train(attempt)
         self._end.react_to_all()
         if is_superseded(attempt):
-            return Kept("end", "stop", "a newer attempt has begun: what this one did beyond its place does not count")
+            why = "a newer attempt has begun: what this one did beyond its place does not count"
+            return KeptStart("end", "stop", why)
         self._end.find_out_why(self._say_delayed)
-        decision, bad = self._judge(attempt)
+        decision, bad = self._decide(attempt)
         return self._act_on(attempt, decision, bad)
 
     # -- the beginning -------------------------------------------------------------------------------------------------
@@ -213,51 +214,52 @@ class Keeper:
 
     # -- done, failed, or once more? -----------------------------------------------------------------------------------
 
-    def _judge(self, attempt: AttemptDirectory) -> tuple[Decision | None, list[str]]:
+    def _decide(self, attempt: AttemptDirectory) -> tuple[Decision | None, list[str]]:
         """The decision about the run and the hosts that it had better leave; None when it cannot be made in time."""
 
-        def judged() -> tuple[Decision | None, list[str]]:
+        def decided() -> tuple[Decision | None, list[str]]:
             try:
-                decision = judge(attempt, self._allocation.start, job_runs=self._end.job_runs, writer=self._writer)
+                start = self._allocation.start
+                decision = decide_after(attempt, start, job_runs=self._end.job_runs, writer=self._writer)
                 bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
             except (ClusterDDPError, OSError) as error:
-                say(f"attempt {attempt.number} cannot be judged: {error}")
+                say(f"what follows attempt {attempt.number} cannot be decided: {error}")
                 return None, []
             return decision, bad
 
-        seconds = _HURRIED_JUDGE_SECONDS if self._end.out_of_time() else _JUDGE_SECONDS
-        return self._host.within(seconds, judged) or (None, [])
+        seconds = _HURRIED_DECIDE_SECONDS if self._end.out_of_time() else _DECIDE_SECONDS
+        return self._host.within(seconds, decided) or (None, [])
 
     @property
     def _writer(self) -> str:
         start = self._allocation.start
         return on_this_host(f"batch-{start.job_id if start else os.getpid()}")
 
-    def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> Kept:
-        word = decision.action if decision else None
-        why = decision.reason if decision else "it could not be judged"
+    def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> KeptStart:
+        action = decision.action if decision else None
+        why = decision.why if decision else "what follows could not be decided"
         lost = self._host_without_run()
-        cannot_judge = self._end.out_of_time() or bool(lost)
-        follows = what_follows(word, reason=self._end.reason, cannot_judge=cannot_judge)
+        cannot_decide = self._end.out_of_time() or bool(lost)
+        follows = what_follows(action, reason=self._end.reason, cannot_decide=cannot_decide)
         ending = f" ({self._end.reason})" if self._end.reason else ""
-        say(f"attempt {attempt.number} ends: {word or follows}{ending}: {why}")
+        say(f"attempt {attempt.number} ends: {action or follows}{ending}: {why}")
         if follows == "start again":
             return self._start_again(attempt, [*bad, *(host for host in lost if host not in bad)], why)
         if decision is not None:
             self._record(attempt, decision)
-        return Kept(follows, word or "fail", why)
+        return KeptStart(follows, action or "fail", why)
 
     def _host_without_run(self) -> list[str]:
         """This host where the run directory is gone or read-only: Slurm would end a start before it could begin."""
         start, events = self._allocation.start, self._run.events
-        writable = self._host.within(_HURRIED_JUDGE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
+        writable = self._host.within(_HURRIED_DECIDE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
         if writable is not False or start is None:
             return []
         host = start.batch_host or socket.gethostname()
         say(f"{self._run.path} cannot be written on {host}")
         return [host]
 
-    def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> Kept:
+    def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
         """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""
         try:
             queued = not self._end.unwanted() and (
@@ -281,12 +283,12 @@ class Keeper:
                 self._end.cancelled()
             if attempt is not None:
                 self._record(attempt, Decision("stop", "ended by its owner meanwhile"))
-            return Kept("end", "stop", "ended by its owner meanwhile")
+            return KeptStart("end", "stop", "ended by its owner meanwhile")
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
             say(f"excluded from now on: {' '.join(bad)}")
-        return Kept("start again", "requeue", why)
+        return KeptStart("start again", "requeue", why)
 
     def _say_delayed(self, reason: str) -> None:
         say(f"cannot be queued again yet, and keeps trying: {reason}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import LAST_NUMBER, AttemptRecord, read_attempt
+from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import refuse_ended
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
@@ -15,7 +16,6 @@ from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import add_slurm_job, update_record
-from cluster_ddp.run.requeue import Decision, decide, record_decision
 from cluster_ddp.run.storage import Storage, replace_file, write_json
 
 KEY_BYTES = 32  # of the key by which the nodes of an attempt know each other
@@ -68,7 +68,7 @@ def begin_attempt(
                 return run.attempt(last.number)
             if not is_earlier_start(last, slurm_job_id, restart_count):
                 _refuse_alive(run, history, last, job_alive)
-            decision = _judge_late(history, last)
+            decision = _decide_late(history, last)
         number = last.number + 1 if last is not None else 0
         if number > LAST_NUMBER:
             raise RunError(
@@ -154,15 +154,15 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
     return True
 
 
-def _judge_late(history: History, last: AttemptRecord) -> Decision | None:
-    """Judge an attempt killed before anyone could; None where that was done or is forgiven, `RunEnded` if it stalls."""
+def _decide_late(history: History, last: AttemptRecord) -> Decision | None:
+    """Decide on an attempt killed before anyone could; None where that is done or forgiven, `RunEnded` if it stalls."""
     if last.ended is not None or last.number < history.first_number:
         return None
     attempt = history.run.attempt(last.number)
     decision = decide(history.run, attempt)
     if decision.action == "stall":
         record_decision(attempt, decision, writer=login_writer())
-        raise RunEnded(f"run {history.run.id} has stalled: {decision.reason}", "STALLED")
+        raise RunEnded(f"run {history.run.id} has stalled: {decision.why}", "STALLED")
     return decision
 
 

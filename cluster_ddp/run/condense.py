@@ -1,4 +1,4 @@
-"""Making the digest of a run: which events of an ended attempt are kept so that every question still has its answer."""
+"""Concluding an attempt, and the digest: which of its events are kept so that every question still has its answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable, Iterator
 
 from cluster_ddp.run import node_outcome
-from cluster_ddp.run.attempt_record import list_attempts, read_attempt
+from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
 from cluster_ddp.run.digest import Digest
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import causes_of
 from cluster_ddp.run.events import (
     FAILED,
@@ -31,6 +31,17 @@ from cluster_ddp.run.storage import Storage, replace_file
 _FAILURES = (FAILED, RANK_FAILED, NODE_FAILED)
 _KEPT_FAILURES = 20  # of an attempt, beside those that decide
 _OF_MANY = (*_FAILURES, NODE_STARTED, NODE_FINISHED, STOP_REQUESTED, HANG, WARNING)
+
+
+def conclude(attempt: AttemptDirectory) -> str | None:
+    """Note that an attempt is over, and write the run's digest; why that cannot be noted, for people, else None."""
+    try:
+        end_attempt(attempt)
+        write_digest(attempt.run)
+    except OSError as error:
+        what = f"the end of attempt {attempt.number} cannot be noted in {attempt.record_file}"
+        return f"{what}: {error.strerror or error}"
+    return None
 
 
 def write_digest(run: RunDirectory) -> None:

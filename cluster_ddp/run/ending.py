@@ -90,7 +90,7 @@ class AttemptOutcome:
     """How an attempt ended, and why in words for people."""
 
     ending: Ending
-    reason: str
+    why: str
     stop_reason: str | None = None  # what asked it to stop, one of `stopfile.REASONS`; None when nothing did
     settled: bool = False  # an event of the run has decided it, even if parts of the attempt are still alive
 
@@ -167,7 +167,7 @@ def refuse_ended(history: History) -> None:
     if ending is Ending.COMPLETED:
         message = f"run {run_id} is complete: there is nothing left to train"
     else:
-        why = f": {outcome.reason}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
+        why = f": {outcome.why}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
         message = (
             f"run {run_id} {ending.words}{why}. It starts again only when a person asks for it: "
             f"cluster-ddp resume {run_id}"

@@ -6,7 +6,6 @@ import time
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_being_judged, waits_for_requeue, why_delayed
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import History
 from cluster_ddp.run.record import RunRecord
@@ -14,6 +13,7 @@ from cluster_ddp.run.remarks import moment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
 from cluster_ddp.run.stopfile import TERMINATED, read_stop
+from cluster_ddp.run.undecided import is_being_decided, waits_for_requeue, why_delayed
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
@@ -28,7 +28,7 @@ def state_of(
     """State and reason: what is final by the run's own events, then what is alive, then how the last attempt ended."""
     outcome = outcome_so_far(history)
     if outcome is not None and outcome.settled:
-        return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.reason
+        return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.why
     if job is not None and job.state in SUSPENDED:
         return RunState.SUSPENDED, "suspended by Slurm; it goes on from where it is when Slurm resumes it"
     if job is not None and job.state in ACTIVE:
@@ -49,7 +49,7 @@ def _waiting(outcome: AttemptOutcome | None, job: SlurmJob, failed: str | None) 
     said = in_words(job.reason)
     if job.starts is not None:
         said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
-    state, why = (RunState.PENDING, failed) if outcome is None else (RunState.REQUEUED, failed or outcome.reason)
+    state, why = (RunState.PENDING, failed) if outcome is None else (RunState.REQUEUED, failed or outcome.why)
     if why is None:
         return state, said
     return state, f"{why} (Slurm: {said})" if said else why
@@ -66,7 +66,7 @@ def _without_slurm(
         return _never_began(record, job, answered=answered, ids=ids)
     if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
         return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
-    if not answered and last.slurm_job_id and is_being_judged(history):
+    if not answered and last.slurm_job_id and is_being_decided(history):
         return RunState.RUNNING, "its nodes have ended; what follows is being decided, and Slurm cannot be asked here"
     alive = attempt_is_alive(history, last)
     if alive or (alive is None and not (answered and last.slurm_job_id)):
@@ -115,23 +115,23 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
         return RunState.FAILED, f"requeue failed: {delayed}. To go on: cluster-ddp resume {history.run.id}"
     requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
-        return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.reason)
+        return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
     if job is not None and cancelled and requeued:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
     last = history.attempts[-1]
     came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
         return RunState.LOST, (
-            f"{outcome.reason}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
+            f"{outcome.why}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
             f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "
             f"resume {history.run.id}"
         )
     if outcome.stop_reason == TERMINATED and not cancelled and last.slurm_job_id and last.ended is None:
         # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
-        return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.reason}"
+        return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.why}"
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None or not unexplained:
-        return outcome.ending.state, outcome.reason
+        return outcome.ending.state, outcome.why
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training left no record of its end"

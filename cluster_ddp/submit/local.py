@@ -21,8 +21,7 @@ from cluster_ddp.launch.torchrun import fill_in, torchrun_command
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.run.attempt import begin_attempt
-from cluster_ddp.run.attempt_record import end_attempt
-from cluster_ddp.run.condense import write_digest
+from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunGone
 from cluster_ddp.run.events import EventWriter, login_writer
@@ -154,7 +153,7 @@ def start_local(start: LocalStart, *, show: TextIO) -> tuple[RunDirectory, RunSt
 
 
 def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunStatus:
-    """Run one attempt to its end and judge it.
+    """Run one attempt to its end and conclude it.
 
     Raises
     ------
@@ -172,12 +171,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
             "What was saved before goes on from where the directory is now: cluster-ddp resume DIRECTORY"
         )
     speak_for_script(attempt, EventWriter(run, login_writer()))
-    not_noted = None
-    try:
-        end_attempt(attempt)
-        write_digest(run)
-    except OSError as error:
-        not_noted = f"it has ended, which could not be noted in {attempt.record_file}: {error.strerror}"
+    not_noted = conclude(attempt)
     give_notice(run, writer=login_writer())
     status = describe(run, None)
     # An attempt whose end is not noted looks alive as long as this process lives.

@@ -29,8 +29,8 @@ from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.printing import one_line, say
 from cluster_ddp.run.attempt import attempt_is_alive, begin_attempt, request_resume
-from cluster_ddp.run.attempt_record import end_attempt, read_attempt
-from cluster_ddp.run.condense import write_digest
+from cluster_ddp.run.attempt_record import read_attempt
+from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_so_far
 from cluster_ddp.run.errors import RunAlive, RunEnded
@@ -228,11 +228,8 @@ def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
     for node in others.lost:
         record_silent_node(attempt, writer, node, hosts.get(node))
     speak_for_script(attempt, writer)
-    try:
-        end_attempt(attempt)
-        write_digest(attempt.run)
-    except OSError as error:
-        say(f"cannot note the end of attempt {attempt.number} in {attempt.record_file}: {error.strerror}")
+    if not_noted := conclude(attempt):
+        say(not_noted)
     give_notice(attempt.run, writer=login_writer())
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from cluster_ddp.job import JobSpec
     from cluster_ddp.launch.allocation import Allocation
-    from cluster_ddp.launch.keeper import Kept
+    from cluster_ddp.launch.keeper import KeptStart
     from cluster_ddp.slurm.start import SlurmStart
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
@@ -70,8 +70,8 @@ class SubmititJob:
         if kept.follows == "start again":
             sys.exit(0)
         if kept.follows == "fail":
-            raise SubmititRunFailed(f"run {Path(self.run_directory).name}: {kept.word}: {kept.reason}")
-        return kept.word
+            raise SubmititRunFailed(f"run {Path(self.run_directory).name}: {kept.action}: {kept.why}")
+        return kept.action
 
     def checkpoint(self) -> DelayedSubmission:
         """What submitit is to queue again: the same run directory."""
@@ -80,7 +80,7 @@ class SubmititJob:
         return submitit.helpers.DelayedSubmission(SubmititJob(self.run_directory))
 
 
-def _keep(run: RunDirectory) -> Kept:
+def _keep(run: RunDirectory) -> KeptStart:
     from cluster_ddp.job import load_resolved
     from cluster_ddp.launch.allocation import SlurmAllocation
     from cluster_ddp.launch.keeper import Keeper

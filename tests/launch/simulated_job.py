@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starts import start
 
 from cluster_ddp.launch.batch_host import BatchHost, News, Signal
-from cluster_ddp.launch.keeper import Keeper, Kept
+from cluster_ddp.launch.keeper import Keeper, KeptStart
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
@@ -353,7 +353,7 @@ def _begin_elsewhere(run: RunDirectory, job: str, restart: int) -> None:
     begin_attempt(run, slurm_job_id=job, restart_count=restart, host="n9", pid=0, nodes=1, procs=1)
 
 
-def live(world: World) -> Kept | None:
+def live(world: World) -> KeptStart | None:
     """Let a keeper keep this start to its end; None when it was killed before it had decided.
 
     Raises

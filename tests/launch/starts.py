@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cluster_ddp.launch import attempt as attempt_module
+from cluster_ddp.run.decision import Decision, record_decision
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
-from cluster_ddp.run.requeue import Decision, record_decision
 from cluster_ddp.slurm.start import SlurmStart, this_start
 
 
@@ -35,7 +35,7 @@ def begin(run: RunDirectory, *, job: str = "77", restart: int = 0) -> int:
 
 def end(run: RunDirectory, number: int, *, restart: int = 0) -> Decision:
     attempt = run.attempt(number)
-    decision = attempt_module.judge(attempt, start(restart=restart), writer="test")
+    decision = attempt_module.decide_after(attempt, start(restart=restart), writer="test")
     record_decision(attempt, decision, writer="test")
     return decision
 

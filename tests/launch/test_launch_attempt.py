@@ -1,4 +1,4 @@
-"""Beginning an attempt as a start of a Slurm job, and having it judged."""
+"""Beginning an attempt as a start of a Slurm job, and deciding what follows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch import attempt as attempt_module
-from cluster_ddp.launch.attempt import begin_when_there_is_room, judge
+from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -114,7 +114,7 @@ def test_a_sigterm_that_is_no_scancel_does_not_end_the_run(run: RunDirectory, ru
     begin(run)
     happened(run, "checkpoint", step=5)
     happened(run, "stopped", step=5, reason="terminated")
-    assert judge(run.attempt(0), start(), job_runs=lambda: runs, writer="test").action == word
+    assert decide_after(run.attempt(0), start(), job_runs=lambda: runs, writer="test").action == word
 
 
 def test_a_node_that_slurm_calls_down_is_recorded_as_lost(

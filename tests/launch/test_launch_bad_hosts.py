@@ -16,11 +16,11 @@ from cluster_ddp.launch.running_step import RunningStep
 from cluster_ddp.launch.step_output import StepOutput
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.requeue import decide
 from cluster_ddp.run.runs import create_run
 
 PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"
@@ -99,7 +99,7 @@ def test_a_lost_node_is_named_in_the_verdict(fresh: RunDirectory) -> None:
     attempts(fresh, 1)
     happened(fresh, "node-lost", 0, host="n2", node=1, reason="node n2 failed: Slurm calls it down")
     decision = decide(fresh, fresh.attempt(0))
-    assert (decision.action, decision.reason) == ("requeue", "node n2 failed: Slurm calls it down")
+    assert (decision.action, decision.why) == ("requeue", "node n2 failed: Slurm calls it down")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("word", "reason", "cannot_judge", "follows"),
+    ("action", "reason", "cannot_decide", "follows"),
     [
         ("done", None, False, "end"),
         ("done", "preemption", True, "end"),
@@ -42,8 +42,8 @@ PROJECT = Path(__file__).parents[2]
         ("stall", "preemption", False, "fail"),
     ],
 )
-def test_what_follows(word: str | None, reason: str | None, cannot_judge: bool, follows: str) -> None:
-    assert what_follows(word, reason=reason, cannot_judge=cannot_judge) == follows
+def test_what_follows(action: str | None, reason: str | None, cannot_decide: bool, follows: str) -> None:
+    assert what_follows(action, reason=reason, cannot_decide=cannot_decide) == follows
 
 
 class _Clock(BatchHost):

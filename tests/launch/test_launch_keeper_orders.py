@@ -193,7 +193,7 @@ def test_what_comes_once_the_attempt_is_over_is_not_why_it_has_ended(fast_disk: 
     assert world.queued
     outcome = outcome_of(read_history(run), 0)
     assert (outcome.ending, outcome.stop_reason) == (Ending.FAILED, None)
-    assert "ended by SIGKILL" in outcome.reason
+    assert "ended by SIGKILL" in outcome.why
 
 
 def test_a_node_that_fails_is_no_cancel_where_slurm_may_not_queue_the_job_again(fast_disk: Path) -> None:

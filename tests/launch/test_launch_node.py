@@ -240,4 +240,4 @@ def test_a_port_that_is_taken_is_the_nodes_failure_and_says_so(start_node: Start
     (failed,) = node.events("node-failed")
     assert "is in use on this node" in failed["error"]
     assert failed["suspect"] is True
-    assert "is in use on this node" in outcome_of(read_history(node.attempt.run), 0).reason
+    assert "is in use on this node" in outcome_of(read_history(node.attempt.run), 0).why

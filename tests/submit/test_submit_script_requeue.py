@@ -136,7 +136,7 @@ def test_an_attempt_that_cannot_be_judged_is_not_blindly_requeued(stage: Stage) 
     stage.does(**{"training.sh": 'rm "$run/job.yaml"; exit 1'})
     assert stage.perform(stage.write()) == 4
     assert not stage.requeues()
-    assert "cannot be judged" in stage.output
+    assert "cannot be decided" in stage.output
 
 
 def test_a_crash_after_progress_is_requeued(stage: Stage) -> None:

@@ -75,7 +75,7 @@ def test_a_second_loop_in_a_later_block_is_refused(tmp_path: Path) -> None:
     assert "in this block of join_run() or in an earlier one" in failure(run)
     outcome = outcome_of(read_history(run), 0)
     assert outcome.ending is Ending.FAILED_AT_START  # another start would come to the same end
-    assert "a run has one loop" in outcome.reason
+    assert "a run has one loop" in outcome.why
     assert run_ranks(program, 1, run.path, 1, [{}]) == [(["entered"], None)]  # a person has mended the program
     assert outcome_of(read_history(run), 1).ending is Ending.COMPLETED
 

@@ -1,4 +1,4 @@
-"""A run whose nodes have ended and whose keeper has not: it is being judged, or waits to be queued again."""
+"""A run whose nodes have ended and whose keeper has not: it decides what follows, or waits to queue the job again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.history import History
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
 
-_JUDGED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which may take a minute
+_DECIDED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which may take a minute
 
 
 def waits_for_requeue(history: History) -> str | None:
@@ -39,10 +39,10 @@ def why_delayed(history: History) -> str | None:
 
 def is_undecided(history: History) -> bool:
     """Whether a keeper may still have the last attempt, whose nodes have ended, started again."""
-    return why_delayed(history) is not None or is_being_judged(history)
+    return why_delayed(history) is not None or is_being_decided(history)
 
 
-def is_being_judged(history: History) -> bool:
+def is_being_decided(history: History) -> bool:
     """Whether the nodes of the last attempt have signed off a moment ago, and its keeper may not have decided yet."""
     last = history.last
     if last is None or last.ended is not None:
@@ -50,4 +50,4 @@ def is_being_judged(history: History) -> bool:
     said = history.of_attempt(last.number, NODE_FINISHED, REQUEUED, REQUEUE_FAILED, STALLED, COMPLETED)
     if not said or said[-1]["event"] != NODE_FINISHED:
         return False
-    return time.time() - float(said[-1]["time"]) < _JUDGED_SECONDS
+    return time.time() - float(said[-1]["time"]) < _DECIDED_SECONDS

@@ -1,4 +1,4 @@
-"""What happens to a run whose attempt has ended: the rule that the batch host acts on."""
+"""What follows the end of an attempt: done, another start, a stop, a failure or a stall. The keeper acts on it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
-from cluster_ddp.run.attempt_record import end_attempt
-from cluster_ddp.run.condense import write_digest
+from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import (
     LONGEST_START_SECONDS,
@@ -46,7 +45,7 @@ class Decision:
     # done: training is complete. requeue: start again. stop: a person wanted it, or nobody knows who ended it. fail:
     # starting again would fail again. stall: too many starts, or too many without a new checkpoint
     action: Action
-    reason: str
+    why: str
 
 
 def decide(
@@ -55,7 +54,7 @@ def decide(
     *,
     job_runs: Callable[[], bool] | None = None,
 ) -> Decision:
-    """Judge an attempt that has ended, from the run's events, its stop file and the limits of its job file.
+    """Decide what follows an attempt that has ended: by the run's events, its stop file and its job file's limits.
 
     Parameters
     ----------
@@ -68,9 +67,9 @@ def decide(
     if outcome.ending is Ending.FAILED_AT_START:
         early = f"in its first {LONGEST_START_SECONDS / 60:.0f} minutes"
         when = early if history.reports_nothing else "before the first finished step"
-        return Decision("fail", f"failed {when}, so it would fail again: {outcome.reason}")
+        return Decision("fail", f"failed {when}, so it would fail again: {outcome.why}")
     if outcome.ending in _FINAL_ACTIONS:
-        return Decision(_FINAL_ACTIONS[outcome.ending], outcome.reason)
+        return Decision(_FINAL_ACTIONS[outcome.ending], outcome.why)
     if outcome.stop_reason == TERMINATED and not (job_runs and job_runs()):
         # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
         return Decision("stop", "stopped by a SIGTERM that nobody gave a reason for")
@@ -90,12 +89,9 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
     """
     names = {"requeue": events.REQUEUED, "stall": events.STALLED}
     if decision.action in names:
-        EventWriter(attempt.run, writer).write(names[decision.action], attempt=attempt.number, reason=decision.reason)
-    try:
-        end_attempt(attempt)
-        write_digest(attempt.run)
-    except OSError as error:
-        say(f"cluster-ddp: cannot record the end of attempt {attempt.number}: {error}")
+        EventWriter(attempt.run, writer).write(names[decision.action], attempt=attempt.number, reason=decision.why)
+    if not_noted := conclude(attempt):
+        say(f"cluster-ddp: {not_noted}")
 
 
 def _within_limits(history: History, number: int, outcome: AttemptOutcome, limits: RequeueSpec) -> Decision:
@@ -104,12 +100,12 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:
         if link := _next_of_chain(history, number):
-            return Decision("stop", f"{outcome.reason}; Slurm job {link} of its chain goes on")
+            return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain goes on")
         return _stalled(history, number, outcome, f"requeued {requeues} times, as often as requeue.max_requeues allows")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
         return _stalled(history, number, outcome, f"{idle} attempts in a row ended without a new checkpoint")
-    return Decision("requeue", outcome.reason)
+    return Decision("requeue", outcome.why)
 
 
 def _next_of_chain(history: History, number: int) -> str | None:
@@ -133,7 +129,7 @@ def _stalled(history: History, number: int, outcome: AttemptOutcome, what: str) 
     names = (events.FAILED, events.RANK_FAILED, events.NODE_FAILED)
     failures = [event for event in history.events if event["event"] in names and event.get("attempt") in counted]
     if not failures:
-        return Decision("stall", f"{what}; the last attempt: {outcome.reason}")
+        return Decision("stall", f"{what}; the last attempt: {outcome.why}")
     latest = max(int(event["attempt"]) for event in failures)
     last = root_failure([event for event in failures if event["attempt"] == latest])
     return Decision("stall", f"{what}; the last error: {describe_failure(last)}")

@@ -11,12 +11,12 @@ from run_builders import begin_dead, job
 from cluster_ddp.job import dump_resolved
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import read_attempt
+from cluster_ddp.run.decision import Decision, decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.run.requeue import Decision, decide, record_decision
 from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]
@@ -58,7 +58,7 @@ def test_a_stop_that_is_nobodys_wish_is_requeued(
     say("checkpoint", 0, at=8, step=40)
     say("stopped", 0, at=9, step=40, reason=reason)
     decision = decide(run, attempt)
-    assert decision.action == "requeue" and reason in decision.reason
+    assert decision.action == "requeue" and reason in decision.why
 
 
 @pytest.mark.parametrize("reason", ["person", "cancel", "terminated"])
@@ -125,7 +125,7 @@ def test_what_fails_before_the_first_step_is_not_tried_again(
     say("failed", 0, at=2, step=0, rank=0, node=0, host="n1", error=PEER_LOST, phase="training")
     decision = decide(run, attempt)
     assert decision.action == "fail"
-    assert f"rank 2 on n2 at step 0 failed: {error.splitlines()[-1]}" in decision.reason
+    assert f"rank 2 on n2 at step 0 failed: {error.splitlines()[-1]}" in decision.why
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -139,7 +139,7 @@ more of it"""
 
 def test_the_telling_line_of_a_traceback_is_its_error(run: RunDirectory, attempt: AttemptDirectory, say: Say) -> None:
     say("rank-failed", 0, rank=1, node=0, error=TRACEBACK, phase="setup")
-    assert decide(run, attempt).reason.endswith("failed: RuntimeError: bad news")
+    assert decide(run, attempt).why.endswith("failed: RuntimeError: bad news")
 
 
 def test_what_fails_before_training_even_starts_is_not_tried_again(
@@ -158,7 +158,7 @@ def test_ranks_that_failed_to_meet_have_failed_though_the_others_had_to_be_ended
     request_stop(attempt, reason="agent-lost", by="the supervisor")
     ended = outcome_of(read_history(run), 0)
     assert (ended.ending, ended.stop_reason) == (Ending.FAILED, None)
-    assert "cannot meet the others" in ended.reason
+    assert "cannot meet the others" in ended.why
     assert decide(run, attempt).action == "requeue"
 
 
@@ -218,7 +218,7 @@ def test_what_comes_back_in_every_attempt_is_not_tried_again_however_far_the_run
     say("failed", 1, at=2, step=None, error=error, rank=0, comes_back=True)
     decision = decide(run, second)
     assert decision.action == "fail"
-    assert decision.reason.endswith("rank 0 failed: no intact checkpoint is left in /socket/checkpoints: what to do")
+    assert decision.why.endswith("rank 0 failed: no intact checkpoint is left in /socket/checkpoints: what to do")
 
 
 def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
@@ -227,7 +227,7 @@ def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
     say("started", 0, at=0, step=0)
     say("failed", 0, at=1, step=0, error="ValueError: x", rank=0)
     say("resumed", 0, at=2, step=0)
-    assert decide(run, attempt).reason.startswith("it left no record of its end")
+    assert decide(run, attempt).why.startswith("it left no record of its end")
 
 
 def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirectory, say: Say) -> None:
@@ -240,8 +240,8 @@ def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirect
         decision = conclude(attempt)
         actions.append(decision.action)
     assert actions == ["requeue", "requeue", "requeue", "requeue", "requeue", "stall"]
-    assert "3 attempts in a row ended without a new checkpoint" in decision.reason
-    assert "rank 3 on n9 at step 70 failed: RuntimeError: CUDA error" in decision.reason
+    assert "3 attempts in a row ended without a new checkpoint" in decision.why
+    assert "rank 3 on n9 at step 70 failed: RuntimeError: CUDA error" in decision.why
     ends = [event["event"] for event in read_events(run) if event["event"] in ("requeued", "stalled")]
     assert ends == ["requeued"] * 5 + ["stalled"]
     assert read_attempt(attempt).ended is not None
@@ -288,7 +288,7 @@ def test_requeues_are_counted_and_the_jobs_own_limits_hold(run: RunDirectory, sa
         say("checkpoint", number, at=number, step=10 * number + 10)
         decisions.append(decide(run, attempt))
     assert [decision.action for decision in decisions] == ["requeue", "requeue", "stall"]
-    assert "requeued 2 times" in decisions[-1].reason
+    assert "requeued 2 times" in decisions[-1].why
 
 
 def test_the_next_job_of_a_chain_goes_on_where_requeues_are_not_allowed(run: RunDirectory, say: Say) -> None:
@@ -299,7 +299,7 @@ def test_the_next_job_of_a_chain_goes_on_where_requeues_are_not_allowed(run: Run
     request_stop(first, reason="time-limit", by="the keeper")
     say("checkpoint", 0, at=1, step=10)
     decision = conclude(first)
-    assert decision.action == "stop" and "job 6 of its chain goes on" in decision.reason
+    assert decision.action == "stop" and "job 6 of its chain goes on" in decision.why
     last = begin_dead(run, slurm_job_id="6")
     request_stop(last, reason="time-limit", by="the keeper")
     say("checkpoint", 1, at=2, step=20)
@@ -346,8 +346,8 @@ def test_a_script_that_reports_nothing_fails_at_its_start_only_when_it_starts(
     say("rank-failed", 0, at=seconds, rank=1, host="n1", error="ValueError: no such label")
     decision = decide(run, attempt)
     assert decision.action == action
-    assert "ValueError: no such label" in decision.reason
-    assert ("failed in its first 10 minutes" in decision.reason) == (action == "fail")
+    assert "ValueError: no such label" in decision.why
+    assert ("failed in its first 10 minutes" in decision.why) == (action == "fail")
 
 
 def test_a_run_of_which_no_node_ever_says_that_it_started_stalls(run: RunDirectory) -> None:
@@ -363,7 +363,7 @@ def test_a_sigterm_that_follows_a_nodes_failure_is_no_stop(
     say("node-failed", 0, at=1, host="n2", error="it cannot start: no room", suspect=True)
     say("stopped", 0, at=2, step=0, reason="terminated")
     decision = decide(run, attempt, job_runs=lambda: False)
-    assert (decision.action, decision.reason) == ("requeue", "node n2 failed: it cannot start: no room")
+    assert (decision.action, decision.why) == ("requeue", "node n2 failed: it cannot start: no room")
     request_stop(attempt, reason="cancel", by="a person")
     assert decide(run, attempt).action == "stop"
 
@@ -373,9 +373,9 @@ def test_a_lost_node_explains_what_the_ranks_of_the_others_say(
 ) -> None:
     say("rank-failed", 0, at=1, node=0, host="n1", rank=0, error="RuntimeError: Connection closed by peer")
     say("node-lost", 0, at=2, host="n2", node=1, reason="node n2 was lost: no sign of life")
-    assert decide(run, attempt).reason == "node n2 was lost: no sign of life"
+    assert decide(run, attempt).why == "node n2 was lost: no sign of life"
     say("rank-failed", 0, at=3, node=0, host="n1", rank=0, error="ValueError: of the program's own")
-    assert "of the program's own" in decide(run, attempt).reason
+    assert "of the program's own" in decide(run, attempt).why
 
 
 def test_a_full_disk_does_not_change_the_decision(
@@ -385,4 +385,4 @@ def test_a_full_disk_does_not_change_the_decision(
     attempt.path.write_text("")
     assert conclude(attempt).action == "requeue"
     printed = capsys.readouterr()
-    assert printed.out == "" and "cannot record the end of attempt 0" in printed.err
+    assert printed.out == "" and "the end of attempt 0 cannot be noted" in printed.err
