@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
@@ -22,43 +22,32 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.job.nearest import nearest
 from cluster_ddp.process import limit_umask
 
-COMMANDS: dict[str, str] = {
-    "submit": "Start",
-    "local": "Start",
-    "sweep": "Start",
-    "launch": "Start",
-    "resume": "Start",
-    "stop": "End",
-    "cancel": "End",
-    "status": "See",
-    "list": "See",
-    "logs": "See",
-    "checkpoints": "Results",
-    "export": "Results",
-    "clean": "Results",
-    "init": "Prepare",
-    "templates": "Prepare",
-}
-"""Each command's name, in the order of the help, and its panel there."""
 
-EXAMPLES: dict[str, str] = {
-    "submit": "submit job.yaml --set train.lr=0.01",
-    "local": "local job.yaml --nodes 2 --procs 2",
-    "sweep": "sweep job.yaml --grid train.lr=1e-3,1e-4",
-    "launch": "launch job.yaml --run /shared/runs/first --nnodes 2 --node-rank 0 --master-addr node1",
-    "resume": "resume digits-2026 --nodes 4",
-    "stop": "stop digits-2026",
-    "cancel": "cancel digits-2026",
-    "status": "status digits-2026 --watch",
-    "list": "list --json",
-    "logs": "logs digits-2026 --errors",
-    "checkpoints": "checkpoints digits-2026 --verify",
-    "export": "export digits-2026 --best -o weights.safetensors",
-    "clean": "clean --older 60d --yes",
-    "init": "init",
-    "templates": "templates show multi-node",
+class Listed(NamedTuple):
+    """What the help says of a command besides its docstring."""
+
+    panel: str
+    example: str  # a call of it
+
+
+COMMANDS: dict[str, Listed] = {
+    "submit": Listed("Start", "submit job.yaml --set train.lr=0.01"),
+    "local": Listed("Start", "local job.yaml --nodes 2 --procs 2"),
+    "sweep": Listed("Start", "sweep job.yaml --grid train.lr=1e-3,1e-4"),
+    "launch": Listed("Start", "launch job.yaml --run /shared/runs/first --nnodes 2 --node-rank 0 --master-addr node1"),
+    "resume": Listed("Start", "resume digits-2026 --nodes 4"),
+    "stop": Listed("End", "stop digits-2026"),
+    "cancel": Listed("End", "cancel digits-2026"),
+    "status": Listed("See", "status digits-2026 --watch"),
+    "list": Listed("See", "list --json"),
+    "logs": Listed("See", "logs digits-2026 --errors"),
+    "checkpoints": Listed("Results", "checkpoints digits-2026 --verify"),
+    "export": Listed("Results", "export digits-2026 --best -o weights.safetensors"),
+    "clean": Listed("Results", "clean --older 60d --yes"),
+    "init": Listed("Prepare", "init"),
+    "templates": Listed("Prepare", "templates show multi-node"),
 }
-"""A call of each command, for its help."""
+"""Every command by its name, in the order of the help."""
 
 DEBUG_VARIABLE = "CLUSTER_DDP_DEBUG"
 
@@ -85,8 +74,9 @@ class LazyCommands(TyperGroup):
             raise UnknownCommand(cmd_name)
         module = importlib.import_module(f"cluster_ddp.cli.{cmd_name}")
         single = typer.Typer(add_completion=False)
-        epilog = f"Example: cluster-ddp {EXAMPLES[cmd_name]}"
-        single.command(cmd_name, rich_help_panel=COMMANDS[cmd_name], epilog=epilog)(module.command)
+        listed = COMMANDS[cmd_name]
+        epilog = f"Example: cluster-ddp {listed.example}"
+        single.command(cmd_name, rich_help_panel=listed.panel, epilog=epilog)(module.command)
         return typer.main.get_command(single)
 
 

@@ -1,6 +1,6 @@
 """The errors that a user is meant to read.
 
-Every room derives its own from `ClusterDDPError`; the command line prints the message and ends with
+Every package derives its own from `ClusterDDPError`; the command line prints the message and ends with
 `exit_status`, so a message has to say by itself what happened, where, and what to do about it.
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from cluster_ddp import printing
-from cluster_ddp.launch.running_step import RunningStep
+from cluster_ddp.launch.running_job_step import RunningJobStep
 from cluster_ddp.run.directory import AttemptDirectory
 
 T = TypeVar("T")
@@ -94,11 +94,11 @@ class BatchHost:
         except queue.Empty:
             return None
 
-    def start_step(
+    def start_job_step(
         self, command: Sequence[str], environment: Mapping[str, str], attempt: AttemptDirectory, nodes: int, parent: int
-    ) -> RunningStep:
-        """Start the job step; see `RunningStep`."""
-        return RunningStep(command, environment, attempt, nodes, parent)
+    ) -> RunningJobStep:
+        """Start the job step; see `RunningJobStep`."""
+        return RunningJobStep(command, environment, attempt, nodes, parent)
 
 
 def say(words: str) -> None:

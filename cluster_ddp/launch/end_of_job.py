@@ -96,7 +96,7 @@ class EndOfJob:
             self._ask_to_stop(None)
         self.react_to_all()
 
-    def step_has_ended(self) -> None:
+    def job_step_has_ended(self) -> None:
         """Nobody is left who could be asked to stop: what comes from now on may end the job, but not the training."""
         self._step_ended_at = self._host.now()
 

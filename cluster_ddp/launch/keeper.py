@@ -29,11 +29,11 @@ from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid, suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
+from cluster_ddp.launch.job_step import leaves_port_open, with_attempt
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
-from cluster_ddp.launch.step import leaves_port_open, with_attempt
 from cluster_ddp.process import fast_exit, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
@@ -99,7 +99,7 @@ class Keeper:
 
     Parameters
     ----------
-    step
+    job_step
         The command that runs one node program on each node, with the placeholder of the attempt.
     warning
         The signal by which the end of the job is announced.
@@ -110,14 +110,14 @@ class Keeper:
     def __init__(
         self,
         run: RunDirectory,
-        step: Sequence[str],
+        job_step: Sequence[str],
         allocation: Allocation,
         *,
         warning: signal.Signals,
         host: BatchHost | None = None,
     ) -> None:
         self._run = run
-        self._step = step
+        self._job_step = job_step
         self._allocation = allocation
         self._host = host or BatchHost()
         self._end = EndOfJob(allocation, self._host, warning=warning)
@@ -187,7 +187,7 @@ class Keeper:
 
     def _train(self, attempt: AttemptDirectory) -> None:
         """Run the step until it ends, or until there is no time left to wait for it."""
-        command, environment = self._step, self._allocation.environment()
+        command, environment = self._job_step, self._allocation.environment()
         start = self._allocation.start
         try:
             port = None
@@ -196,21 +196,21 @@ class Keeper:
                 environment["MASTER_PORT"] = str(port)
             command = with_attempt(command, attempt.number, port)
             nodes = start.nodes if start else 1
-            step = self._host.start_step(command, environment, attempt, nodes, parent=os.getpid())
+            job_step = self._host.start_job_step(command, environment, attempt, nodes, parent=os.getpid())
         except (OSError, NoFreePort) as error:
-            say(f"the step cannot be started: {error}")
-            self._end.step_has_ended()
+            say(f"the job step cannot be started: {error}")
+            self._end.job_step_has_ended()
             return
         self._host.beside(prepare_to_decide)
         self._end.ask_ahead()
-        while not step.has_ended() and not self._end.out_of_time():
+        while not job_step.has_ended() and not self._end.out_of_time():
             self._end.react_to_next()
-        if not step.has_ended():
+        if not job_step.has_ended():
             return
-        self._end.step_has_ended()
+        self._end.job_step_has_ended()
         if start is not None:
             writer = EventWriter(self._run, self._writer)
-            self._host.within(_RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, step))
+            self._host.within(_RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step))
 
     # -- done, failed, or once more? -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster_ddp.launch.running_step import START_SECONDS, RunningStep
+from cluster_ddp.launch.running_job_step import START_SECONDS, RunningJobStep
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import (
     HANG,
@@ -45,22 +45,24 @@ def record_silent_node(attempt: AttemptDirectory, writer: EventWriter, node: int
     writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=reason)
 
 
-def record_failed_nodes(attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, step: RunningStep) -> None:
-    """Record the nodes that could not report their own end, for a step that has ended.
+def record_failed_nodes(
+    attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, job_step: RunningJobStep
+) -> None:
+    """Record the nodes that could not report their own end, for a job step that has ended.
 
     A node program that never said that it had started is named with its last words. One that was ended before it had
     come up, because another had failed or the job was stopped, is not recorded.
     """
     history = read_history(attempt.run)
     hosts = start.hosts
-    for node in step.lost:
+    for node in job_step.lost:
         record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
     spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
-    if step.lost or len(spoke) >= start.nodes:
+    if job_step.lost or len(spoke) >= start.nodes:
         return
-    failures = reversed(step.output.failures())  # so that the first words of a host count
+    failures = reversed(job_step.output.failures())  # so that the first words of a host count
     failed = {short_name(task.host): task.describe() for task in failures}
-    if step.unstarted:
+    if job_step.unstarted:
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
     if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
         failed = dict.fromkeys(hosts, "it never said that it had started")

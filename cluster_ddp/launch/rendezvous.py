@@ -10,7 +10,7 @@ ranks would hang on the keys of the dead ones. It listens on this node's own add
 where all of them are on this machine; else on all addresses, as torch makes it, since the name by which the others look
 for this node may lead them to any of these.
 
-This runs inside the agent, and is the only file of this room that imports torch's rendezvous.
+This runs inside the agent, and is the only file of this package that imports torch's rendezvous.
 """
 
 from __future__ import annotations

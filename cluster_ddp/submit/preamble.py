@@ -72,7 +72,7 @@ def hand_over(spec: JobSpec) -> str:
 
 
 def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = "$cluster_ddp_run") -> Iterator[str]:
-    """What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup.
+    """The lines of that part of a batch script.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.job.units import format_slurm_time
-from cluster_ddp.launch.step import ATTEMPT, PORT, SRUN
+from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.submit.preamble import hand_over, preamble, python_starts

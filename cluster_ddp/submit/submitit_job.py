@@ -83,8 +83,8 @@ class SubmititJob:
 def _keep(run: RunDirectory) -> KeptStart:
     from cluster_ddp.job import load_resolved
     from cluster_ddp.launch.allocation import SlurmAllocation
+    from cluster_ddp.launch.job_step import SRUN, node_program
     from cluster_ddp.launch.keeper import Keeper
-    from cluster_ddp.launch.step import SRUN, node_program
     from cluster_ddp.network import resolve
     from cluster_ddp.process import limit_umask
     from cluster_ddp.slurm.start import this_start
@@ -105,7 +105,7 @@ def _keep(run: RunDirectory) -> KeptStart:
 
 def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> list[str]:
     from cluster_ddp.launch.address import LOOPBACK
-    from cluster_ddp.launch.step import ATTEMPT, PORT
+    from cluster_ddp.launch.job_step import ATTEMPT, PORT
     from cluster_ddp.launch.torchrun import torchrun_command
     from cluster_ddp.slurm.nodelist import first_host
 

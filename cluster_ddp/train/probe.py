@@ -135,7 +135,7 @@ def _imports(module: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _described(error: BaseException) -> str:
-    """The error in one line, with the last place outside of Python's own machinery and of this room."""
+    """The error in one line, with the last place outside of Python's own machinery and of this package."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""

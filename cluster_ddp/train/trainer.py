@@ -68,7 +68,7 @@ class Trainer:
     Attributes
     ----------
     model
-        The bare model, with the weights of that step.
+        The bare model, with the weights of the last step.
     """
 
     def __init__(

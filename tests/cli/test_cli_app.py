@@ -13,7 +13,7 @@ import pytest
 from cli_stage import Call
 
 from cluster_ddp import __version__
-from cluster_ddp.cli.app import COMMANDS, EXAMPLES
+from cluster_ddp.cli.app import COMMANDS
 from cluster_ddp.job import template_names
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_every_command_has_a_module_and_a_help(name: str, call: Call) -> None:
     assert module.command.__doc__
     said = call(name, "--help")
     assert said.status == 0
-    words = shlex.split(EXAMPLES[name])
+    words = shlex.split(COMMANDS[name].example)
     assert words[0] == name and f"Example: cluster-ddp {name}" in said.out
     assert all(word in said.out for word in words if word.startswith("-"))
     assert "Usage: cluster-ddp" in said.out and name in said.out

@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 from documented import PROJECT
 
 PACKAGE = PROJECT / "cluster_ddp"
@@ -15,6 +16,13 @@ ROOMS = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
 
 def test_every_folder_is_in_the_map() -> None:
     assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("folder", ["run", "checkpoint", "launch", "train/own"])
+def test_the_map_of_a_large_folder_has_each_of_its_files(folder: str) -> None:
+    mapped = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
+    files = {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}
+    assert not files - set(re.findall(r"\w+", mapped)), f"missing in the map of {folder}/__init__.py"
 
 
 def test_every_file_and_every_name_is_there() -> None:

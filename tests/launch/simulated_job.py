@@ -309,7 +309,7 @@ class SimulatedHost(BatchHost):
             if self._step is not None and due <= self._world.now:
                 self.post(Signal(signal.SIGCHLD, self._world.now))
 
-    def start_step(
+    def start_job_step(
         self, command: Sequence[str], environment: Mapping[str, str], attempt: AttemptDirectory, nodes: int, parent: int
     ) -> Any:
         self._step = SimulatedStep(self._world, attempt)

@@ -11,9 +11,9 @@ from starts import begin, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.bad_hosts import enough_others, hosts_to_avoid, suspects
+from cluster_ddp.launch.job_step_output import JobStepOutput
 from cluster_ddp.launch.lost_nodes import record_failed_nodes
-from cluster_ddp.launch.running_step import RunningStep
-from cluster_ddp.launch.step_output import StepOutput
+from cluster_ddp.launch.running_job_step import RunningJobStep
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.decision import decide
@@ -232,7 +232,7 @@ class Ended:
     """A step that is over, as its keeper saw it."""
 
     def __init__(self, *lines: str, lost: tuple[int, ...] = (), unstarted: bool = False) -> None:
-        self.output = StepOutput(labelled=True)
+        self.output = JobStepOutput(labelled=True)
         self.lost = list(lost)
         self.unstarted = unstarted
         for line in lines:
@@ -241,7 +241,7 @@ class Ended:
 
 def recorded(run: RunDirectory, step: Ended) -> list[tuple[str, str]]:
     """What is recorded of the first attempt's nodes n1, n2 and n3."""
-    record_failed_nodes(run.attempt(0), EventWriter(run, "batch"), start(), cast(RunningStep, step))
+    record_failed_nodes(run.attempt(0), EventWriter(run, "batch"), start(), cast(RunningJobStep, step))
     events = [event for event in read_events(run) if event["event"] in ("node-failed", "node-lost")]
     return [(event["host"], event.get("error") or event["reason"]) for event in events if event.get("suspect", True)]
 

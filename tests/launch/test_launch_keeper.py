@@ -16,8 +16,8 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.allocation import SlurmAllocation
 from cluster_ddp.launch.batch_host import BatchHost
 from cluster_ddp.launch.end_of_job import EndOfJob
+from cluster_ddp.launch.job_step import with_attempt
 from cluster_ddp.launch.keeper import what_follows
-from cluster_ddp.launch.step import with_attempt
 from cluster_ddp.run.runs import create_run
 
 PROJECT = Path(__file__).parents[2]
@@ -129,9 +129,9 @@ import simulated_job
 from cluster_ddp.run.directory import RunDirectory
 
 class Host(simulated_job.SimulatedHost):
-    def start_step(self, *arguments, **named):
+    def start_job_step(self, *arguments, **named):
         print("before the step:", "pydantic" in sys.modules)
-        return super().start_step(*arguments, **named)
+        return super().start_job_step(*arguments, **named)
 
     def _happen(self, word):
         print("at the signal:", "pydantic" in sys.modules)

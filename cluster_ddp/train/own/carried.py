@@ -24,10 +24,10 @@ _ENDS = (
 
 
 class Carried:
-    """Tells, after the second step, of variables with tensors that a batch reads before it has set them.
+    """Warns, after the second step, about variables with tensors that a batch reads before it has set them.
 
     Such as ``output, hidden = model(batch, hidden)``: they come from the batch before, and start over at a resume. What
-    is made once, in the first batch, is no such variable. Numbers are not told: nearly every loop has some that are
+    is made once, in the first batch, is no such variable. Numbers are not reported: nearly every loop has some that are
     only printed.
 
     Parameters

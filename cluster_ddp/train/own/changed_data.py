@@ -16,7 +16,7 @@ _WIDTH = 64  # data sets in a list
 
 
 class ChangedData:
-    """Tells, once, of numbers of the data set, and of numbers and tensors of the samplers, that are changed there.
+    """Warns, once, about numbers of the data set, and of numbers and tensors of the samplers, that are changed there.
 
     A resume within the next epoch does not run that code again, as it does what precedes the batches. What has
     `set_epoch` is told the epoch before each pass, and is left out.

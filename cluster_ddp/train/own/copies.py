@@ -21,7 +21,7 @@ _IN_OPTIMIZER = 4  # what it holds is seen with its state
 
 
 class Copies:
-    """Tells, after the second step, of lists and dicts that hold a tensor for each weight, and that steps change.
+    """Warns, after the second step, about lists and dicts that hold a tensor for each weight, and that steps change.
 
     Such as ``shadow[name] = decay * shadow[name] + (1 - decay) * weight``, in a variable of a function that runs, or in
     an attribute of one.

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class CarriedGradients:
-    """Tells, once, of an optimizer whose update has gradients in it that are older than the update before.
+    """Warns, once, about an optimizer whose update has gradients in it that are older than the update before.
 
     Because nothing sets them to zero, or because one optimizer steps more rarely than another. It is looked at from the
     end of the first step with an update to the next update of each optimizer.

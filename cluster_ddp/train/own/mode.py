@@ -8,7 +8,7 @@ from torch import nn
 
 
 class TrainingMode:
-    """Tells, once, when a model is in evaluation mode at an update, and was in training mode at one before.
+    """Warns, once, when a model is in evaluation mode at an update, and was in training mode at one before.
 
     Mostly that is an oversight; and where the program calls ``train()`` once, behind what puts the state back, it
     trains in another mode after a resume than without one.

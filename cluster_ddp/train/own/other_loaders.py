@@ -11,7 +11,7 @@ from torch.utils.data import dataloader
 
 
 class OtherLoaders:
-    """Tells, after the second step, of passes over DataLoaders that go on from step to step.
+    """Warns, after the second step, about passes over DataLoaders that go on from step to step.
 
     Such as ``next(batches)`` of an iterator that was made before the loop, or ``zip(loader, other)``. A pass that
     begins and ends within a step, as that of an evaluation, is none.

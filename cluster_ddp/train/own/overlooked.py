@@ -21,7 +21,7 @@ _DEPTH = 3  # of the objects in a frame: its variables, their attributes, and th
 
 
 class Overlooked:
-    """Tells, after the second step, of modules and generators that steps change and no checkpoint holds.
+    """Warns, after the second step, about modules and generators that steps change and no checkpoint holds.
 
     Such as an average of the weights, a teacher, or a ``np.random.default_rng()`` of the loop's own. Modules are found
     wherever they are, generators in the variables of the functions that run and in what these hold.

@@ -17,10 +17,10 @@ _DEPTH_OF_HANDED = 4
 
 
 class Queues:
-    """Tells, after the second step, of each `deque` with tensors or arrays that steps fill and no checkpoint holds.
+    """Warns, after the second step, about each `deque` with tensors or arrays that steps fill and no checkpoint holds.
 
-    Those of numbers are not told: they are mostly losses, for people. Nor are lists, in which a loop collects what it
-    evaluates later.
+    Those of numbers are not reported: they are mostly losses, for people. Nor are lists, in which a loop collects what
+    it evaluates later.
 
     Parameters
     ----------

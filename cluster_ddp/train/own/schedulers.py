@@ -15,7 +15,7 @@ _DEPTH = 4  # of what was handed over: a scheduler may be in one that is in an o
 
 
 class OtherSchedulers:
-    """Tells, after the second step, of schedulers that steps move, such as one for the warm-up, made in the epoch.
+    """Warns, after the second step, about schedulers that steps move, such as one for the warm-up, made in the epoch.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ class OtherSchedulers:
         if moved:
             names = ", ".join(sorted({type(found).__name__ for found in moved}))
             self._tell(
-                f"steps move a learning rate scheduler that is not handed over ({names}), and starts over at a resume, "
-                "which is then not exact: make it before resumable() and hand it over by a name of its own "
+                f"steps move a learning rate scheduler that is not handed over ({names}), which starts over at a "
+                "resume, so the resume is not exact: make it before resumable() and hand it over by a name of its own "
                 "(warmup=warmup)"
             )
 

@@ -25,7 +25,7 @@ _REMEDIES: dict[type, str] = {
 
 
 class Taking:
-    """Tells, once, of a loop that has asked for batches which it has not trained on, and of one that counts them.
+    """Warns, once, about a loop that has asked for batches which it has not trained on, and of one that counts them.
 
     Parameters
     ----------

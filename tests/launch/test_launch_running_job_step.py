@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.launch import running_step
-from cluster_ddp.launch.running_step import RunningStep
+from cluster_ddp.launch.running_job_step import RunningJobStep
 from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.stopfile import request_stop
@@ -22,11 +22,11 @@ def attempt(tmp_path: Path) -> AttemptDirectory:
     return attempt
 
 
-def start(attempt: AttemptDirectory, *, seconds: int = 600) -> RunningStep:
-    return RunningStep(["sleep", str(seconds)], os.environ, attempt, 2, os.getpid())
+def start(attempt: AttemptDirectory, *, seconds: int = 600) -> RunningJobStep:
+    return RunningJobStep(["sleep", str(seconds)], os.environ, attempt, 2, os.getpid())
 
 
-def ends(step: RunningStep, *, within: float = 0.5) -> bool:
+def ends(step: RunningJobStep, *, within: float = 0.5) -> bool:
     deadline = time.monotonic() + within
     while not step.has_ended():
         if time.monotonic() > deadline:

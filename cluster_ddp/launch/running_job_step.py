@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from cluster_ddp.launch.job_step_output import LABEL, JobStepOutput
 from cluster_ddp.launch.processes import die_with_parent
 from cluster_ddp.launch.sign_of_life import SILENT_SECONDS, SilentNodes
-from cluster_ddp.launch.step_output import LABEL, StepOutput
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import read_stop
 
@@ -20,7 +20,7 @@ START_SECONDS = 3600.0
 _TERM_SECONDS = 5.0
 
 
-class RunningStep:
+class RunningJobStep:
     """A step that runs. What it prints is passed on.
 
     Parameters
@@ -63,7 +63,7 @@ class RunningStep:
             preexec_fn=prepare,
         )
         options = list(command[: command.index("-m")]) if "-m" in command else []
-        self.output = StepOutput(labelled=LABEL in options)
+        self.output = JobStepOutput(labelled=LABEL in options)
         for pipe, stream in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             assert pipe is not None
             self.output.follow(pipe, stream)

@@ -37,7 +37,7 @@ class TaskExit:
         return f"{self.how}: {self.last_line}" if self.last_line else self.how
 
 
-class StepOutput:
+class JobStepOutput:
     """Passes the output of a running step on."""
 
     def __init__(self, *, labelled: bool) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.launch.agent_failure import agent_failure, explain
+from cluster_ddp.launch.job_step_output import JobStepOutput
 from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
-from cluster_ddp.launch.step_output import StepOutput
 from cluster_ddp.run.directory import RunDirectory
 
 
 def test_people_see_the_lines_without_labels_and_the_last_of_each_task_is_kept() -> None:
-    output = StepOutput(labelled=True)
+    output = JobStepOutput(labelled=True)
     assert [output.note(line) for line in ("0: fine", "1: bash: no python3", "1: ")] == ["fine", "bash: no python3", ""]
     output.note("srun: error: n2: task 1: Exited with exit code 127")
     output.note("srun: error: n1: task 0: Terminated")
@@ -25,8 +25,8 @@ def test_people_see_the_lines_without_labels_and_the_last_of_each_task_is_kept()
 
 
 def test_a_line_that_only_looks_labelled_stays_where_nothing_labels() -> None:
-    assert StepOutput(labelled=False).note("1: first") == "1: first"
-    assert StepOutput(labelled=True).note("a: b") == "a: b"
+    assert JobStepOutput(labelled=False).note("1: first") == "1: first"
+    assert JobStepOutput(labelled=True).note("a: b") == "a: b"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_line_that_only_looks_labelled_stays_where_nothing_labels() -> None:
     ],
 )
 def test_what_srun_says_of_its_tasks(line: str, hosts: list[str]) -> None:
-    output = StepOutput(labelled=True)
+    output = JobStepOutput(labelled=True)
     assert output.note(line) == line
     assert [failure.host for failure in output.failures()] == hosts
 
