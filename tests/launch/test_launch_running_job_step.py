@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_ddp.launch import running_step
+from cluster_ddp.launch import running_job_step
 from cluster_ddp.launch.running_job_step import RunningJobStep
 from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -38,7 +38,7 @@ def ends(step: RunningJobStep, *, within: float = 0.5) -> bool:
 def test_a_step_that_waits_before_its_first_node_ends_when_the_run_is_stopped(
     attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running_step, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(running_job_step, "SILENT_SECONDS", 0.0)
     step = start(attempt)
     assert not ends(step)
     request_stop(attempt, reason="person", by="me")
@@ -48,14 +48,14 @@ def test_a_step_that_waits_before_its_first_node_ends_when_the_run_is_stopped(
 def test_a_step_in_which_no_node_comes_up_ends_some_time(
     attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running_step, "START_SECONDS", 0.2)
+    monkeypatch.setattr(running_job_step, "START_SECONDS", 0.2)
     step = start(attempt)
     assert ends(step) and step.unstarted
 
 
 def test_a_step_of_which_a_node_lives_goes_on(attempt: AttemptDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_step, "START_SECONDS", 0.0)
-    monkeypatch.setattr(running_step, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(running_job_step, "START_SECONDS", 0.0)
+    monkeypatch.setattr(running_job_step, "SILENT_SECONDS", 0.0)
     SignOfLife(attempt.alive_file(1)).give()
     request_stop(attempt, reason="person", by="me")
     step = start(attempt, seconds=1)
