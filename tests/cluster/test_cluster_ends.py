@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from same_training import checkpoints, repeated_steps
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, CalmRun, both_ways, both_ways_at_length, end, finish, restarts, submit
+from small_job import ONE_RANK, PATIENCE, CalmRun, both_ways, both_ways_at_length, end, finish, restarts, submit
 from training_job import TrainingJob
 
 from cluster_ddp.run.directory import RunDirectory
@@ -21,8 +21,10 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @both_ways_at_length
-def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
-    training = submit(cluster, tmp_path, "--via", via, braked=True)
+def test_stop_is_final_until_a_person_resumes(
+    cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path, via: str
+) -> None:
+    training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
     training.wait_for_step(12, timeout=PATIENCE)
     cluster.cli("stop", str(training.run), timeout=PATIENCE)
     status = end(training, "COMPLETED")
@@ -34,7 +36,7 @@ def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: CalmR
     assert answer["run_id"] == training.run.name
     again = replace(training, job=int(answer["slurm_job_id"]))
     assert cluster.job_info(again.job)["Partition"] == "urgent"
-    finish(again, calm, attempts=2)
+    finish(again, calm_alone, attempts=2)
     assert repeated_steps(training.run) == []
 
 
@@ -42,7 +44,7 @@ def test_stop_is_final_until_a_person_resumes(cluster: SlurmCluster, calm: CalmR
 def test_a_stop_while_slurm_queues_the_run_again_takes_it_out_of_the_queue(
     cluster: SlurmCluster, tmp_path: Path, via: str
 ) -> None:
-    training = submit(cluster, tmp_path, "--via", via, braked=True)
+    training = submit(cluster, tmp_path, "--via", via, braked=True, **ONE_RANK)
     training.wait_for_step(12, timeout=PATIENCE)
     cluster.run("scontrol", "requeue", str(training.job))
     request_stop(RunDirectory(training.run).attempt(0), reason=PERSON, by="me")
@@ -111,9 +113,10 @@ def test_scancel_is_final_at_any_moment(
 
 @pytest.mark.newest
 def test_cancelled_run_stays_cancelled_until_a_person_resumes_it(
-    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
+    cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path
 ) -> None:
-    training = submit(cluster, tmp_path, braked=True, checkpoint={"every_steps": 1})  # it is always saving
+    always_saving = {"every_steps": 1}
+    training = submit(cluster, tmp_path, braked=True, checkpoint=always_saving, **ONE_RANK)
     _training(cluster, training)
     cluster.cancel(training.job)
     info = cluster.wait_for_state(training.job, "CANCELLED", timeout=30)
@@ -125,7 +128,7 @@ def test_cancelled_run_stays_cancelled_until_a_person_resumes_it(
     assert checkpoints(training.run), "a cancelled run has time to save, too"
     seldom = ("--set", "checkpoint.every_steps=10")
     answer = json.loads(cluster.cli("resume", str(training.run), "--json", *seldom).stdout.splitlines()[-1])
-    finish(replace(training, job=int(answer["slurm_job_id"])), calm, attempts=2)
+    finish(replace(training, job=int(answer["slurm_job_id"])), calm_alone, attempts=2)
 
 
 # -- what is not tried again -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from same_training import repeated_steps
 from slurm_cluster import CHECKOUT, SlurmCluster
-from small_job import PATIENCE, SMALL, CalmRun, finish, restarts, submit
+from small_job import ONE_RANK, PATIENCE, SMALL, CalmRun, finish, restarts, submit
 from training_job import TrainingJob, write_job
 
 pytestmark = pytest.mark.timeout(400)
@@ -41,17 +41,18 @@ def test_hang_is_noticed_explained_and_retried(cluster: SlurmCluster, calm: Calm
 
 
 @pytest.mark.newest
-def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
+def test_run_stopped_by_its_time_limit_twice(cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path) -> None:
     # Slurm looks at time limits every 30 s and warns up to 30 s early: here 25 to 55 s after the start of an attempt,
     # when it trains on a busy machine, too. Two such attempts on an idle one do not reach the end.
     slow = {"seconds": 2.0}
+    slurm, launch = {**ONE_RANK["slurm"], "time": "00:01:00"}, ONE_RANK["launch"]
     training = submit(
-        cluster, tmp_path, braked=True, slurm={"time": "00:01:00"}, requeue={"warning": "5s"}, params=slow
+        cluster, tmp_path, braked=True, slurm=slurm, launch=launch, requeue={"warning": "5s"}, params=slow
     )
     training.wait_for_restart(1)
     training.wait_for_restart(2)
     cluster.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=20")
-    finish(training, calm, attempts=3)
+    finish(training, calm_alone, attempts=3)
     assert repeated_steps(training.run) == []
     reasons = [event["reason"] for event in training.events() if event["event"] == "stopped"]
     assert reasons == ["time-limit", "time-limit"]

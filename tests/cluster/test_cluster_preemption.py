@@ -62,15 +62,15 @@ def preemption(cluster: SlurmCluster, kind: str) -> Iterator[str]:
 
 
 @pytest.mark.newest
-def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
+def test_submitit_job_is_completed_once(cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path) -> None:
     """So is one of sbatch: test_cluster_end_to_end.py."""
-    training = submit(cluster, tmp_path, "--via", "submitit", braked=True)
+    training = submit(cluster, tmp_path, "--via", "submitit", braked=True, **ONE_RANK)
     preempt(training, 1)
     training.full_speed()
     training.stays_ended("COMPLETED", restarts=1)
     status = training.status()
     assert (status["state"], status["attempts"]) == ("COMPLETED", 2)
-    assert_same_training(training.run, calm.run)
+    assert_same_training(training.run, calm_alone.run)
     assert repeated_steps(training.run) == [], "work was lost although there was time to save"
 
 
@@ -79,7 +79,7 @@ def test_preempted_while_setup_lines_run(cluster: SlurmCluster, tmp_path: Path, 
     """Its SIGTERM ends them as well; on this partition nobody queues the job again but the job itself."""
     mark = tmp_path / "setup"
     training = submit(
-        cluster, tmp_path, "--via", via, slurm={"partition": "cancel"},
+        cluster, tmp_path, "--via", via, slurm={**ONE_RANK["slurm"], "partition": "cancel"},
         launch={"setup": [f"touch {mark}; ((${{SLURM_RESTART_COUNT:-0}})) || sleep 100"]},
     )  # fmt: skip
     cluster.wait_for(mark.exists, PATIENCE, f"the setup lines run\n{training.story()}")
