@@ -19,9 +19,7 @@ def calm_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return _made_once("calm-alone", request, tmp_path_factory, **ONE_RANK)
 
 
-def _made_once(
-    name: str, request: pytest.FixtureRequest, factory: pytest.TempPathFactory, **sections: Any
-) -> CalmRun:
+def _made_once(name: str, request: pytest.FixtureRequest, factory: pytest.TempPathFactory, **sections: Any) -> CalmRun:
     """A calm run; of several workers the first that asks for it makes it, for all."""
     folder = factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # each worker has a folder of its own in that of the session
