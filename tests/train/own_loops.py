@@ -257,5 +257,9 @@ def states(run: RunDirectory) -> list[str]:
     return [event["event"] for event in read_events(run) if event["event"] not in ("checkpoint", "stop-requested")]
 
 
+def told(run: RunDirectory) -> list[str]:
+    return [event["message"] for event in read_events(run) if event["event"] == "warning"]
+
+
 def failure(run: RunDirectory) -> str:
     return str([event["error"] for event in read_events(run) if event["event"] == "failed"][-1])

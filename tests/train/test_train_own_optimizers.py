@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from own_loops import LOADERS, begin_attempt, digest, distributed, failure, interrupt, model_of, new_run, states
+from own_loops import LOADERS, begin_attempt, digest, distributed, failure, interrupt, model_of, new_run, states, told
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.nn import functional as F
@@ -91,6 +91,66 @@ def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp
     assert "a SGD that is not handed over has trained weights that are" in failure(anew)
     assert run_ranks(with_others, 1, inside.path, anew=False) == [None]
     assert states(inside) == ["started", "completed"]
+
+
+class Sharp(torch.optim.SGD):
+    """SAM: its two steps are no `step`, and that of the optimizer inside it is."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["climbed"] = 0.05 * weight.grad
+            weight += self.state[weight]["climbed"]
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight -= self.state[weight]["climbed"]
+        self.inner.step()
+        self.zero_grad()
+
+
+def sharp(calm: Path, broken: Path, manual: Path) -> list[str | None]:
+    """Trains by SAM, left alone and stopped and resumed, and then without any optimizer."""
+    ends: list[str | None] = []
+    for place, attempt, at in ((calm, 0, None), (broken, 0, (1, 2)), (broken, 1, None)):
+        begin_attempt(place, attempt)
+        ends.append(None)
+        with contextlib.suppress(SystemExit), join_run() as run:
+            torch.manual_seed(5)
+            model = model_of()
+            optimizer = Sharp(model.parameters())
+            loader = run.resumable(
+                LOADERS["tensors"](), model=model, optimizer=optimizer, inner=optimizer.inner, epochs=3
+            )
+            for epoch in loader.epochs():
+                for number, (inputs, labels) in loader.enumerate():
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.climb()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.descend()
+                    if at == (epoch, number):
+                        interrupt("stop")
+            ends[-1] = digest(model)
+    begin_attempt(manual, 0)
+    with join_run() as run:
+        for _ in run.steps(504, model=(weight := nn.Linear(1, 1)), optimizer=torch.optim.SGD(weight.parameters())):
+            weight.bias.data += 1
+    return ends
+
+
+def test_an_optimizer_inside_another_is_kept_and_its_steps_are_seen(tmp_path: Path) -> None:
+    calm, broken, manual = new_run(tmp_path / "calm"), new_run(tmp_path / "broken"), new_run(tmp_path / "manual")
+    ((whole, stopped, resumed),) = run_ranks(sharp, 1, calm.path, broken.path, manual.path)
+    assert whole is not None
+    assert (stopped, resumed) == (None, whole)
+    assert [told(calm), told(broken)] == [[], []]
+    assert "no optimizer that is handed over has stepped in these" in "".join(told(manual))
 
 
 def reptile(place: Path) -> int | str | None:

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import LOADERS, Images, begin_attempt, digest, failure, interrupt, model_of, new_run
+from own_loops import LOADERS, Images, begin_attempt, digest, failure, interrupt, model_of, new_run, told
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from train_ranks import run_ranks
 
-from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.parts import Echo
 from cluster_ddp.train.own.taking import Taking
 
 
@@ -71,7 +73,7 @@ def test_a_loop_that_reads_ahead_of_its_training_is_told() -> None:
 
 
 def around(place: Path, attempt: int, at: tuple[int, int] | None, how: str) -> str | None:
-    """A loop that draws, counts and sets rates before the batches of an epoch, and after the last; its weights."""
+    """A loop that draws, counts, resets before the batches of an epoch, and after the last; its weights."""
     begin_attempt(place, attempt)
     model = model_of()
     is_through = False
@@ -89,6 +91,7 @@ def around(place: Path, attempt: int, at: tuple[int, int] | None, how: str) -> s
             if epoch:
                 scheduler.step()
                 optimizer.param_groups[0]["weight_decay"] *= 1.5
+                optimizer.state.clear()
             kept.scale *= 1.5
             drawn = torch.rand(())
             for number, (inputs, labels) in loader.enumerate():
@@ -115,6 +118,20 @@ def test_what_is_done_before_the_batches_of_an_epoch_and_after_the_loop_is_exact
     assert broken == [None, None, None, calm]
 
 
+def test_an_optimizer_s_state_that_is_overwritten_before_the_batches_of_an_epoch_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    put_back = Handed({"model": model, "optimizer": optimizer}, Echo(optimizer), 1).as_now()
+    optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    put_back()
+    assert optimizer.state[model.bias]["step"] == 1
+    optimizer.state[model.bias]["exp_avg"].zero_()
+    with pytest.raises(TrainError, match="changes the state of Adam in place"):
+        put_back()
+
+
 def by_hand(place: Path) -> None:
     """Takes as many batches as an epoch has, and is stopped in the second."""
     for attempt in (0, 1):
@@ -137,8 +154,7 @@ def test_next_beyond_the_batches_that_are_left_says_so_and_gradients_that_add_up
     run = new_run(tmp_path)
     run_ranks(by_hand, 1, run.path)
     assert "the batches of epoch 1 are through: of 8 there were 3 left at this resume" in failure(run)
-    told = [event["message"] for event in read_events(run) if event["event"] == "warning"]
-    assert "has gradients in it from before the last update" in "".join(told)
+    assert "has gradients in it from before the last update" in "".join(told(run))
 
 
 def reset(place: Path, attempt: int, at: int | None) -> list[Any]:

@@ -53,7 +53,7 @@ def first_steps_of(
     loop: Loop, handed: Handed, tell: Callable[[str], None], loader: Any = None, data: Any = None
 ) -> Callable[[bool], None]:
     """What sees all that is beside a loop, over this loader and data, if there are: see `Loop.look`."""
-    gradients = CarriedGradients(handed.optimizers, tell)
+    gradients = CarriedGradients(handed.stepping, tell)
     first = FirstSteps(
         [
             OtherLoaders(data, tell),

@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.loop import OTHER_LOOP
-from cluster_ddp.train.own.values import tensors_in
+from cluster_ddp.train.own.program import reachable
+from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.attributes import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer
 from cluster_ddp.train.state.training import Stateful
+
+_DEPTH = 4  # of an optimizer, in which others are searched
 
 
 class Handed:
@@ -43,6 +46,8 @@ class Handed:
         What is trained, without its wrappers.
     optimizers
         All of them; the first is the one that `State` saves.
+    stepping
+        The optimizers, and those inside them, as in SAM and Lookahead.
     wrapped
         The modules in DDP.
     scalers
@@ -72,6 +77,8 @@ class Handed:
             _refuse_unwrapped(trained, named)
         self.model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
         self.optimizers = list(optimizers.values())
+        inside = reachable([("", optimizer) for optimizer in self.optimizers], _DEPTH)
+        self.stepping = [part for _, part in inside if isinstance(part, Optimizer)]
         weights = {id(weight): name for name, weight in self.model.named_parameters()}
         others = list(optimizers.items())[1:]
         self._more = {name: OptimizerState(optimizer, weights) for name, optimizer in others}
@@ -137,17 +144,26 @@ class Handed:
             yield from tensors_in(thing.state_dict())
 
     @property
+    def apart(self) -> frozenset[str]:
+        """The attributes of the first optimizer that are optimizers which are handed over themselves."""
+        first, *more = self.optimizers
+        return frozenset(name for name, value in vars(first).items() if any(value is other for other in more))
+
+    @property
     def others(self) -> list[Any]:
         """What is kept besides what is trained and the optimizers."""
         return list(self._rest.values())
 
     def as_now(self) -> Callable[[], None]:
-        """What puts the weights back, the settings of the optimizers, and the state of all that is no module.
+        """What puts the weights back, what the optimizers hold, and the state of all that is no module.
 
-        A copy of the weights lies in the host's memory until then.
+        A copy of the weights lies in the host's memory until then. Of the state of the optimizers there is none: it is
+        put back where it has been thrown away, and refused where it was written in place.
         """
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        of_groups = [copy.deepcopy(_settings_of(group)) for group in groups]
+        of_groups = [
+            [copy.deepcopy(_settings_of(group)) for group in optimizer.param_groups] for optimizer in self.optimizers
+        ]
+        put_back_states = [_state_as_now(optimizer) for optimizer in self.optimizers]
         others = [thing for thing in self._rest.values() if not isinstance(thing, nn.Module)]
         states = [copy.deepcopy(thing.state_dict()) for thing in others]
         modules = [self.model, *(thing for thing in self._rest.values() if isinstance(thing, nn.Module))]
@@ -160,8 +176,11 @@ class Handed:
                     weight.data.copy_(value)
             for thing, state in zip(others, states, strict=True):
                 thing.load_state_dict(state)
-            for group, was in zip(groups, of_groups, strict=True):  # last: schedulers set the rates too
-                _put_settings(group, was)
+            for put_back_state in put_back_states:
+                put_back_state()
+            for optimizer, settings in zip(self.optimizers, of_groups, strict=True):  # last: schedulers set rates too
+                for group, was in zip(optimizer.param_groups, settings, strict=False):  # one that is new is refused
+                    _put_settings(group, was)
 
         return put_back
 
@@ -213,6 +232,31 @@ def _put_settings(group: dict[str, Any], was: dict[str, Any]) -> None:
             group[key].copy_(value)
         else:
             group[key] = value
+
+
+def _state_as_now(optimizer: Optimizer) -> Callable[[], None]:
+    held = dict(optimizer.state)
+    parts = {key: dict(state) for key, state in held.items() if type(state) is dict}
+    look = sampled(_tensors_of(held))
+
+    def put_back() -> None:
+        for key, state in parts.items():
+            held[key].clear()
+            held[key].update(state)
+        optimizer.state.clear()
+        optimizer.state.update(held)
+        if sampled(_tensors_of(held)) != look:
+            raise TrainError(
+                f"the code before the batches of an epoch changes the state of {type(optimizer).__name__} in place. It "
+                "has done so again at this resume, in the middle of the epoch, and what it has overwritten cannot be "
+                "put back: let it run after the batches of the epoch before, or make new tensors"
+            )
+
+    return put_back
+
+
+def _tensors_of(states: Mapping[Any, Any]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(states) if has_values(tensor))
 
 
 def _listed(things: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ OTHER_LOOP = (
     "its own, or a folder of its own"
 )
 
+_MANY = 500
+
 
 class LeaveBlock(BaseException):
     """Ends the block of `join_run` from within its loop: what follows the loop is not run."""
@@ -88,6 +90,7 @@ class Loop:
         self.look: Callable[[bool], None] = lambda updated: None
         self.on_update: Callable[[], None] = lambda: None
         self._is_updated = self._save_is_due = self._awaits_batches = False
+        self._waited = 0  # batches that a save or a stop has waited for an update
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
         self.data: int | None = None
@@ -232,7 +235,9 @@ class Loop:
 
     def _save_or_leave(self) -> None:
         if not self._is_updated:
+            self._wait()
             return
+        self._waited = 0
         if self._stop.level:
             self._session.decision = self._stop
             self.has_stopped = True
@@ -240,6 +245,16 @@ class Loop:
         if self._save_is_due:
             self._save_is_due = False
             self.save()
+
+    def _wait(self) -> None:
+        if self._save_is_due or self._stop.level:
+            self._waited += 1
+            if self._waited == _MANY:
+                self._session.saving.tell(
+                    f"a save or a stop has waited for {_MANY} batches for an update, and no optimizer that is handed "
+                    "over has stepped in these: nothing is saved before. Hand over the optimizer that trains, and let "
+                    "it update the weights by its step()"
+                )
 
     def enter(self, epoch: int) -> None:
         """Call when an epoch begins: what comes before its batches draws the same numbers after a resume, too.

@@ -11,9 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.handed import Handed
-from cluster_ddp.train.own.program import reachable
-
-_DEPTH = 4  # of an optimizer that was handed over: others may be in it, as in Lookahead and SAM
 
 
 class OtherOptimizers:
@@ -31,7 +28,7 @@ class OtherOptimizers:
     """
 
     def __init__(self, handed: Handed, batches: Callable[[], int | None]) -> None:
-        self._known = {id(part) for _, part in reachable([("", own) for own in handed.optimizers], _DEPTH)}
+        self._known = {id(optimizer) for optimizer in handed.stepping}
         self._weights = {id(weight) for optimizer in handed.optimizers for weight in _weights_of(optimizer)}
         self._batches = batches
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()

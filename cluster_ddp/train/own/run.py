@@ -265,11 +265,11 @@ class ScriptRun:
         unfrozen = Unfrozen(handed.wrapped)
         self._loop = loop
         loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
-        state = State(handed.model, handed.optimizers[0], also=handed)
+        state = State(handed.model, handed.optimizers[0], also=handed, apart=handed.apart)
         loop.generators = OwnGenerators(handed.model, *handed.optimizers)
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
-        self._begin(handed.model, state, handed.optimizers, order, order.total, fresh)
-        for optimizer in handed.optimizers:
+        self._begin(handed.model, state, handed.stepping, order, order.total, fresh)
+        for optimizer in handed.stepping:
             optimizer.register_step_pre_hook(lambda *_: unfrozen.check())
             optimizer.register_step_post_hook(loop.note_update)
         if loop.is_over:
@@ -295,7 +295,6 @@ class ScriptRun:
         if self.world.is_main:
             self._report = self._open_report()
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._session.saving.wait_for_staging())
             optimizer.register_step_pre_hook(lambda *_: mode.check())
         self._session.tell_start()
 
@@ -337,6 +336,9 @@ class ScriptRun:
     def _save(self, *, again: bool = False) -> None:
         self._check_weights(self.step)
         self._session.save(dict(self._report.latest), again=again)
+        # On a GPU the weights are still being copied. The trainer waits before its update; a loop of one's own may
+        # change them at any time, as the inner steps of Reptile do, and the first step of SAM.
+        self._session.saving.wait_for_staging()
 
     def _save_at_end(self) -> None:
         """Save what the code after the last step has changed, too; a run that was over before is left as it is."""

@@ -47,11 +47,18 @@ class OptimizerState:
     names
         Of the model's parameters, by their ids.
 
+    Attributes
+    ----------
+    apart
+        Attributes that are saved by themselves.
+
     Raises
     ------
     TaskError
         It holds a parameter that is not one of the model, or is one that torch has wrong.
     """
+
+    apart: frozenset[str] = frozenset()
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer, self._names = optimizer, names
@@ -60,10 +67,9 @@ class OptimizerState:
         for group in optimizer.param_groups:
             if not all(id(parameter) in names for parameter in group["params"]):
                 raise TaskError("optimizer() holds a parameter that is not one of model(): make it a part of the model")
-        kind = type(optimizer)
         self._own_methods = (
-            kind.state_dict is not Optimizer.state_dict
-            or kind.load_state_dict is not Optimizer.load_state_dict
+            type(optimizer).state_dict is not Optimizer.state_dict
+            or type(optimizer).load_state_dict is not Optimizer.load_state_dict
             or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
         )
         self._seen: Attributes | None = None
@@ -179,8 +185,7 @@ class OptimizerState:
             for key, value in changed.items():
                 _put(group, key, value)
         self._put_states(by_name, scalars.get("optimizer_layouts", {}))
-        for key, value in shared.items():
-            self._optimizer.state[key] = value
+        self._optimizer.state.update(shared)
 
     def put_first_settings(self, other: Optimizer) -> None:
         """Give the groups of another optimizer the settings that those here had at first, as a resume makes them."""
@@ -194,6 +199,7 @@ class OptimizerState:
 
         What its hooks keep is left out: those that log or profile count as well. `changed_later` names it.
         """
+        other.apart = self.apart
         mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
         for name in sorted(mine.keys() | theirs.keys()):
             how = _difference(name, mine, theirs)
@@ -221,7 +227,7 @@ class OptimizerState:
         attributes = {
             name: value
             for name, value in vars(optimizer).items()
-            if name not in _TORCHS and (hooks or not are_hooks(value))
+            if name not in _TORCHS | self.apart and (hooks or not are_hooks(value))
         }
         groups = optimizer.param_groups
         known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}
@@ -238,9 +244,9 @@ class OptimizerState:
             if type(state) is not dict:
                 self._optimizer.state[parameter] = state
                 continue
-            placed: dict[Any, Any] = dict(before) if type(before) is dict else {}
-            for key in placed.keys() - state.keys():
-                del placed[key]
+            placed: dict[Any, Any] = (
+                {key: before[key] for key in before if key in state} if type(before) is dict else {}
+            )
             for key, value in state.items():
                 if type(value) is Tensor and type(key) is str and "." not in key:
                     strides, device = _usual_strides(value, parameter), parameter.device
@@ -295,8 +301,8 @@ class OptimizerState:
         if without is None:  # as once was saved
             return
         now = set(self._without())
-        gone, added = sorted(now - set(without)), sorted(set(without) - now)
-        if gone or added:
+        if now != set(without):
+            gone, added = sorted(now - set(without)), sorted(set(without) - now)
             changes = [f"without {_named(gone)}"] * bool(gone) + [f"with {_named(added)} besides"] * bool(added)
             raise TaskError(
                 f"optimizer() now makes an optimizer {' and '.join(changes)}, other than the one that was saved: hold "
@@ -306,9 +312,7 @@ class OptimizerState:
 
     def _own(self) -> dict[str, Any]:
         """What the optimizer's own `state_dict` gives besides."""
-        if not self._own_methods:
-            return {}
-        whole = self._optimizer.state_dict()
+        whole = self._optimizer.state_dict() if self._own_methods else {}
         return {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
 
     def _changed_settings(self, packer: Packer) -> list[dict[str, Any]]:

@@ -30,8 +30,10 @@ _REMEDIES = {
     "state_dict() of a module has to give its tensors themselves. " + SHAPED_BY_A_BATCH,
     "ema": "what is averaged has to be in the model from the beginning",
     "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
-    "state_dict() and load_state_dict()",
+    "state_dict() and load_state_dict(); in a loop of your own, hand an optimizer inside it over as well, by a name of "
+    "its own (base=optimizer.base_optimizer)",
     "task": "load_state_dict() of the task has to take back all that its state_dict() gives",
+    "memory": "give each tensor memory of its own: weight.copy_(other) in place of weight.data = other",
     "counts": "report this as an error of cluster-ddp",
 }
 
@@ -71,7 +73,8 @@ def check_comes_back(state: State, step: int, collected: Collected, plan: SavePl
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
     ]
     if not differing and plan.aliases != (aliases := find_aliases(again)):
-        differing = [f"{name}: shares its memory otherwise" for name in sorted(plan.aliases.keys() ^ aliases.keys())]
+        shared = [f"{name}: shares its memory otherwise" for name in sorted(plan.aliases.keys() ^ aliases.keys())]
+        raise _refusal(shared, "memory")
     if differing:
         kinds = {name.partition(".")[0].partition("_")[0] for name in differing}
         raise _refusal(differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))

@@ -85,6 +85,7 @@ class State:
         scaler: torch.amp.GradScaler | None = None,
         ema: Averages | None = None,
         also: Stateful | None = None,
+        apart: frozenset[str] = frozenset(),  # see `OptimizerState`
     ) -> None:
         self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date
         self._model = model
@@ -93,6 +94,7 @@ class State:
         self._also = also
         self._parameters = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
+        self._optimizer.apart = apart
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
         self._first_buffers = list(model.buffers())  # those that DDP sends from rank 0 to the others
