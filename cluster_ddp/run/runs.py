@@ -182,6 +182,8 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
         if in_sweep.exists() and not text.startswith(("~", os.pardir)):
             return in_sweep
         _refuse_sweep(at_path.path)
+        for folder in (at_path.path, in_sweep.path):
+            _refuse_not_begun(folder)
         raise RunNotFound(f"{text} is not a run directory (it has no run.json that you can read)")
     runs = list_runs(runs_dir)
     found = [run for run in runs if run.id == text] or [run for run in runs if run.id.startswith(text)]
@@ -226,6 +228,17 @@ def _refuse_sweep(folder: Path) -> None:
         f"{folder.name} is a sweep. Name one of its runs by its directory{example}\n"
         f"Which there are: cluster-ddp status {folder.name}"
     )
+
+
+def _refuse_not_begun(folder: Path) -> None:
+    """Raise when an element of a sweep may be meant that has no run yet."""
+    sweep = folder.parent
+    if os.path.lexists(sweep / SWEEP_RECORD):
+        raise RunNotFound(
+            f"{folder.name} of sweep {sweep.name} has not begun, so there is no run of it yet.\n"
+            f"Which Slurm job is to start it: cluster-ddp status {sweep.name}; to take that one out of the queue: "
+            "scancel JOB"
+        )
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -244,6 +244,10 @@ def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm
     assert f"such as {run.path}" in call("logs", sweep.id).err
     assert json.loads(call("status", f"{sweep.id}/{run.id}", "--json").out)["run_id"] == run.id
     assert call("status", f"../{here.name}/runs/{sweep.id}/no").status == 2
+    waiting = read_sweep(sweep).elements[1].name
+    for name in (f"{sweep.id}/{waiting}", str(sweep.path / waiting)):
+        said = call("stop", name)
+        assert said.status == 2 and f"{waiting} of sweep {sweep.id} has not begun" in said.err
 
 
 def test_resume_of_a_sweep_is_its_command_again(here: Path, cluster: Slurm, call: Call) -> None:
