@@ -21,6 +21,7 @@ _DRAIN_SECONDS = 2.0  # a process that was left behind may hold the pipe open
 _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
+_OWN = re.compile(r"srun: error: (?P<what>.+)")
 _SIGNALLED = ("Terminated", "Killed")  # what srun does to the others once one has failed
 
 
@@ -38,13 +39,20 @@ class TaskExit:
 
 
 class JobStepOutput:
-    """Passes the output of a running step on."""
+    """Passes the output of a running step on.
+
+    Attributes
+    ----------
+    own_error
+        The first that srun said of itself and not of a task; None where it has not.
+    """
 
     def __init__(self, *, labelled: bool) -> None:
         self._labelled = labelled
         self._last: dict[str, deque[str]] = {}
         self._exits: list[tuple[str, str, str]] = []  # hosts, tasks, how
         self._threads: list[threading.Thread] = []
+        self.own_error: str | None = None
 
     def follow(self, pipe: IO[bytes], stream: TextIO) -> None:
         """Pass on what comes through a pipe, in the background."""
@@ -72,6 +80,8 @@ class JobStepOutput:
             self._exits.append((exited["hosts"], exited["tasks"], exited["how"]))
         elif refused := _NOT_LAUNCHED.match(line):
             self._exits.append((refused["host"], "", f"the task was not launched: {refused['how']}"))
+        elif self.own_error is None and (own := _OWN.match(line)):
+            self.own_error = own["what"]
         elif self._labelled and (task := _LABELLED.fullmatch(line)):
             if task[2].strip():
                 self._last.setdefault(task[1], deque(maxlen=_KEPT_LINES)).append(task[2].strip())

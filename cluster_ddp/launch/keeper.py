@@ -39,7 +39,7 @@ from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
-from cluster_ddp.run.events import REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
+from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
 from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
@@ -198,7 +198,9 @@ class Keeper:
             nodes = start.nodes if start else 1
             job_step = self._host.start_job_step(command, environment, attempt, nodes, parent=os.getpid())
         except (OSError, NoFreePort) as error:
-            say(f"the job step cannot be started: {error}")
+            why = f"the job step cannot be started: {error}"
+            say(why)
+            self._write(NODE_FAILED, host=self._host_name, error=why, suspect=True)
             self._end.job_step_has_ended()
             return
         self._host.beside(prepare_to_decide)
@@ -231,6 +233,12 @@ class Keeper:
         return self._host.within(seconds, decided) or (None, [])
 
     @property
+    def _host_name(self) -> str:
+        """What Slurm calls this host."""
+        start = self._allocation.start
+        return (start.batch_host if start else "") or socket.gethostname()
+
+    @property
     def _writer(self) -> str:
         start = self._allocation.start
         return on_this_host(f"batch-{start.job_id if start else os.getpid()}")
@@ -255,9 +263,8 @@ class Keeper:
         writable = self._host.within(_HURRIED_DECIDE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
         if writable is not False or start is None:
             return []
-        host = start.batch_host or socket.gethostname()
-        say(f"{self._run.path} cannot be written on {host}")
-        return [host]
+        say(f"{self._run.path} cannot be written on {self._host_name}")
+        return [self._host_name]
 
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
         """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""

@@ -15,7 +15,7 @@ from cluster_ddp.run.events import (
     EventWriter,
 )
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.stopfile import TERMINATED
+from cluster_ddp.run.stopfile import TERMINATED, read_stop
 from cluster_ddp.slurm.control import down_nodes
 from cluster_ddp.slurm.start import SlurmStart
 
@@ -66,6 +66,9 @@ def record_failed_nodes(
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
     if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
         failed = dict.fromkeys(hosts, "it never said that it had started")
+    if not failed and not spoke and job_step.output.own_error and read_stop(attempt) is None:
+        error = f"srun started nothing: {job_step.output.own_error}"
+        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
     for host in sorted(failed.keys() - spoke):
         error = f"its node program did not start: {failed[host]}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)

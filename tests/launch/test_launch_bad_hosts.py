@@ -18,6 +18,7 @@ from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.decision import decide
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
@@ -273,6 +274,15 @@ def test_a_step_in_which_no_node_came_up_is_told(fresh: RunDirectory) -> None:
     found = recorded(fresh, Ended(unstarted=True))
     assert [host for host, _ in found] == ["n1", "n2", "n3"]
     assert all("nor did any other within 60 min" in error for _, error in found)
+
+
+def test_a_step_that_srun_could_not_start_is_told_in_its_words(fresh: RunDirectory) -> None:
+    attempts(fresh, 1)
+    lines = ("srun: error: Unable to confirm allocation for job 77: Unable to contact slurm controller",
+             "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 77")  # fmt: skip
+    assert recorded(fresh, Ended(*lines)) == [], "it is no fault of a node's"
+    outcome = outcome_of(read_history(fresh), 0)
+    assert outcome.ending is Ending.FAILED and "Unable to contact slurm controller" in outcome.reason
 
 
 def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:

@@ -246,6 +246,13 @@ def test_a_script_that_waits_for_its_keeper_passes_signals_on(stage: Stage) -> N
     assert stage.output.splitlines()[-1] == "the end"
 
 
+def test_a_batch_host_without_srun_is_named(stage: Stage) -> None:
+    (stage.bin / "srun").unlink()
+    assert stage.perform(stage.write(), SLURMD_NODENAME="node-b") == 0, stage.output
+    assert stage.requeues() == ["77"]
+    assert "node node-b failed: the step cannot be started" in stage.status()["reason"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
