@@ -178,11 +178,16 @@ def refuse_ended(history: History) -> None:
 def failures_of(history: History, number: int) -> list[Event]:
     """What failed in an attempt since training last (re)started in it, in the order it happened."""
     failures: list[Event] = []
+    first = True
     for event in history.of_attempt(number, STARTED, RESUMED, FAILED, RANK_FAILED, NODE_FAILED):
         if event["event"] in (FAILED, RANK_FAILED, NODE_FAILED):
             failures.append(event)
-        else:
-            failures.clear()  # the ranks were restarted inside the allocation and it went on
+            continue
+        # The ranks were restarted inside the allocation and it went on; but what failed at a later step did so after
+        # the first start, by whatever clock: those of the hosts may differ.
+        begun = as_whole(event.get("step")) or 0
+        failures = [failed for failed in failures if first and (as_whole(failed.get("step")) or 0) > begun]
+        first = False
     return failures
 
 

@@ -230,6 +230,16 @@ def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
     assert decide(run, attempt).why.startswith("it left no record of its end")
 
 
+def test_a_failure_on_a_host_whose_clock_is_behind_counts(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    """By the clock of its own host rank 1 was killed before rank 0 began; it is the cause of what rank 0 says."""
+    say("rank-failed", 0, at=0, step=8, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
+    say("started", 0, at=1, step=0)
+    say("failed", 0, at=2, step=8, rank=0, host="n1", error="RuntimeError: Connection closed by peer")
+    assert decide(run, attempt).reason == "rank 1 on n2 at step 8 failed: ended by SIGKILL"
+
+
 def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirectory, say: Say) -> None:
     actions = []
     for number, step in enumerate([50, 50, 80, None, 80, 70]):
