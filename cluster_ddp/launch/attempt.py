@@ -91,13 +91,13 @@ def begin_when_there_is_room(
 
 
 def decide_after(
-    attempt: AttemptDirectory, start: SlurmStart | None, *, job_runs: Callable[[], bool] | None = None, writer: str
+    attempt: AttemptDirectory, start: SlurmStart | None, *, job_goes_on: Callable[[], bool] | None = None, writer: str
 ) -> Decision:
     """Decide what follows an attempt whose processes have ended. Why it ended is recorded; the decision is not.
 
     Parameters
     ----------
-    job_runs
+    job_goes_on
         See `cluster_ddp.run.decision.decide`.
     writer
         The name under which this process writes events.
@@ -108,7 +108,7 @@ def decide_after(
     speak_for_script(attempt, events)
     if start is not None:
         record_lost_nodes(read_history(attempt.run), attempt, events)
-    return decide(attempt.run, attempt, job_runs=job_runs)
+    return decide(attempt.run, attempt, job_goes_on=job_goes_on)
 
 
 def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:

@@ -225,10 +225,15 @@ class EndOfJob:
         """Whether SIGKILL is so near that nothing may be waited for."""
         return self._decide_at is not None and self._host.now() >= self._decide_at
 
-    def job_runs(self) -> bool:
-        """Whether Slurm lets the job run on, though a SIGTERM has ended its step."""
-        if self.lets_it_run or self.reason is not None:
-            return self.lets_it_run
+    def job_goes_on(self) -> bool:
+        """Whether the job may go on though a SIGTERM has ended its step: Slurm lets it run, or ends it not for good.
+
+        The stop file says so as well, where there was room for it.
+        """
+        if self.lets_it_run or self.reason in (PREEMPTION, TIME_LIMIT, REQUEUED, NODE_FAILURE, NODE_DOWN):
+            return True
+        if self.reason is not None:
+            return False
         return self._allocation.why_it_ends(_PATIENT_SECONDS) == TERMINATED
 
     def give_up_at(self) -> float | None:

@@ -222,7 +222,7 @@ class Keeper:
         def decided() -> tuple[Decision | None, list[str]]:
             try:
                 start = self._allocation.start
-                decision = decide_after(attempt, start, job_runs=self._end.job_runs, writer=self._writer)
+                decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
                 bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
             except (ClusterDDPError, OSError) as error:
                 say(f"what follows attempt {attempt.number} cannot be decided: {error}")

@@ -52,15 +52,15 @@ def decide(
     run: RunDirectory,
     attempt: AttemptDirectory,
     *,
-    job_runs: Callable[[], bool] | None = None,
+    job_goes_on: Callable[[], bool] | None = None,
 ) -> Decision:
     """Decide what follows an attempt that has ended: by the run's events, its stop file and its job file's limits.
 
     Parameters
     ----------
-    job_runs
-        Asks Slurm whether it lets the attempt's job run on. Called only when a SIGTERM ended the attempt and nobody
-        knows why: `scancel --signal=TERM` is no scancel.
+    job_goes_on
+        Asks whether Slurm lets the attempt's job run on, or has ended it not for good. Called only when a SIGTERM ended
+        the attempt and its files do not say why: `scancel --signal=TERM` is no scancel.
     """
     history = read_history(run)
     outcome = outcome_of(history, attempt.number)
@@ -70,7 +70,7 @@ def decide(
         return Decision("fail", f"failed {when}, so it would fail again: {outcome.why}")
     if outcome.ending in _FINAL_ACTIONS:
         return Decision(_FINAL_ACTIONS[outcome.ending], outcome.why)
-    if outcome.stop_reason == TERMINATED and not (job_runs and job_runs()):
+    if outcome.stop_reason == TERMINATED and not (job_goes_on and job_goes_on()):
         # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
         return Decision("stop", "stopped by a SIGTERM that nobody gave a reason for")
     return _within_limits(history, attempt.number, outcome, _limits(run))

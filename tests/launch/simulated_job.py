@@ -206,6 +206,7 @@ class SimulatedStep:
 
     lost: tuple[int, ...] = ()
     unstarted = False
+    own_error = None
 
     def __init__(self, world: World, attempt: AttemptDirectory) -> None:
         self._world, self._attempt = world, attempt

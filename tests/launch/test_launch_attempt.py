@@ -114,7 +114,7 @@ def test_a_sigterm_that_is_no_scancel_does_not_end_the_run(run: RunDirectory, ru
     begin(run)
     happened(run, "checkpoint", step=5)
     happened(run, "stopped", step=5, reason="terminated")
-    assert decide_after(run.attempt(0), start(), job_runs=lambda: runs, writer="test").action == word
+    assert decide_after(run.attempt(0), start(), job_goes_on=lambda: runs, writer="test").action == word
 
 
 def test_a_node_that_slurm_calls_down_is_recorded_as_lost(

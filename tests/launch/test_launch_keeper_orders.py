@@ -6,6 +6,8 @@ always an end; and where Slurm answers, no requeue that is wanted is lost.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import socket
 import tempfile
@@ -19,6 +21,7 @@ from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, Simulated
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.launch import end_of_job
 from cluster_ddp.launch.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
@@ -213,6 +216,22 @@ def test_a_batch_host_that_loses_the_run_directory_is_left(fast_disk: Path, monk
     kept = live(world)
     assert kept is not None and kept.follows == "start again" and world.queued
     assert left == [socket.gethostname()]
+
+
+@pytest.mark.parametrize(("word", "queued"), [("preemption", True), ("time limit", True), ("scancel", False)])
+def test_a_full_disk_that_takes_no_stop_file_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str, queued: bool
+) -> None:
+    """The ranks have had their SIGTERM, and say no more than that; the keeper knows what it meant."""
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(end_of_job, "request_stop", full)
+    life = Life(((10, "TERM to the step"), (10, word)), lasts=1000, saves_in=3.0)
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    live(world)
+    assert world.queued is queued and not world.faults
 
 
 def test_a_run_that_is_stopped_while_slurm_queues_it_again_leaves_the_queue(fast_disk: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_sigterm_while_slurm_lets_the_job_run_on_is_no_scancel(
 ) -> None:
     say("checkpoint", 0, at=8, step=40)
     say("stopped", 0, at=9, step=40, reason=reason)
-    assert decide(run, attempt, job_runs=lambda: runs).action == action
+    assert decide(run, attempt, job_goes_on=lambda: runs).action == action
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_sigterm_that_follows_a_nodes_failure_is_no_stop(
 ) -> None:
     say("node-failed", 0, at=1, host="n2", error="it cannot start: no room", suspect=True)
     say("stopped", 0, at=2, step=0, reason="terminated")
-    decision = decide(run, attempt, job_runs=lambda: False)
+    decision = decide(run, attempt, job_goes_on=lambda: False)
     assert (decision.action, decision.why) == ("requeue", "node n2 failed: it cannot start: no room")
     request_stop(attempt, reason="cancel", by="a person")
     assert decide(run, attempt).action == "stop"
