@@ -282,7 +282,7 @@ def test_a_step_that_srun_could_not_start_is_told_in_its_words(fresh: RunDirecto
              "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 77")  # fmt: skip
     assert recorded(fresh, Ended(*lines)) == [], "it is no fault of a node's"
     outcome = outcome_of(read_history(fresh), 0)
-    assert outcome.ending is Ending.FAILED and "Unable to contact slurm controller" in outcome.reason
+    assert outcome.ending is Ending.FAILED and "Unable to contact slurm controller" in outcome.why
 
 
 def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:

@@ -237,7 +237,7 @@ def test_a_failure_on_a_host_whose_clock_is_behind_counts(
     say("rank-failed", 0, at=0, step=8, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
     say("started", 0, at=1, step=0)
     say("failed", 0, at=2, step=8, rank=0, host="n1", error="RuntimeError: Connection closed by peer")
-    assert decide(run, attempt).reason == "rank 1 on n2 at step 8 failed: ended by SIGKILL"
+    assert decide(run, attempt).why == "rank 1 on n2 at step 8 failed: ended by SIGKILL"
 
 
 def test_the_stall_guard_counts_attempts_without_a_new_checkpoint(run: RunDirectory, say: Say) -> None:
