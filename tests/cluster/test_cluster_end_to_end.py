@@ -13,7 +13,7 @@ from same_training import assert_every_sample_once, assert_same_training, repeat
 from slurm_cluster import SlurmCluster
 from training_job import SAMPLES, STEPS, STEPS_PER_EPOCH, TrainingJob, submit
 
-pytestmark = [pytest.mark.newest, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
