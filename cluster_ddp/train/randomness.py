@@ -149,12 +149,10 @@ class OwnGenerators:
     def _visit(self, value: Any, inner: list[Any]) -> None:
         if isinstance(value, GENERATORS):
             self._found.append(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, list, tuple)):
             if len(value) <= _WIDTH:
-                inner += value.values()
-        elif isinstance(value, (list, tuple)):
-            if len(value) <= _WIDTH:
-                inner += value
+                inner += value.values() if isinstance(value, dict) else value
+            inner += vars(value).values() if hasattr(value, "__dict__") else ()  # of a class derived from them
         elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType)):
             inner += (part for _, part in inner_parts(value))
 

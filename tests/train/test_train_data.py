@@ -109,6 +109,29 @@ def test_a_set_that_is_another_after_a_pass_is_told(
     assert capfd.readouterr().err.count("(CachesAtTheEnd) gives other samples after a pass") == keeps
 
 
+class Curriculum(Noisy):
+    """Its samples depend on a level, which somebody sets."""
+
+    level = 0.0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = super().__getitem__(index)
+        return inputs + self.level, label
+
+
+def test_a_set_that_is_changed_after_several_passes_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    data = Curriculum()
+
+    def plans() -> Iterator[tuple[int, Any]]:
+        for epoch in range(6):
+            data.level = float(epoch >= 3)
+            yield from ((epoch, np.arange(first, first + 10)) for first in range(0, 50, 10))
+
+    loader = Loader(Fetcher(data, default_collate, 1, exact=True), plans(), lambda plan: plan, workers=0, device=CPU)
+    assert len(list(loader)) == 30
+    assert capfd.readouterr().err.count("(Curriculum) gives other samples after a pass") == 1
+
+
 class Grows(Noisy):
     """Has more items when all have been read once."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
+import queue
 import time
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import TensorDataset
 from zoo_awkward import COUNTED
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
 from zoo_training import Case, Crash, ZooTask, job_of, judge
@@ -105,6 +109,40 @@ def test_what_no_checkpoint_holds_is_told_by_name(tmp_path: Path, capfd: pytest.
     for record in tmp_path.rglob("run.json"):
         warnings = describe(RunDirectory(record.parent), {}).warnings
         assert any("training changes task.before" in warning for warning in warnings)
+
+
+class Log(list[float]):
+    """A list with more to it."""
+
+    total = 0.0
+
+
+class CountsElsewhere(ZooTask):
+    """Its loss depends on numbers in objects of Python's library, in a list of its own kind, and in a data set."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.options = argparse.Namespace(model=SimpleNamespace(scale=1.0))
+        self.waiting: queue.Queue[float] = queue.Queue()
+        self.log = Log()
+        self.data = TensorDataset(torch.zeros(3))
+        self.data.scale = 1.0  # type: ignore[attr-defined]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.waiting.put(1.0)
+        self.log.total += 1.0
+        scale = self.waiting.qsize() + self.log.total
+        for holder in (self.options.model, self.data):
+            holder.scale += 1.0
+            scale += holder.scale
+        return super().loss(model, batch) * scale
+
+
+def test_numbers_in_whatever_holds_them_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    judge(Case(), tmp_path, CountsElsewhere)
+    told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line)
+    names = ("data", "log", "options", "waiting")
+    assert [name for name in names if f"task.{name}" not in told] == [], told
 
 
 @pytest.mark.parametrize(

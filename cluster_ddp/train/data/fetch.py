@@ -57,8 +57,9 @@ class Fetcher:
         self._base = derive(*seed_words)
         self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
         self.is_tried = not exact
-        # A batch as it was before training, its epoch and its places, to see whether a pass over the set changes it.
+        # A batch as it was before training, its epoch and its places, to see whether passes over the set change it.
         self._at_first: tuple[int, int, Indices] | None = None
+        self._looked_at_again = 0  # the epoch from which on
         self._length = 0  # as it was then
         self._untouched: Any = None  # a copy of the set before it is read; kept, for some close files when they go
         # Which of `HOST_GENERATORS` samples draw from: only they are seeded for each.
@@ -86,7 +87,8 @@ class Fetcher:
         if not self.is_tried:
             self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
-        elif self._at_first is not None and epoch >= self._at_first[1]:
+        elif self._at_first is not None and epoch >= self._looked_at_again:
+            self._looked_at_again = 2 * epoch  # seldom enough to cost nothing
             self._try_after_a_pass()
         return self._read(epoch, places)
 
@@ -200,7 +202,7 @@ class Fetcher:
             self._refuse_workers_own(epoch, indices, found)
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other)
-            self._at_first = other, epoch + 1, indices
+            self._at_first, self._looked_at_again = (other, epoch + 1, indices), epoch + 1
             self._used = ()
             # A set may take its seed from a generator without drawing from it.
             if fingerprint(self._read(epoch + 1, indices)) != other:
@@ -232,17 +234,19 @@ class Fetcher:
         """Tell if a batch is another than before the first pass; whoever changed it may put it back at a resume."""
         assert self._at_first is not None
         was, epoch, indices = self._at_first
-        self._at_first = None
         worker = get_worker_info()
         if worker is not None and worker.id != 0:
+            self._at_first = None
             return
         if self._positions is None and (now := _length(self._data)) != self._length:
+            self._at_first = None
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass and had "
                 f"{self._length} before: every epoch is of those that it had when training began. Give it its final "
                 "length, or derive it from IterableDataset"
             )
         if fingerprint(self._read(epoch, indices)) != was:
+            self._at_first = None
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) gives other samples after a pass than "
                 "before, with the same seed: a resume is exact only where what has changed in it is put back. A cache "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import collections
 import functools
@@ -9,7 +10,9 @@ import inspect
 import io
 import itertools
 import operator
+import queue
 import sys
+import types
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from types import FunctionType, MethodType
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
@@ -31,10 +34,15 @@ from cluster_ddp.train.randomness import GENERATORS
 _DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists part by part
 _FAR = 1_000_000  # how far in longer ones, where only numbers and strings are seen
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_NOT_BEGUN, _GENERATOR = "not begun", "a random generator"
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name"}  # the latter of Lightning's
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
-_MOVING = (Optimizer, LRScheduler, _BaseDataLoaderIter)
+# Of libraries, and yet looked into: what moves by itself, and what holds whatever is put there.
+_SEEN_INTO = (
+    Optimizer, LRScheduler, _BaseDataLoaderIter,
+    argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
+)  # fmt: skip
 
 
 class Attributes:
@@ -90,7 +98,10 @@ class Attributes:
         if isinstance(value, Tensor):
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
-        elif isinstance(value, (np.ndarray, np.generic)):
+            return
+        if isinstance(value, _CONTAINERS) and hasattr(value, "__dict__"):  # of a class derived from them
+            self._look_into(vars(value).items(), name, depth)
+        if isinstance(value, (np.ndarray, np.generic)):
             # One that cannot be written, as a file that is mapped into memory, may be larger than the memory.
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # where it is follows from the step, once it is there
@@ -113,7 +124,10 @@ class Attributes:
             for prefix, module in value.named_modules():
                 parts = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(parts.items(), f"{name}.{prefix}".removesuffix("."), depth)
-        elif isinstance(value, _MOVING) or not _is_of_library(value):
+        elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
+            # What a step may set in it, as a level of difficulty; not what is large, nor a file that is opened late.
+            self._look_into([(key, part) for key, part in vars(value).items() if _is_small(part)], name, depth)
+        elif isinstance(value, _SEEN_INTO) or not _is_of_library(value):
             self._look_into(inner_parts(value), name, depth)
 
     def _look_into(self, parts: Iterable[tuple[str, Any]], name: str, depth: int) -> None:
@@ -183,6 +197,14 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
+def _is_small(part: Any) -> bool:
+    if isinstance(part, (list, tuple)):
+        return len(part) <= _WIDTH and all(map(_is_small, part))
+    if isinstance(part, np.ndarray):
+        return part.nbytes <= _FAR
+    return isinstance(part, (Tensor, Dataset)) or (part is not None and type(part) in _PLAIN)
+
+
 def _positions(parts: Collection[Any]) -> list[str]:
     return [str(number) for number in range(len(parts))]
 
@@ -194,8 +216,9 @@ def _is_iterator(value: Any) -> bool:
 
 def _place_of(iterator: Any) -> Any:
     """Where an iterator is, without moving it on: those of lists and ranges show how much is left."""
-    if inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:
-        return _NOT_BEGUN
+    state = inspect.getgeneratorstate(iterator) if inspect.isgenerator(iterator) else None
+    if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
+        return _NOT_BEGUN if state == inspect.GEN_CREATED else _ENDED
     if type(iterator) is itertools.count:
         return repr(iterator)
     left = operator.length_hint(iterator, -1)
