@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import random
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from cluster_ddp.train.inner_parts import inner_parts
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
+_POSITIVE_INT = (1 << 31) - 1
 _DEPTH, _WIDTH = 6, 100  # how deep in an object generators are searched, and in how long lists
 
 
@@ -100,6 +102,8 @@ def drawn() -> tuple[float, ...]:
 def _seed_libraries(seed: int) -> None:
     random.seed(seed & _HALF_WORD)
     np.random.seed(seed & _HALF_WORD)
+    if (opencv := sys.modules.get("cv2")) is not None:  # it has one of its own, for cv2.randn and the like
+        opencv.setRNGSeed(seed & _POSITIVE_INT)
 
 
 class OwnGenerators:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from train_tasks import Everything, differences, final_state, job, losses, new_r
 
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train.metrics.losses import StepLoss, TotalLosses
+from cluster_ddp.train.randomness import StepSeeds
 
 STEPS = 20
 
@@ -110,3 +113,12 @@ def test_a_loss_is_the_same_to_the_last_bit_whatever_it_is_exchanged_with() -> N
     found = run_ranks(grouped_losses, 3, 100)
     assert all(together == alone for together, alone in found)
     assert found[0] == found[1] == found[2]
+
+
+def test_the_generator_of_opencv_is_seeded_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setitem(sys.modules, "cv2", SimpleNamespace(setRNGSeed=seeds.append))
+    for step in (3, 4, 3):
+        StepSeeds(1, 0, torch.device("cpu")).apply(step, 0)
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert all(0 <= seed < 2**31 for seed in seeds), "it takes an int of C"
