@@ -102,8 +102,9 @@ def drawn() -> tuple[float, ...]:
 def _seed_libraries(seed: int) -> None:
     random.seed(seed & _HALF_WORD)
     np.random.seed(seed & _HALF_WORD)
-    if (opencv := sys.modules.get("cv2")) is not None:  # it has one of its own, for cv2.randn and the like
-        opencv.setRNGSeed(seed & _POSITIVE_INT)
+    # OpenCV has one of its own, for cv2.randn and the like. What is called cv2 may be something else, or half imported.
+    if (seed_opencv := getattr(sys.modules.get("cv2"), "setRNGSeed", None)) is not None:
+        seed_opencv(seed & _POSITIVE_INT)
 
 
 class OwnGenerators:
@@ -156,7 +157,8 @@ class OwnGenerators:
         elif isinstance(value, (dict, list, tuple)):
             if len(value) <= _WIDTH:
                 inner += value.values() if isinstance(value, dict) else value
-            inner += vars(value).values() if hasattr(value, "__dict__") else ()  # of a class derived from them
+            own = getattr(value, "__dict__", {})  # of a class derived from them; it may be the dict itself
+            inner += own.values() if len(own) <= _WIDTH else ()
         elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType)):
             inner += (part for _, part in inner_parts(value))
 

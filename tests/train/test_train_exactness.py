@@ -122,3 +122,6 @@ def test_the_generator_of_opencv_is_seeded_where_it_is_imported(monkeypatch: pyt
         StepSeeds(1, 0, torch.device("cpu")).apply(step, 0)
     assert seeds[0] == seeds[2] != seeds[1]
     assert all(0 <= seed < 2**31 for seed in seeds), "it takes an int of C"
+    for other in (None, SimpleNamespace()):  # an import that is forbidden, and something else of this name
+        monkeypatch.setitem(sys.modules, "cv2", other)
+        StepSeeds(1, 0, torch.device("cpu")).apply(3, 0)

@@ -126,7 +126,8 @@ class CountsElsewhere(ZooTask):
         self.waiting: queue.Queue[float] = queue.Queue()
         self.log = Log()
         self.data = TensorDataset(torch.zeros(3))
-        self.data.scale = 1.0  # type: ignore[attr-defined]
+        self.data.scale, self.data.parts = 1.0, []  # type: ignore[attr-defined]
+        self.data.parts.append(self.data.parts)  # type: ignore[attr-defined]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.waiting.put(1.0)

@@ -185,7 +185,7 @@ def is_same(was: Any, now: Any) -> bool:
     """Whether two leaves are one value; of tensors, whether they are one tensor."""
     if isinstance(was, (Tensor, _Place)) or isinstance(now, (Tensor, _Place)):
         return was is now
-    return type(was) is type(now) and repr(was) == repr(now)
+    return was is now or (type(was) is type(now) and repr(was) == repr(now))
 
 
 def are_hooks(value: Any) -> bool:
@@ -197,11 +197,13 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
-def _is_small(part: Any) -> bool:
+def _is_small(part: Any, depth: int = _DEPTH) -> bool:
     if isinstance(part, (list, tuple)):
-        return len(part) <= _WIDTH and all(map(_is_small, part))
+        return depth > 0 and len(part) <= _WIDTH and all(_is_small(inner, depth - 1) for inner in part)
     if isinstance(part, np.ndarray):
         return part.nbytes <= _FAR
+    if isinstance(part, (str, bytes)):  # as the whole text that a language model trains on
+        return len(part) <= _FAR
     return isinstance(part, (Tensor, Dataset)) or (part is not None and type(part) in _PLAIN)
 
 
