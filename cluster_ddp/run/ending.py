@@ -122,14 +122,8 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         )
     failures = failures_of(history, number)
     own_fault = any(not _is_surroundings(event) for event in failures)
-    if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and any(
-        event["event"] in (NODE_FAILED, NODE_LOST) for event in events
-    ):
-        stop_reason = None  # ending the others when a node has failed is not a stop
     saved = any(event["event"] == STOPPED for event in events)
-    if stop_reason == AGENT_LOST and failures and not saved:
-        stop_reason = None  # nor is it when ranks failed before all had met
-    if stop_reason is not None and (saved or not own_fault):
+    if stop_reason is not None and (saved or not own_fault) and not _follows_a_failure(stop_reason, events, failures):
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
         return AttemptOutcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
@@ -270,6 +264,14 @@ def _finished_a_step(history: History, number: int, logged: int | None) -> bool:
         elif step is not None:
             reached.append(step)
     return any(step > (first or 0) for step in reached)
+
+
+def _follows_a_failure(stop_reason: str, events: list[Event], failures: list[Event]) -> bool:
+    """Whether nobody wanted that stop: what was left of the attempt was ended because a part of it had failed."""
+    names = {event["event"] for event in events}
+    if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and names & {NODE_FAILED, NODE_LOST}:
+        return True
+    return stop_reason == AGENT_LOST and bool(failures) and STOPPED not in names  # ranks failed before all had met
 
 
 def _stop_reason(history: History, number: int, events: list[Event]) -> tuple[str | None, str]:

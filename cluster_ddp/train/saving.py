@@ -48,7 +48,7 @@ class Saving:
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
         self._rank = world.rank
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._next_look = math.inf  # `time.monotonic` of it, once there is something to compare with
         self._logged: set[str] = set()  # by a script, which may log what it likes
         self._is_best_due = False
@@ -112,11 +112,11 @@ class Saving:
         best = self._settings.keep_best
         self._is_best_due |= best is not None and best.metric in values
 
-    def tell_not_logged(self) -> None:
+    def warn_not_logged(self) -> None:
         """Say, at the end, that a script has not logged what ``checkpoint.keep_best`` goes by."""
         best = self._settings.keep_best
         if self._rank == 0 and best is not None and self._logged and best.metric not in self._logged:
-            self.tell(
+            self.warn(
                 f"checkpoint.keep_best.metric: {best.metric} was not logged in this attempt, and no checkpoint of it "
                 f"was kept for being the best; run.log() was given {', '.join(sorted(self._logged))}"
             )
@@ -174,30 +174,30 @@ class Saving:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected, state.late_buffers())
             self._check(state, step, collected, together=True)
-            self.tell_unsaved(state)
+            self.warn_unsaved(state)
 
     def look(self, state: State) -> None:
-        """Call now and then between steps: `tell_unsaved` as often as takes a thousandth of the training's time."""
+        """Call now and then between steps: `warn_unsaved` as often as takes a thousandth of the training's time."""
         if time.monotonic() >= self._next_look:
-            self.tell_unsaved(state)
+            self.warn_unsaved(state)
 
-    def tell_unsaved(self, state: State) -> None:
+    def warn_unsaved(self, state: State) -> None:
         """Say what has changed in model, task and optimizer and is in no checkpoint; a step may depend on it."""
         if self._rank != 0 or self._checkpointer is None:
             return
         begun = time.thread_time()
         names = state.unsaved()
         self._next_look = time.monotonic() + (time.thread_time() - begun) / _LOOKING
-        if names := [name for name in names if name not in self._told]:
-            self._told.update(names)
+        if names := [name for name in names if name not in self._warned]:
+            self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            self.tell(
+            self.warn(
                 f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
                 "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
                 "state_dict() and load_state_dict() of the task (an optimizer: of its own)"
             )
 
-    def tell(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         """Say on rank 0 what is to be known, and record it for `status`."""
         if self._rank == 0:
             say(f"cluster_ddp: {message}")

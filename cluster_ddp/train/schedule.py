@@ -29,7 +29,7 @@ class Schedule:
         The peak rate that `train.min_lr` is measured against.
     total
         Updates in the whole training; the end of the cosine and linear decay.
-    tell
+    warn
         Is told, once, when something else has set a rate: it has no effect, as no checkpoint holds it.
 
     Raises
@@ -39,7 +39,7 @@ class Schedule:
     """
 
     def __init__(
-        self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int, tell: Callable[[str], None]
+        self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int, warn: Callable[[str], None]
     ) -> None:
         self._optimizer = optimizer  # load_state_dict gives it new groups, so they are looked up each time
         if any(group.get("lr") is None for group in optimizer.param_groups):
@@ -54,9 +54,9 @@ class Schedule:
         self._peak = peak
         self._warmup = train.warmup_steps
         self._shape = _shapes(train, peak=peak, total=total)[train.schedule]
-        self._tell = tell
+        self._warn = warn
         self._rates: list[float | None] = [None] * len(self._peaks)  # as they were set last
-        self._is_told = False
+        self._has_warned = False
 
     def factor(self, update: int) -> float:
         """The part of the peak rate at which update number `update`, counted from 0, is made."""
@@ -82,12 +82,12 @@ class Schedule:
                 group["lr"] = rates[number] = rate
 
     def _look_at(self, number: int, found: Any) -> None:
-        """Tell of a rate that is another than was set; a tensor may be on a device, which has no time for it."""
+        """Warn of a rate that is another than was set; a tensor may be on a device, which has no time for it."""
         rate = self._rates[number]
-        if self._is_told or rate is None or isinstance(found, Tensor) or found == rate:
+        if self._has_warned or rate is None or isinstance(found, Tensor) or found == rate:
             return
-        self._is_told = True
-        self._tell(
+        self._has_warned = True
+        self._warn(
             f"the learning rate of the optimizer's group {number} was set to {found:g} in training, which has no "
             f"effect: the trainer sets the rate of each update by train.schedule, here {rate:g}. Let train.schedule "
             "say how it changes; for a rate of its own give the group its lr in optimizer()"

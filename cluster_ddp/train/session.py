@@ -149,7 +149,7 @@ class Session:
     def step(self) -> int:
         return self.beat.steps
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def record(self, event: str, **fields: Any) -> None:
         """Record an event, on rank 0."""
         if self.world.is_main and self._writer is not None:
             self._writer.write(event, attempt=self._attempt, step=self.step, **fields)
@@ -181,9 +181,9 @@ class Session:
         state.watch()
         return {} if restored is None else restored.manifest.metrics
 
-    def tell_start(self, **fields: Any) -> None:
+    def record_start(self, **fields: Any) -> None:
         """Record that training begins, or goes on."""
-        self.tell(
+        self.record(
             events.RESUMED if self._resumed else events.STARTED,
             world_size=self.world.world_size,
             total_steps=self._total_steps,
@@ -256,16 +256,16 @@ class Session:
         assert self._state is not None
         self.beat.enter(Phase.STOPPING)
         if self.decision.level:
-            self.tell(events.STOP_REQUESTED, reason=self.decision.reason)
+            self.record(events.STOP_REQUESTED, reason=self.decision.reason)
         durable = self._save_for_good(save)
-        self.saving.tell_unsaved(self._state)
+        self.saving.warn_unsaved(self._state)
         if completed and not durable:
             why = f" ({self.saving.why_failed})" if self.saving.why_failed else ""
             raise TrainError(
                 f"all {self.step} steps are done, but their checkpoint could not be written{why}; make room on the "
                 "storage of the run, or mend it, and resume"
             )
-        self.tell(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)
+        self.record(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)
 
     def close(self) -> None:
         """Give the memory back; all ranks, before the group goes."""

@@ -167,12 +167,11 @@ class Trainer:
         barrier()
         self.plan: BatchPlan = agree_on_batches(train, self.directory, world)
 
-        seed_everything(derive(Use.BUILD, train.seed))
-        self.model = prepare_model(expect_type(self.task.model(), nn.Module, "model()"), train, device)
+        self.model = prepare_model(self._make_model(self.task), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
-        self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.saving.tell)
+        self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.saving.warn)
         self.precision = choose_precision(train, device)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
 
@@ -181,7 +180,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.task, self.model, lr)
         refuse_other_passes(self.optimizer)
         self.schedule = Schedule(
-            train, self.optimizer, peak=lr, total=self.stream.total_steps, tell=self.session.saving.tell
+            train, self.optimizer, peak=lr, total=self.stream.total_steps, warn=self.session.saving.warn
         )
         scaler = make_scaler(train, self.precision)
         parameters = list(self.model.parameters())  # also those that are frozen now
@@ -206,12 +205,16 @@ class Trainer:
         self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
         self.log = Log(self.job, self.directory, self.attempt, world, self.stream, device, self.wrapped)
 
+    def _make_model(self, task: Task) -> nn.Module:
+        """The model as each rank and each attempt begins with it."""
+        seed_everything(derive(Use.BUILD, self.job.train.seed))
+        return expect_type(task.model(), nn.Module, "model()")
+
     def _make_state_once_more(self) -> State:
         """The state as a new process makes it, on the CPU; the task that is training is left alone."""
         train, task = self.job.train, copy.copy(self.task)
         with keep_generators():
-            seed_everything(derive(Use.BUILD, train.seed))
-            model = expect_type(task.model(), nn.Module, "model()")
+            model = self._make_model(task)
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
@@ -233,9 +236,9 @@ class Trainer:
         self.log.open(self.step, metrics)
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))
-        self.session.tell_start(training=setup)
+        self.session.record_start(training=setup)
         if self.evaluated is not None:
-            self.session.saving.tell(
+            self.session.saving.warn(
                 f"{type(self.optimizer).__name__} has weights of its own to evaluate with (its eval()): checkpoints "
                 "hold them beside those that it trains with, and export --ema writes them"
             )

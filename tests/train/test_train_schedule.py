@@ -21,7 +21,7 @@ def spec(**train: Any) -> TrainSpec:
 
 def schedule(peak: float = 1.0, total: int = 110, **train: Any) -> Schedule:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    return Schedule(spec(lr=peak, **train), optimizer, peak=peak, total=total, tell=pytest.fail)
+    return Schedule(spec(lr=peak, **train), optimizer, peak=peak, total=total, warn=pytest.fail)
 
 
 def test_shapes() -> None:
@@ -40,7 +40,7 @@ def test_shapes() -> None:
 def test_groups_keep_their_proportion() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1], "lr": 0.4}, {"params": parameters[1:], "lr": 0.04}])
-    Schedule(spec(lr=0.4, schedule="linear"), optimizer, peak=0.4, total=100, tell=pytest.fail).apply(50)
+    Schedule(spec(lr=0.4, schedule="linear"), optimizer, peak=0.4, total=100, warn=pytest.fail).apply(50)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.02])
 
 

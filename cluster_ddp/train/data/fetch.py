@@ -231,7 +231,7 @@ class Fetcher:
             )
 
     def _try_after_a_pass(self) -> None:
-        """Tell if a batch is another than before the first pass; whoever changed it may put it back at a resume."""
+        """Warn if a batch is another than before the first pass; whoever changed it may put it back at a resume."""
         assert self._at_first is not None
         was, epoch, indices = self._at_first
         worker = get_worker_info()

@@ -60,10 +60,10 @@ class IterableStream:
         plan: BatchPlan,
         world: World,
         device: torch.device,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.waited = 0.0
-        self._tell = tell
+        self._warn = warn
         self._sharded = task.sharded and world.world_size > 1
         self._length = _length(data, sharded=self._sharded)
         self.total_steps, self.steps_per_epoch = _steps(self._length, train, plan)
@@ -132,7 +132,7 @@ class IterableStream:
         seen = all_gather_object(first)
         if self._sharded:
             if len(set(seen)) == 1:
-                self._tell("the task says sharded = True, but all ranks read the same items")
+                self._warn("the task says sharded = True, but all ranks read the same items")
             return
         if len(set(seen)) > 1:
             raise DataError(
@@ -141,7 +141,7 @@ class IterableStream:
                 "sharded = True of the task"
             )
         if counts.data_fingerprint not in (None, first):
-            self._tell(
+            self._warn(
                 "train_data() does not begin with the items it began with when the checkpoint was saved: "
                 "this resume is not exact. The order of the files and the augmentation have to be as they were"
             )

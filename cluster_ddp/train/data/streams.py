@@ -70,17 +70,17 @@ class Stream(Protocol):
         """End the workers."""
 
 
-Tell = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 def open_stream(
-    task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device, tell: Tell
+    task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device, warn: Warn
 ) -> Stream:
     """Make the stream of the task's training set.
 
     Parameters
     ----------
-    tell
+    warn
         Called with what is to be known of the set.
 
     Raises
@@ -94,8 +94,8 @@ def open_stream(
     if isinstance(data, IterableDataset):
         from cluster_ddp.train.data.iterable import IterableStream
 
-        return IterableStream(data, task, train, plan, world, device, tell)
-    return MapStream(data, task, train, plan, world, device, tell)
+        return IterableStream(data, task, train, plan, world, device, warn)
+    return MapStream(data, task, train, plan, world, device, warn)
 
 
 class MapStream:
@@ -109,7 +109,7 @@ class MapStream:
         plan: BatchPlan,
         world: World,
         device: torch.device,
-        tell: Tell,
+        warn: Warn,
     ) -> None:
         samples = _length(data)
         _expect_one_length(samples)
@@ -118,7 +118,7 @@ class MapStream:
         self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
         self._fetcher = Fetcher(data, task.collate, Use.SAMPLE, train.seed, exact=True)
         self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device
-        self._tell = tell
+        self._warn = warn
         self._loader: Loader[MicroBatch] | None = None
 
     @property
@@ -155,7 +155,7 @@ class MapStream:
         yield from batches
 
     def _compare(self, seen: int, counts: Counts) -> None:
-        """Tell if ranks see another last sample, or if it was another when the checkpoint was saved.
+        """Warn if ranks see another last sample, or if it was another when the checkpoint was saved.
 
         It is not refused: processors of different kinds may make samples of which the last bits differ.
         """
@@ -164,12 +164,12 @@ class MapStream:
         what = f"sample {self.order.samples - 1} of train_data()"
         if others:
             hosts = f"rank 0 on {by_rank[0][1]} and on rank {others[0]} on {by_rank[others[0]][1]}"
-            self._tell(
+            self._warn(
                 f"{what} is not the same on {hosts}: each step trains on other samples than it should, some twice and "
                 "some never. Every rank has to see the same set in the same order: sort the names of its files"
             )
         elif counts.data_fingerprint not in (None, seen):
-            self._tell(
+            self._warn(
                 f"{what} is not what it was when the checkpoint was saved: this resume is not exact. The set, the "
                 "order of its files and the augmentation have to be as they were"
             )

@@ -34,12 +34,12 @@ class Carried:
     ----------
     kept
         What the loop keeps by `ScriptRun.keep`, and may change by a name of its own.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, kept: KeptNumbers, tell: Callable[[str], None]) -> None:
-        self._kept, self._tell = kept, tell
+    def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+        self._kept, self._warn = kept, warn
         self._before: dict[str, int] = {}
 
     def first(self) -> None:
@@ -50,7 +50,7 @@ class Carried:
         """Call after the second."""
         before, now = self._before, self._now()
         if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
-            self._tell(
+            self._warn(
                 f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
                 "checkpoint holds: a resume is exact only where no step depends on them. Keep them: "
                 f"kept = run.keep({names[0]}=None), and read and set kept.{names[0]} in the loop"

@@ -25,18 +25,18 @@ class ChangedData:
     ----------
     data, samplers
         What is looked at.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, data: Any, samplers: list[Any], tell: Callable[[str], None]) -> None:
-        self._data, self._samplers, self._tell = data, samplers, tell
+    def __init__(self, data: Any, samplers: list[Any], warn: Callable[[str], None]) -> None:
+        self._data, self._samplers, self._warn = data, samplers, warn
         self._before: dict[str, Any] = {}
-        self._is_told = False
+        self._has_warned = False
 
     def begin(self) -> None:
         """Call when the batches of an epoch are through."""
-        if not self._is_told:
+        if not self._has_warned:
             self._before = self._now()
 
     def end(self) -> None:
@@ -44,8 +44,8 @@ class ChangedData:
         before, self._before = self._before, {}
         now = self._now() if before else {}
         if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
-            self._is_told = True
-            self._tell(
+            self._has_warned = True
+            self._warn(
                 f"the code after the batches of an epoch changes {', '.join(changed)}, which no checkpoint holds: a "
                 "resume in the next epoch does not run it again, and is exact only where no sample depends on it. Set "
                 "it before the batches, from the number of the epoch or from what run.keep() has kept"

@@ -32,14 +32,14 @@ class Copies:
         What is kept; that its optimizers train has the shapes that are looked for.
     kept
         What the loop keeps by `ScriptRun.keep`.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, handed: Handed, kept: KeptNumbers, tell: Callable[[str], None]) -> None:
+    def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
         self._handed, self._kept = handed, kept
         self._weights = [weight for optimizer in handed.optimizers for weight in _trained(optimizer)]
-        self._tell = tell
+        self._warn = warn
         self._before: dict[int, tuple[Any, int]] = {}  # with the holder, whose place in memory another would take
 
     def first(self) -> None:
@@ -52,7 +52,7 @@ class Copies:
         now = [(name, id(holder), sampled(tensors)) for name, holder, tensors in self._found()]
         changed = [name for name, key, state in now if key in before and before[key][1] != state]
         if changed:
-            self._tell(
+            self._warn(
                 f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint holds: a "
                 "resume is exact only where no step, and nothing after the loop, depends on them. Hand over an object "
                 "with state_dict() and load_state_dict() that holds them, such as torch's AveragedModel (ema=ema)"

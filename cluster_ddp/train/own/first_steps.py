@@ -50,18 +50,18 @@ class FirstSteps:
 
 
 def first_steps_of(
-    loop: Loop, handed: Handed, tell: Callable[[str], None], loader: Any = None, data: Any = None
+    loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any = None, data: Any = None
 ) -> Callable[[bool], None]:
     """What sees all that is beside a loop, over this loader and data, if there are: see `Loop.look`."""
-    gradients = CarriedGradients(handed.stepping, tell)
+    gradients = CarriedGradients(handed.stepping, warn)
     first = FirstSteps(
         [
-            OtherLoaders(data, tell),
-            Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), tell),
-            Copies(handed, loop.kept, tell),
-            Queues(handed, loop.kept, tell),
-            OtherSchedulers(handed.optimizers, handed.others, tell),
-            Carried(loop.kept, tell),
+            OtherLoaders(data, warn),
+            Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), warn),
+            Copies(handed, loop.kept, warn),
+            Queues(handed, loop.kept, warn),
+            OtherSchedulers(handed.optimizers, handed.others, warn),
+            Carried(loop.kept, warn),
         ]
     )
 

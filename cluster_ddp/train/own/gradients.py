@@ -20,13 +20,13 @@ class CarriedGradients:
     ----------
     optimizers
         Those that are kept.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], tell: Callable[[str], None]) -> None:
-        self._optimizers, self._tell = list(optimizers), tell
-        self._is_told = False
+    def __init__(self, optimizers: Iterable[Optimizer], warn: Callable[[str], None]) -> None:
+        self._optimizers, self._warn = list(optimizers), warn
+        self._has_warned = False
 
     def end_step(self, *, updated: bool) -> None:
         """Call after each step."""
@@ -44,9 +44,9 @@ class CarriedGradients:
         def updated(*_: Any) -> None:
             for handle in (*handles, after):
                 handle.remove()
-            if any(carried.values()) and not self._is_told:
-                self._is_told = True
-                self._tell(
+            if any(carried.values()) and not self._has_warned:
+                self._has_warned = True
+                self._warn(
                     f"an update of {type(optimizer).__name__} has gradients in it from before the last update, which "
                     "no checkpoint holds: a resume is not exact. Call optimizer.zero_grad() in each step; to "
                     "accumulate, step all optimizers after the same batches, and give resumable() accumulate="

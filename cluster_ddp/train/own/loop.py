@@ -250,7 +250,7 @@ class Loop:
         if self._save_is_due or self._stop.level:
             self._waited += 1
             if self._waited == _MANY:
-                self._session.saving.tell(
+                self._session.saving.warn(
                     f"a save or a stop has waited for {_MANY} batches for an update, and no optimizer that is handed "
                     "over has stepped in these: nothing is saved before. Hand over the optimizer that trains, and let "
                     "it update the weights by its step()"

@@ -17,26 +17,26 @@ class TrainingMode:
     ----------
     model
         What is trained, or several in a ModuleDict.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, model: nn.Module, tell: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module, warn: Callable[[str], None]) -> None:
         self._models = list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
-        self._tell: Callable[[str], None] | None = tell
+        self._warn: Callable[[str], None] | None = warn
         self._trained: list[nn.Module] = []
 
     def check(self) -> None:
         """Call before each update."""
-        if self._tell is None:
+        if self._warn is None:
             return
         self._trained += [model for model in self._models if model.training and model not in self._trained]
         for model in self._trained:
             if not model.training:
-                self._tell(
+                self._warn(
                     f"{type(model).__name__} is in evaluation mode at an update, and was in training mode at those "
                     "before: dropout and BatchNorm work otherwise, and a resume may begin in the other mode. Call "
                     "model.train() after each evaluation"
                 )
-                self._tell = None
+                self._warn = None
                 return

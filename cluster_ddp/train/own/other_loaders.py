@@ -20,12 +20,12 @@ class OtherLoaders:
     ----------
     own
         The data set of the loader whose place is kept, if there is one.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, own: Any, tell: Callable[[str], None]) -> None:
-        self._own, self._tell = own, tell
+    def __init__(self, own: Any, warn: Callable[[str], None]) -> None:
+        self._own, self._warn = own, warn
         self._before: list[tuple[weakref.ref[Any], int]] = []
 
     def first(self) -> None:
@@ -38,7 +38,7 @@ class OtherLoaders:
         going_on = [batches for ref, number in self._before if (batches := ref()) and batches._num_yielded > number]
         if going_on:
             names = ", ".join(sorted({type(batches._dataset).__name__ for batches in going_on}))
-            self._tell(
+            self._warn(
                 f"the steps read on in another DataLoader (of a {names}), which starts over at a resume, because no "
                 "checkpoint holds its place: a resume is exact only where no step depends on it. Hand it to "
                 "run.resumable(), and of two let one data set give what both give"

@@ -32,15 +32,15 @@ class Overlooked:
         The tensors that are in the checkpoint.
     seeded
         Gives the generators that are seeded for each step or sample.
-    tell
+    warn
         Takes the message.
     """
 
     def __init__(
-        self, kept: Iterable[Tensor], seeded: Callable[[], Iterable[Any]], tell: Callable[[str], None]
+        self, kept: Iterable[Tensor], seeded: Callable[[], Iterable[Any]], warn: Callable[[str], None]
     ) -> None:
         self._kept = {tensor.data_ptr() for tensor in kept if has_values(tensor)}
-        self._seeded, self._tell = seeded, tell
+        self._seeded, self._warn = seeded, warn
         self._modules: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._generators: dict[int, tuple[Any, int]] = {}
 
@@ -81,14 +81,14 @@ class Overlooked:
     def _tell_modules(self, changed: list[nn.Module]) -> None:
         inner = {id(part) for module in changed for part in module.modules() if part is not module}
         if names := sorted({type(module).__name__ for module in changed if id(module) not in inner}):
-            self._tell(
+            self._warn(
                 f"steps change a module that is not handed over ({', '.join(names)}), which no checkpoint holds: a "
                 "resume is exact only where no step depends on it. Hand it over by a name of its own (ema=ema)"
             )
 
     def _tell_generators(self, drawn: list[Any]) -> None:
         if names := sorted({f"{type(found).__module__}.{type(found).__name__}" for found in drawn}):
-            self._tell(
+            self._warn(
                 f"the steps draw from a generator of the loop's own ({', '.join(names)}), whose state no checkpoint "
                 "holds: a resume is exact only where no step depends on it. Draw from the global generators of torch, "
                 "random and NumPy, which are seeded for each step, or make one in each step, seeded by run.step"

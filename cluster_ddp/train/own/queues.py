@@ -28,12 +28,12 @@ class Queues:
         What is kept, with all that it holds.
     kept
         What the loop keeps by `ScriptRun.keep`.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, handed: Handed, kept: KeptNumbers, tell: Callable[[str], None]) -> None:
-        self._handed, self._kept, self._tell = handed, kept, tell
+    def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+        self._handed, self._kept, self._warn = handed, kept, warn
         self._before: list[tuple[collections.deque[Any], tuple[int, int]]] = []
 
     def first(self) -> None:
@@ -45,7 +45,7 @@ class Queues:
         before, self._before = self._before, []
         filled = {id(queue) for queue, end in before if _end_of(queue) != end}
         if names := sorted(name for name, queue in self._found() if id(queue) in filled):
-            self._tell(
+            self._warn(
                 f"steps put tensors into {', '.join(names)}, which no checkpoint holds: a resume begins with what the "
                 "program puts there before the loop, and is exact only where no step depends on it. Keep it, as by "
                 "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop"

@@ -128,9 +128,9 @@ class ScriptRun:
             loop = self._take_over(things, geometry)
             loop.expect_data(found.arrange(loop.seed))
             self._watch(loop, loader, found.data)
-            tell = self._session.saving.tell
-            taking = Taking(self._handed.optimizers, self._handed.scalers, tell)
-            changed = ChangedData(found.data, found.samplers, tell)
+            warn = self._session.saving.warn
+            taking = Taking(self._handed.optimizers, self._handed.scalers, warn)
+            changed = ChangedData(found.data, found.samplers, warn)
             as_now = (self._handed.as_now, self._kept.as_now)
             self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, changed, as_now)
             return self._loader
@@ -240,7 +240,7 @@ class ScriptRun:
         self._expect_group()
         if self._block.has_loop:  # a block that only evaluates is not reported: training may come in the next one
             self._end_loop()
-        self._session.saving.tell_not_logged()
+        self._session.saving.warn_not_logged()
         self._report.close(failed=False)
         self._session.close()
 
@@ -291,12 +291,12 @@ class ScriptRun:
         refuse_dtypes(bare)
         self._check_weights = FiniteWeights(bare).check
         self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
-        mode = TrainingMode(bare, self._session.saving.tell)
+        mode = TrainingMode(bare, self._session.saving.warn)
         if self.world.is_main:
             self._report = self._open_report()
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: mode.check())
-        self._session.tell_start()
+        self._session.record_start()
 
     def _end_loop(self) -> None:
         if self._loop is not None:
@@ -310,7 +310,7 @@ class ScriptRun:
     def _watch(self, loop: Loop, loader: Any = None, data: Any = None) -> None:
         beat = self._session.beat
         self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
-        loop.look = first_steps_of(loop, self._handed, self._session.saving.tell, loader, data)
+        loop.look = first_steps_of(loop, self._handed, self._session.saving.warn, loader, data)
 
     def _close_loop(self) -> None:
         if self._others is not None:

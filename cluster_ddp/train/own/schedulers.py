@@ -23,12 +23,12 @@ class OtherSchedulers:
         Those that are kept.
     others
         What else is kept; the schedulers in it are.
-    tell
+    warn
         Takes the message.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any], tell: Callable[[str], None]) -> None:
-        self._optimizers, self._others, self._tell = list(optimizers), list(others), tell
+    def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any], warn: Callable[[str], None]) -> None:
+        self._optimizers, self._others, self._warn = list(optimizers), list(others), warn
         self._before: list[tuple[LRScheduler, int]] = []
 
     def first(self) -> None:
@@ -41,7 +41,7 @@ class OtherSchedulers:
         moved = [found for found, was in before if found.last_epoch != was]
         if moved:
             names = ", ".join(sorted({type(found).__name__ for found in moved}))
-            self._tell(
+            self._warn(
                 f"steps move a learning rate scheduler that is not handed over ({names}), which starts over at a "
                 "resume, so the resume is not exact: make it before resumable() and hand it over by a name of its own "
                 "(warmup=warmup)"

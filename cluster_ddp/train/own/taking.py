@@ -31,20 +31,20 @@ class Taking:
     ----------
     optimizers, scalers
         By which it is seen whether a batch has been trained on.
-    tell
+    warn
         Takes the message.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], scalers: Sequence[torch.amp.GradScaler], tell: Callable[[str], None]
+        self, optimizers: Sequence[Optimizer], scalers: Sequence[torch.amp.GradScaler], warn: Callable[[str], None]
     ) -> None:
-        self._optimizers, self._scalers, self._tell = optimizers, scalers, tell
+        self._optimizers, self._scalers, self._warn = optimizers, scalers, warn
         self._is_asked = self._is_updated = False
 
     def ask(self) -> None:
         """Call when a batch is done with, for another is asked for; the first is looked at."""
         if not self._is_asked and not self._is_trained():
-            self._tell(
+            self._warn(
                 "the loop asks for its second batch before it has computed gradients of the first, as where a "
                 "prefetcher or a list stands between it and the loader: a save would count batches that are not yet "
                 "trained on, and a resume leave them out. Take each batch when it is trained on; workers, collate_fn "
@@ -60,7 +60,7 @@ class Taking:
         self._is_updated = True
         for counting in (held for held in gc.get_objects() if type(held) in _COUNTING):
             if _leads_to(counting, batches, _DEPTH):
-                self._tell(f"{type(counting).__name__}() over the resumable loader {_REMEDIES[type(counting)]}")
+                self._warn(f"{type(counting).__name__}() over the resumable loader {_REMEDIES[type(counting)]}")
 
     def _is_trained(self) -> bool:
         return (
