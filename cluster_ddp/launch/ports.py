@@ -11,6 +11,7 @@ from cluster_ddp.launch.address import LOOPBACK
 FIRST_PORT = 20000
 PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may hold, begin at 32768
 TRIES = 256
+_CHANCE = random.SystemRandom()  # programs that are seeded alike must not get one port, nor find their numbers moved on
 _STRIDE = 1009  # between attempts, and between tries: far from the ports of the jobs with the next ids
 
 
@@ -54,7 +55,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 def free_port(host: str = LOOPBACK) -> int:
     """A port that nobody listens on at an address (empty: at any of this host's), or `NoFreePort`."""
-    for port in random.sample(range(FIRST_PORT, FIRST_PORT + PORTS), TRIES):
+    for port in _CHANCE.sample(range(FIRST_PORT, FIRST_PORT + PORTS), TRIES):
         if is_free(port, host):
             return port
     raise NoFreePort(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {host or socket.gethostname()}")

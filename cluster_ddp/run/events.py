@@ -77,6 +77,7 @@ class EventWriter:
     """
 
     def __init__(self, run: RunDirectory, writer: str) -> None:
+        self.run = run
         self.path = run.events / f"{re.sub(r'[^A-Za-z0-9._-]', '_', writer)}.jsonl"
 
     def write(self, event: str, *, attempt: int | None = None, **fields: Any) -> bool:

@@ -15,7 +15,8 @@ from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
-from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
@@ -38,7 +39,7 @@ def record_failure(
 
     The other ranks fail too, because they wait for this one; they only name it.
     """
-    cause = _earlier_failure(error, world)
+    cause = _earlier_failure(error, world, writer, attempt)
     if cause is not None:
         say(f"cluster_ddp: rank {world.rank} ends because {cause}")
         return
@@ -67,10 +68,11 @@ def record_failure(
     _let_others_ask(world)
 
 
-def _earlier_failure(error: BaseException, world: World) -> str | None:
+def _earlier_failure(error: BaseException, world: World, writer: EventWriter | None, attempt: int) -> str | None:
     """What another rank died of before, of which this error is only the echo; None: this one is the first.
 
-    The store that the ranks met through tells who was first. Where it is not the agent's, it goes with rank 0.
+    The store that the ranks met through tells who was first. Where it is not the agent's, it goes with rank 0; what
+    that recorded tells then whether this is the same failure.
     """
     if not dist.is_initialized():
         return None
@@ -81,8 +83,20 @@ def _earlier_failure(error: BaseException, world: World) -> str | None:
             return None
         return f"rank {store.get(f'{_FIRST_FAILURE}-rank').decode()} failed"
     except RuntimeError:  # a connection that is gone
-        is_echo = world.rank != 0 and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        if world.rank == 0:
+            return None
+        if writer is not None and _has_recorded(0, explain(error), writer.run, attempt):
+            return "rank 0 failed"
+        is_echo = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         return "rank 0 failed or was killed" if is_echo else None
+
+
+def _has_recorded(rank: int, text: str, run: RunDirectory, attempt: int) -> bool:
+    return any(
+        (event["event"], event["attempt"], event.get("rank"), event.get("error"))
+        == (events.FAILED, attempt, rank, text)
+        for event in read_events(run)
+    )
 
 
 def _let_others_ask(world: World) -> None:

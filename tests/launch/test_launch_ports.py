@@ -8,12 +8,22 @@ import pytest
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port, job_port
 
 
+def test_programs_that_are_seeded_alike_get_different_ports_and_keep_their_numbers() -> None:
+    ports = set()
+    for _ in range(3):
+        random.seed(1)
+        before = random.getstate()
+        ports.add(free_port())
+        assert random.getstate() == before
+    assert len(ports) > 1
+
+
 def test_free_ports_are_below_the_ephemeral_ones_and_really_free(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     assert 20000 <= port < 32768
     with socket.create_server(("127.0.0.1", port)):
         order = iter([[port, port + 1], [port]])
-        monkeypatch.setattr(random, "sample", lambda *_: next(order))
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: next(order))
         assert free_port() == port + 1
         with pytest.raises(NoFreePort, match=r"on 127\.0\.0\.1"):
             free_port()

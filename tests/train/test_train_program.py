@@ -280,6 +280,20 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
             "starting",
             "no trainable parameter",
         ),
+        (
+            """
+            def model(self):
+                import os, time
+                if os.environ["RANK"] == "1":
+                    zero = int(os.environ["RANK_0"])
+                    while os.path.exists(f"/proc/{zero}") and open(f"/proc/{zero}/stat").read().split()[2] != "Z":
+                        time.sleep(0.05)
+                return nn.Identity()
+            """,
+            {},
+            "starting",
+            "no trainable parameter",
+        ),
         ("", {"train": {"global_batch": 70}}, "starting", "64 samples, less than one global batch of 70"),
         ("", {"train": {"global_batch": 7}}, "starting", "cannot be divided among 2 ranks"),
         ("", {"checkpoint": {"keep_best": {"metric": "val/f1"}}}, "starting", "keep_best.metric: there is no val/f1"),
@@ -294,6 +308,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
         "unused",
         "metric-evaluated",
         "rank 1 half a second later",
+        "rank 1 when rank 0 is gone",
         "short",
         "indivisible",
         "metric",
@@ -307,7 +322,8 @@ def test_failures_are_told_once_and_end_all_ranks(
     folder.mkdir()
     files = [folder / f"log-{rank}" for rank in range(2)]
     environments = rank_environments(run, 2)
-    ranks = [start_whole_rank(environments[rank], run.path, files[rank]) for rank in range(2)]
+    ranks = [start_whole_rank(environments[0], run.path, files[0])]
+    ranks += [start_whole_rank(environments[1] | {"RANK_0": str(ranks[0].pid)}, run.path, files[1])]
     for rank in ranks:
         rank.join(120)
         rank.kill()
