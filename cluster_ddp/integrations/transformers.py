@@ -42,7 +42,8 @@ _STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-_TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")  # the average that is logged next
+# Of the trainer: the averages that are logged next and at the end, and what is added to total_flos then.
+_TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
 class ResumeExactly(TrainerCallback):
@@ -74,7 +75,7 @@ class ResumeExactly(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Put everything back where the run was left."""
-        self._now().begin(state)
+        self._now().begin(state, control)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin the pass over the data, after what followed the last step."""
@@ -94,7 +95,7 @@ class ResumeExactly(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The batches are through; an evaluation may follow."""
-        self._now().rest()
+        self._now().end_epoch(control)
 
     def on_log(
         self,
@@ -125,10 +126,11 @@ class _Training:
         self._trainer, self._run = trainer, run
         self._batches: MapBatches | None = None
         self._loop: Loop | None = None
-        self._kept = run.keep(trainer={}, callbacks=[])
+        self._kept = run.keep(trainer={}, callbacks=[], has_ended=False)
         self._resumes_at = _newest_step(run)
         self._epoch = self._micro_batch = 0
         self._is_settled = True
+        self._has_ended = False  # early, and was saved or stopped before `train` had returned
 
     def __call__(
         self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, *arguments: Any, **more: Any
@@ -163,7 +165,7 @@ class _Training:
 
     # What the callback tells, in this order.
 
-    def begin(self, state: TrainerState) -> None:
+    def begin(self, state: TrainerState, control: TrainerControl) -> None:
         """Call when model, optimizer and scheduler are there."""
         trainer, batches = self._trainer, self._batches
         assert batches is not None
@@ -194,15 +196,25 @@ class _Training:
         self._epoch = self._run.step // steps.steps
         state.compute_steps(trainer.args, state.max_steps)
         if self._resumes_at is not None:
+            # Before the callbacks are put back: trainer_state.json is to name them, with whatever they have then.
+            fresh = TrainerState(stateful_callbacks=[*_stateful(trainer), control])
+            state.stateful_callbacks = fresh.stateful_callbacks
             _put_back(self._kept, trainer)
+            self._has_ended = control.should_training_stop = self._kept.has_ended
         self.rest()
 
     def begin_epoch(self) -> None:
         """Call before the first batch of an epoch is asked for."""
         self.settle()
         assert self._batches is not None
-        self._batches.enter(self._epoch)
+        self._batches.enter(self._epoch, self._batches.length if self._has_ended else 0)
         self._epoch += 1
+
+    def end_epoch(self, control: TrainerControl) -> None:
+        """Call when the batches are through."""
+        self.rest()
+        if self._has_ended:  # all that follows them has been done before
+            control.should_log = control.should_evaluate = control.should_save = False
 
     def begin_step(self) -> None:
         """Call before the first batch of a step is computed."""
@@ -249,6 +261,8 @@ class _Training:
             **{name: getattr(trainer, name) for name in _TRAINER if hasattr(trainer, name)},
         }
         self._kept.callbacks = [callback.state()["attributes"] for callback in _stateful(trainer)]
+        is_short = trainer.state.global_step < trainer.state.max_steps
+        self._kept.has_ended = trainer.control.should_training_stop and is_short
 
 
 def _put_back(kept: Kept, trainer: Any) -> None:

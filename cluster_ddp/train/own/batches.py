@@ -141,9 +141,9 @@ class MapBatches:
         """A loader of the kind that was given, for a framework that iterates and skips itself: see `enter`."""
         return self._copy.loader
 
-    def enter(self, epoch: int) -> None:
-        """Let the next pass over `ordinary` be that of this epoch."""
-        self._keys.epoch, self._keys.first = epoch, 0
+    def enter(self, epoch: int, first: int = 0) -> None:
+        """Let the next pass over `ordinary` be that of this epoch, from batch `first` on."""
+        self._keys.epoch, self._keys.first = epoch, first
 
     def close(self) -> None:
         """End the workers."""

@@ -36,7 +36,8 @@ _FAR = 1_000_000  # how far in longer ones, where only numbers and strings are s
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
-_OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name"}  # the latter of Lightning's
+# Besides, Lightning's, and what transformers' Trainer sets for the time of the training.
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name", "neftune_noise_alpha"}
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 # Of libraries, and yet looked into: what moves by itself, and what holds whatever is put there.
 _SEEN_INTO = (

@@ -1,0 +1,89 @@
+"""A Trainer of transformers with evaluations, checkpoints of its own and an early end, stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import begin_attempt, digest, new_run, states
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from train_ranks import preload, run_ranks
+
+pytest.importorskip("transformers")
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((4,), index / 24) + 0.1 * torch.randn(4), "labels": torch.tensor(index % 3)}
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outputs = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
+
+
+def train(place: Path, attempt: int, stop_at: int = 0, patience: int = 99, **more: Any) -> tuple[Any, ...] | None:
+    """What one attempt ends with; None when it was stopped, which it asks for in this step."""
+    import transformers
+
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == stop_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    begin_attempt(place, attempt)
+    transformers.set_seed(1)
+    model, folder = Classifier(), place / "output"
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=4, per_device_train_batch_size=4, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, metric_for_best_model="loss",
+        use_cpu=True, report_to="none", disable_tqdm=True, **more,
+    )  # fmt: skip
+    callbacks = [transformers.EarlyStoppingCallback(patience), Stop(), ResumeExactly()]
+    trainer = transformers.Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
+    try:
+        result = trainer.train()
+    except SystemExit:
+        return None
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    callbacks_saved = json.loads((last / "trainer_state.json").read_text())["stateful_callbacks"]
+    return digest(model), result.training_loss, trainer.state.total_flos, trainer.state.best_metric, callbacks_saved
+
+
+def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:
+    return [train(calm, 0, **more), *(train(broken, number, at, **more) for number, at in enumerate([*stop_at, 0]))]
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "more"),
+    [
+        ([3], {"learning_rate": 1e-3}),
+        ([8, 24], {"learning_rate": 1e-3, "load_best_model_at_end": True, "save_total_limit": 2}),
+        ([6], {"learning_rate": 30.0, "patience": 2}),  # it ends there, by EarlyStoppingCallback
+    ],
+    ids=["within an epoch", "after an epoch and the last step", "at an early end"],
+)
+def test_a_trainer_that_evaluates_and_saves_goes_on_exactly(
+    stop_at: list[int], more: dict[str, Any], tmp_path: Path
+) -> None:
+    preload("transformers.trainer")
+    calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    (ends,) = run_ranks(attempts, 1, calm.path, broken.path, stop_at, more)
+    assert ends[1:] == [None] * len(stop_at) + [ends[0]]
+    assert states(broken)[-2:] == ["resumed", "completed"]
