@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import restore, same, state
+from train_ranks import start_program
+
+from cluster_ddp.launch.ports import free_port
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 LIMIT = 120  # seconds
@@ -21,35 +22,25 @@ LIMIT = 120  # seconds
 
 def run(folder: Path, ranks: int, *scenarios: str) -> list[dict[str, Any]]:
     """What each rank saw, by scenario; nothing of one that died."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    logs = [folder / f"log-{'-'.join(scenarios)}-{rank}" for rank in range(ranks)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), *scenarios],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(paths),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
+        start_program(
+            {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log, PROGRAM, str(folder), *scenarios
         )
-        for rank in range(ranks)
+        for rank, log in enumerate(logs)
     ]
-    try:
-        printed = [process.communicate(timeout=LIMIT)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads(text.splitlines()[-1]) if text else {} for text in printed]
+    for process in processes:
+        process.join(LIMIT)
+        process.kill()
+    printed = [log.read_text().splitlines() for log in logs]
+    return [json.loads(text[-1]) if text and text[-1].startswith("{") else {} for text in printed]
 
 
 Ran = tuple[Path, list[dict[str, Any]]]

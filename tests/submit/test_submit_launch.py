@@ -68,7 +68,7 @@ def hosts() -> Iterator[Network]:
 def script(tmp_path: Path) -> Path:
     """A job that trains nothing, but takes part as any script does."""
     job = tmp_path / "job.yaml"
-    job.write_text(f"name: by-hand\nscript: {HERE / 'gloo_rank.py'}\nargs: ['30']\nlaunch: {{procs_per_node: 1}}\n")
+    job.write_text(f"name: by-hand\nscript: {HERE / 'beating_rank.py'}\nargs: ['30']\nlaunch: {{procs_per_node: 1}}\n")
     return job
 
 

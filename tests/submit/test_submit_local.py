@@ -38,9 +38,6 @@ PROJECT = HERE.parents[1]
 PATIENCE = 90.0
 
 
-SCRIPT = JobSpec(name="a", script=str(HERE / "gloo_rank.py"), args=("30",))
-
-
 Call = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -48,7 +45,7 @@ Call = Callable[..., "subprocess.Popen[str]"]
 def call(tmp_path: Path) -> Iterator[Call]:
     """Start `cluster-ddp ...` in an empty folder with a job file in it."""
     (tmp_path / "job.yaml").write_text(
-        f"name: local\nscript: {HERE / 'gloo_rank.py'}\nargs: ['30']\nlaunch: {{procs_per_node: 2}}\n"
+        f"name: local\nscript: {HERE / 'beating_rank.py'}\nargs: ['30']\nlaunch: {{procs_per_node: 2}}\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CUDA_"))}
     environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "1", "SLURM_NODEID": "7"}
@@ -102,7 +99,7 @@ def children_of_run(run: RunDirectory) -> list[int]:
 
 
 def test_two_nodes_of_two_ranks_meet_train_and_end_with_a_summary(call: Call, tmp_path: Path) -> None:
-    status, out, err = finish(call("local", "job.yaml", "--nodes", "2"))
+    status, out, err = finish(call("local", "job.yaml", "--nodes", "2", "--set", f"script={HERE / 'gloo_rank.py'}"))
     assert status == 0, err
     assert "step 30 of attempt 0" in out
     files = sorted(path.name for path in the_run(tmp_path).attempt(0).path.iterdir())

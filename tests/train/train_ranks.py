@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import pickle
+import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -81,16 +83,34 @@ def start_whole_rank(environment: dict[str, str], run: Path, log: Path) -> Any:
     return rank
 
 
+def start_program(environment: dict[str, str], log: Path, program: Path, *arguments: str) -> Any:
+    """``python PROGRAM ARGUMENTS`` in this environment, forked as a whole rank is."""
+    rank = _server.Process(target=_be_program, args=(environment, log, program, arguments))
+    rank.start()
+    return rank
+
+
 def _be_whole_rank(environment: dict[str, str], run: Path, log: Path) -> None:
+    _become(environment, log)
+    from cluster_ddp.train.__main__ import main
+
+    main([str(run)])
+
+
+def _be_program(environment: dict[str, str], log: Path, program: Path, arguments: tuple[str, ...]) -> None:
+    _become(environment, log)
+    sys.argv = [str(program), *arguments]
+    sys.path.insert(0, str(program.parent))
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def _become(environment: dict[str, str], log: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     multiprocessing.set_start_method(None, force=True)
-    from cluster_ddp.train.__main__ import main
-
-    main([str(run)])
 
 
 def _be_rank(
