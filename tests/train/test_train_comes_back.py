@@ -168,11 +168,11 @@ class Also:
 
 
 class Counting(SGD):
-    """Keeps a number in itself, which its state_dict() does not give."""
+    """Keeps a tensor in itself, which its state_dict() does not give."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.steps_made = 0
+        self.steps_made = torch.zeros(())
 
     def step(self, closure: Any = None) -> Any:
         self.steps_made += 1
@@ -229,7 +229,7 @@ def script(place: Path, what: str) -> int | None:
         ("nothing", ""),
         ("lock", ""),
         ("also", "does not take back what its state_dict() gave before the first step: calls"),
-        ("optimizer", "optimizer.steps_made: 2 now, 0 after a resume"),
+        ("optimizer", "optimizer.steps_made: other values come back"),
         ("buffer", "model.mean"),
     ],
 )

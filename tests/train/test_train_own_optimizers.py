@@ -94,16 +94,18 @@ def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp
 
 
 class Sharp(torch.optim.SGD):
-    """SAM: its two steps are no `step`, and that of the optimizer inside it is."""
+    """SAM: its two steps are no `step`, and that of the optimizer inside it is. Climbs less each time."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.climbed = 0
 
     @torch.no_grad()
     def climb(self) -> None:
+        self.climbed += 1
         for weight in self.param_groups[0]["params"]:
-            self.state[weight]["climbed"] = 0.05 * weight.grad
+            self.state[weight]["climbed"] = 0.05 / self.climbed * weight.grad
             weight += self.state[weight]["climbed"]
         self.zero_grad()
 

@@ -39,6 +39,7 @@ SECTIONS: dict[str, Any] = {"train": {"steps": 6, "global_batch": 24}, "checkpoi
         ("optimizer_groups", [3]),
         ("optimizer_state", {"0.weight": {"!": "tensor", "of": "no such"}}),
         ("evaluating", 7),
+        ("optimizer_attributes", {"self": {"calls": {"!": "tensor", "of": "model.0.weight"}}}),
     ],
 )
 def test_scalars_of_another_kind_make_a_checkpoint_damaged(scalar: str, value: Any, tmp_path: Path) -> None:
@@ -116,3 +117,13 @@ def test_any_scalars_are_damaged_or_can_be_loaded(data: st.DataObject) -> None:
     except ClusterDDPError:
         return
     state.collect()
+
+
+def test_a_checkpoint_without_what_older_versions_did_not_write_is_loaded() -> None:
+    (tensors, plan), scalars = stored()
+    needed = {name: scalars[name] for name in ("counts", "scaler", "task")}
+    state = fresh()
+    restored = MemoryCheckpoint(tensors, needed, plan).restore(state.live(), check_scalars)
+    state.load(1, restored.scalars, restored.extra)
+    now, _ = state.collect()
+    assert all(torch.equal(tensors[name], now[name]) for name in tensors)

@@ -149,7 +149,7 @@ def test_numbers_in_whatever_holds_them_are_told(tmp_path: Path, capfd: pytest.C
 @pytest.mark.parametrize(
     ("optimizer", "named"),
     [
-        ("a number in itself that changes later", "optimizer.late"),
+        ("a number in itself that changes later", "task.losses"),
         ("a number in itself that it never reads", "optimizer.before, task.losses"),
         ("state: own extras", "task.losses"),
         ("SGD momentum", "task.losses"),

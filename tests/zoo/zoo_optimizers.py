@@ -221,12 +221,14 @@ class Around(SGD):
 
 
 class Remembers(SGD):
-    """Its updates depend on an attribute that no state holds: `kind` says of which kind that is."""
+    """Its updates depend on an attribute: `kind` says of which kind that is."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, kind: str) -> None:
         super().__init__(parameters, lr=lr)
         self.kind, self.word, self.before = kind, "first", None
-        self.generator, self.numbers = torch.Generator(), [0.0] * 200
+        self.generator = torch.Generator()
+        self.updates = {id(weight): 1 for weight in parameters if kind == "a number by the id of a parameter"}
+        self.numbers = [0.0] * (20_000 if kind == "a very long list in itself" else 200)
         self.iterator = iter(range(100)) if kind == "an iterator in itself" else None
 
     @torch.no_grad()
@@ -247,7 +249,10 @@ class Remembers(SGD):
         elif self.kind == "a number that comes later":
             self.count = getattr(self, "count", 0) + 1
             first.grad *= self.count
-        elif self.kind == "a long list in itself":
+        elif self.kind == "a number by the id of a parameter":
+            self.updates[id(first)] += 1
+            first.grad *= self.updates[id(first)]
+        elif self.kind in ("a long list in itself", "a very long list in itself"):
             self.numbers[150] += 1
             first.grad *= self.numbers[150]
         elif self.iterator is not None:
@@ -292,9 +297,31 @@ class RemembersLate(SGD):
         super().step()
 
 
-REMEMBERED = (
-    "a word in itself", "a tensor that comes later", "a number that comes later", "a long list in itself",
-    "an iterator in itself",
+class Caches(SGD):
+    """Two groups share a list of lists, which is a default, as the buffer of the RAdam of torch_optimizer is."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        first, *others = parameters
+        super().__init__([{"params": [first]}, {"params": others}], lr=lr, momentum=0.9)
+        self.defaults["cache"] = self.last = [[None, 0.0] for _ in range(3)]
+        for group in self.param_groups:
+            group["cache"] = self.last
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, group in enumerate(self.param_groups):
+            cached: list[Any] = group["cache"][number]
+            cached[:] = [number, cached[1] + 0.25 + self.last[0][1]]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad *= cached[1]
+        super().step()
+
+
+REMEMBERED = ("a generator in itself", "a word in itself", "a number that comes later", "a long list in itself")
+NOT_REMEMBERED = (
+    "a tensor that comes later", "an iterator in itself", "a number by the id of a parameter",
+    "a very long list in itself",
 )  # fmt: skip
 
 KEPT = (
@@ -363,10 +390,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     },
     **{
         kind: partial(lambda model, lr, kind: Remembers(trainable(model), lr, kind), kind=kind)
-        for kind in ("a generator in itself", *REMEMBERED)
+        for kind in (*REMEMBERED, *NOT_REMEMBERED)
     },
     "a number in itself that it never reads": lambda model, lr: OnlyWrites(trainable(model), lr),
     "a number in itself that changes later": lambda model, lr: RemembersLate(trainable(model), lr),
+    "a list that its groups share": lambda model, lr: Caches(trainable(model), lr),
     "iterators and NaN in itself, unchanged": lambda model, lr: Holds(trainable(model), lr),
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
 }

@@ -30,6 +30,7 @@ from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.state.plain import is_device
 
 _DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists part by part
 _FAR = 1_000_000  # how far in longer ones, where only numbers and strings are seen
@@ -187,6 +188,24 @@ def is_same(was: Any, now: Any) -> bool:
     if isinstance(was, (Tensor, _Place)) or isinstance(now, (Tensor, _Place)):
         return was is now
     return was is now or (type(was) is type(now) and repr(was) == repr(now))
+
+
+def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """How a leaf differs from the one of this name that a resume has; None: it does not."""
+    was, now = mine.get(name), theirs.get(name)
+    if name not in theirs or name not in mine:
+        if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
+            return "does not come back" if name in mine else "comes back though it was not there"
+    elif isinstance(was, Tensor) and isinstance(now, Tensor):
+        if not equal_bits(was, now):
+            return "other values come back"
+    elif not is_same(was, now) and not (is_device(was) and is_device(now)):  # it is compared on the CPU
+        return f"{_short(was)} now, {_short(now)} after a resume"
+    return None
+
+
+def _short(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
 def are_hooks(value: Any) -> bool:

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
-from cluster_ddp.train.state.attributes import Attributes, are_hooks, equal_bits, is_same
+from cluster_ddp.train.state.attributes import Attributes, are_hooks, difference
 from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, contiguous_strides, laid_out, unpack
+from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpacked
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
@@ -72,6 +73,7 @@ class OptimizerState:
             or type(optimizer).load_state_dict is not Optimizer.load_state_dict
             or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
         )
+        self._plain = PlainAttributes(optimizer, _TORCHS)
         self._seen: Attributes | None = None
         self._unread: set[str] = set()
         self.groups = FirstGroups(optimizer)
@@ -94,6 +96,7 @@ class OptimizerState:
             "optimizer_groups": self._changed_settings(packer),
             "optimizer_shared": packer.pack(self._shared(), f"{_PREFIX}shared"),
             "optimizer_own": packer.pack(self._own(), f"{_PREFIX}own"),
+            "optimizer_attributes": self._plain.changed(),
         }
 
     def _add_plain_states(self, tensors: Tensors) -> bool:
@@ -181,18 +184,21 @@ class OptimizerState:
             )
         if own or self._own_methods:
             self._load_by_itself(by_name, settings, shared, own)
+        self._plain.restore(scalars.get("optimizer_attributes", {}))
         for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
             for key, value in changed.items():
-                _put(group, key, value)
+                put(group, key, value)
         self._put_states(by_name, scalars.get("optimizer_layouts", {}))
         self._optimizer.state.update(shared)
 
     def put_first_settings(self, other: Optimizer) -> None:
-        """Give the groups of another optimizer the settings that those here had at first, as a resume makes them."""
+        """Give a copy of the optimizer the attributes and settings that this one had at first, as a resume has them."""
+        self._plain.put_first(other)
         for group, first in zip(other.param_groups, self._first, strict=True):
             for key in group.keys() - first.keys() - _NOT_STATE:
                 del group[key]
-            group.update({key: copy.deepcopy(value) for key, (value, _) in first.items()})
+            for key, (value, packed) in first.items():  # of a list, as it was: it may have changed in place
+                put(group, key, unpacked(packed) if is_plain(value) else copy.deepcopy(value))
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
         """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one.
@@ -202,7 +208,7 @@ class OptimizerState:
         other.apart = self.apart
         mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
         for name in sorted(mine.keys() | theirs.keys()):
-            how = _difference(name, mine, theirs)
+            how = difference(name, mine, theirs)
             if how is not None and is_only_written(type(self._optimizer), name):
                 self._unread.add(name)  # code elsewhere may read it
             elif how is not None:
@@ -218,7 +224,8 @@ class OptimizerState:
             return self._unread
         now, saved = self._seen.leaves, Attributes(self._optimizer.state_dict() if self._own_methods else {})
         names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
-        return {self._seen.holders.get(name) or was.holders[name] for name in names}
+        holders = {self._seen.holders.get(name) or was.holders[name] for name in names}
+        return holders - self._plain.changed()["self"].keys()
 
     def _hidden(self, *, hooks: bool = True) -> Attributes:
         """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
@@ -259,7 +266,7 @@ class OptimizerState:
                     if same not in done:
                         done[same] = laid_out(value, strides, device)
                     value = done[same]
-                _put(placed, key, value)
+                put(placed, key, value)
             self._optimizer.state[parameter] = placed
 
     def _load_by_itself(
@@ -333,30 +340,6 @@ class OptimizerState:
         return changed
 
 
-def _difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    was, now = mine.get(name), theirs.get(name)
-    if name not in theirs or name not in mine:
-        if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
-            return "does not come back" if name in mine else "comes back though it was not there"
-    elif isinstance(was, Tensor) and isinstance(now, Tensor):
-        if not equal_bits(was, now):
-            return "other values come back"
-    elif not is_same(was, now) and not (_is_device(was) and _is_device(now)):  # it is compared on the CPU
-        return f"{_short(was)} now, {_short(now)} after a resume"
-    return None
-
-
-def _short(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else repr(value)
-
-
-def _is_device(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and bool(torch.device(value))
-    except RuntimeError:
-        return False
-
-
 def _named(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
@@ -379,22 +362,3 @@ def _device_of_steps(group: Mapping[str, Any], parameter: Tensor) -> torch.devic
 
 def _usual_strides(value: Tensor, parameter: Tensor) -> tuple[int, ...]:
     return parameter.stride() if value.shape == parameter.shape else contiguous_strides(value.shape)
-
-
-def _put(place: dict[Any, Any], key: Any, value: Any) -> None:
-    """Fill the tensor that is there when it is alike: something else may hold it too."""
-    there = place.get(key)
-    if isinstance(value, Tensor) and isinstance(there, Tensor) and _alike(value, there):
-        with torch.no_grad():
-            there.copy_(value)
-    else:
-        place[key] = value
-
-
-def _alike(value: Tensor, there: Tensor) -> bool:
-    return (
-        value.dtype == there.dtype
-        and value.shape == there.shape
-        and value.stride() == there.stride()
-        and value.device == there.device
-    )

@@ -40,6 +40,9 @@ def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor
         "optimizer_groups": lambda value: _is_list_of(value, lambda group: type(group) is dict) and packed(value),
         "optimizer_shared": packed_dict,
         "optimizer_own": packed_dict,
+        "optimizer_attributes": lambda value: _is_dict_of(
+            value, lambda place: type(place) is dict and is_packed(place, {})
+        ),
     }
     for name, check in needed.items():
         if name not in scalars:

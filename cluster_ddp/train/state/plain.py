@@ -1,0 +1,164 @@
+"""The numbers and strings that an optimizer keeps in plain attributes: those that steps change are saved."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.state.only_written import is_only_written
+from cluster_ddp.train.state.packing import Packer, unpack
+
+_PLAIN = (bool, int, float, str, type(None))
+_DEPTH, _MOST = 6, 10_000  # of lists and dicts in each other, and of numbers and strings in an attribute that is saved
+_DIGITS = 11  # that an address in memory has at least
+_CPU = torch.device("cpu")
+
+Values = dict[str, dict[str, Any]]
+"""By the place, which is ``self`` or ``defaults``, and the name there."""
+
+
+class PlainAttributes:
+    """Those of one optimizer: numbers, strings, None, and lists and dicts of these; also among its defaults.
+
+    A list among the defaults is the very one that all groups have, as the buffer of some RAdams.
+
+    Parameters
+    ----------
+    optimizer
+        As it is before the first step.
+    but
+        Names that are left alone.
+    """
+
+    def __init__(self, optimizer: Optimizer, but: frozenset[str]) -> None:
+        self._optimizer, self._but = optimizer, but | {"defaults"}
+        self._is_only_written = functools.cache(functools.partial(is_only_written, type(optimizer)))
+        self._first = self._texts(optimizer)
+
+    def changed(self) -> Values:
+        """What is another than at first, or new, packed; without what no method of the optimizer reads."""
+        return {
+            place: {
+                name: json.loads(text)
+                for name, text in texts.items()
+                if text != self._first[place].get(name) and not self._is_only_written(name)
+                if place == "self" or name in self._first[place]  # torch adds defaults when it loads a state
+            }
+            for place, texts in self._texts(self._optimizer).items()
+        }
+
+    def restore(self, changed: Values) -> None:
+        """Put back what `changed` gave, in the lists and dicts that are there; or a `TaskError`."""
+        for place, there in _places(self._optimizer).items():
+            for name, packed in changed.get(place, {}).items():
+                if not is_plain(there.get(name, getattr(self._optimizer, name, None))):
+                    raise TaskError(
+                        f"the checkpoint holds a number or a string as {name} of the optimizer, which now is something "
+                        "else: bring back the code of the optimizer as it was, or begin a new run"
+                    )
+                there[name] = refilled(there.get(name), unpacked(packed))
+
+    def put_first(self, other: Optimizer) -> None:
+        """Give a copy of the optimizer what the one here had before the first step."""
+        now = self._texts(other)
+        for place, there in _places(other).items():
+            for name in now[place].keys() - self._first[place].keys():
+                del there[name]
+            for name, text in self._first[place].items():
+                there[name] = refilled(there.get(name), unpacked(json.loads(text)))
+
+    def _texts(self, optimizer: Optimizer) -> dict[str, dict[str, str]]:
+        return {
+            place: {name: _text(value) for name, value in there.items() if name not in self._but and is_plain(value)}
+            for place, there in _places(optimizer).items()
+        }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is of numbers, strings and None alone, and of few.
+
+    The name of a device is none, nor what could be an ``id()`` or an address: in another process they are others.
+    """
+    leaves = list(islice(_leaves(value, _DEPTH), _MOST + 1))
+    return len(leaves) <= _MOST and not is_device(value) and all(map(_is_number_or_text, leaves))
+
+
+def put(place: dict[Any, Any], key: Any, value: Any) -> None:
+    """Fill the tensor that is there when it is alike, and leave an equal list: something else may hold it too."""
+    there = place.get(key)
+    if isinstance(value, Tensor) and isinstance(there, Tensor) and _alike(value, there):
+        with torch.no_grad():
+            there.copy_(value)
+    elif not (is_plain(value) and is_plain(there) and _text(value) == _text(there)):
+        place[key] = value
+
+
+def _alike(value: Tensor, there: Tensor) -> bool:
+    return (
+        value.dtype == there.dtype
+        and value.shape == there.shape
+        and value.stride() == there.stride()
+        and value.device == there.device
+    )
+
+
+def refilled(there: Any, value: Any) -> Any:
+    """The value; in the list or dict that is there, if there is one, for something else may hold it too."""
+    if type(there) is not type(value) or type(value) not in (list, collections.deque, dict):
+        return value
+    if isinstance(value, dict):
+        parts = {key: refilled(there.get(key), part) for key, part in value.items()}
+        there.clear()
+        there.update(parts)
+    else:
+        before = [*there, *[None] * len(value)]
+        there.clear()
+        there.extend(map(refilled, before, value))
+    return there
+
+
+def is_device(value: Any) -> bool:
+    """Whether it is the name of a device, which another process may have otherwise."""
+    try:
+        return isinstance(value, str) and bool(torch.device(value))
+    except RuntimeError:
+        return False
+
+
+def _places(optimizer: Optimizer) -> Mapping[str, dict[str, Any]]:
+    return {"self": vars(optimizer), "defaults": getattr(optimizer, "defaults", {})}
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    if depth and type(value) in (list, tuple, collections.deque):
+        for part in value:
+            yield from _leaves(part, depth - 1)
+    elif depth and type(value) is dict:
+        for key, part in value.items():
+            yield from _leaves(key, depth - 1)
+            yield from _leaves(part, depth - 1)
+    else:
+        yield value
+
+
+def _is_number_or_text(leaf: Any) -> bool:
+    return type(leaf) in _PLAIN and not (len(text := str(leaf)) >= _DIGITS and text.isdigit())
+
+
+def _text(value: Any) -> str:
+    return json.dumps(Packer({}).pack(value, ""))
+
+
+def unpacked(packed: Any) -> Any:
+    """A plain value of what `Packer` has made of it."""
+    nothing: dict[str, Tensor] = {}
+    return unpack(packed, nothing.pop, _CPU)
