@@ -1,4 +1,8 @@
-"""Runs through submitit: its local executor for real, the script of its Slurm executor with stand-ins for Slurm."""
+"""Runs through submitit: its local executor for real, the script of its Slurm executor with stand-ins for Slurm.
+
+Torchrun and ranks that meet are in the first test; in the others, which mean submitit and the keeper, a script without
+torch stands in for both.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ from cluster_ddp.submit.submitit import SubmititSubmission
 T = TypeVar("T")
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
+LIGHT = PROJECT / "tests" / "cluster" / "light"
 PATIENCE = 120.0
 JOB_ID = str(os.getpid())  # the port to meet at comes from it, and others may be testing on this machine
 STEPS = 10
@@ -53,17 +58,26 @@ class Place:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.job = folder / "job.yaml"
         self.brake = folder / "brake"  # while it exists, training does not come to its end
-        self.job.write_text(
-            f"name: small\nscript: {HERE / 'gloo_rank.py'}\nargs: ['{STEPS}', '{self.brake}']\n"
-            'launch: {procs_per_node: 2}\nslurm: {time: "00:10:00"}\nrequeue: {warning: 20s}\n'
-        )
+        self.write_job("lone_rank.py", procs=1)
         strange = ("SLURM", "SBATCH", "CLUSTER_DDP", "SUBMITIT")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
         self.environment |= {
-            "PATH": str(self.bin), "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1",
+            "PATH": str(self.bin), "PYTHONPATH": f"{LIGHT}:{PROJECT}", "OMP_NUM_THREADS": "1",
             "CLUSTER_DDP_RUNS": str(folder / "runs"),
         }  # fmt: skip
         self.started: list[subprocess.Popen[bytes]] = []
+
+    def write_job(self, script: str, procs: int) -> None:
+        """Write the job file."""
+        self.job.write_text(
+            f"name: small\nscript: {HERE / script}\nargs: ['{STEPS}', '{self.brake}']\n"
+            f'launch: {{procs_per_node: {procs}}}\nslurm: {{time: "00:10:00"}}\nrequeue: {{warning: 20s}}\n'
+        )
+
+    def use_torchrun(self) -> None:
+        """Have ranks that torchrun starts, and that meet."""
+        self.environment["PYTHONPATH"] = str(PROJECT)
+        self.write_job("gloo_rank.py", procs=2)
 
     def add_slurm(self) -> None:
         """Put Slurm's commands into place."""
@@ -149,6 +163,7 @@ def names(run: RunDirectory, attempt: int) -> list[str]:
 
 
 def test_the_local_executor_stops_requeues_and_completes(place: Place) -> None:
+    place.use_torchrun()
     place.brake.touch()
     run = place.submit()
     wait_for_steps(run)
@@ -277,18 +292,12 @@ def test_a_host_that_failed_twice_is_given_back_before_training_while_there_are_
     assert "completed" in names(run, 2), place.log()
 
 
-def test_a_complete_run_is_not_trained_again(place: Place) -> None:
+def test_the_step_is_that_of_our_own_script_and_a_complete_run_is_not_trained_again(place: Place) -> None:
     place.add_slurm()
     run = place.submit()
     assert place.start_task(run).wait(PATIENCE) == 0, place.log()
     assert place.start_task(run, restarts=1).wait(PATIENCE) == 0, place.log()
     assert len(list_attempts(run)) == 1
-
-
-def test_the_step_is_that_of_our_own_script(place: Place) -> None:
-    place.add_slurm()
-    run = place.submit()
-    assert place.start_task(run).wait(PATIENCE) == 0, place.log()
     (step,) = (place.bin / "steps").read_text().splitlines()
     assert step.startswith("--export=ALL --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=0 ")
     assert f" -m cluster_ddp.launch.node --run {run.path} --attempt 0 -- torchrun --nnodes=1 " in step
