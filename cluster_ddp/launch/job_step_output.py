@@ -33,6 +33,11 @@ class TaskExit:
     how: str  # in srun's words, such as ``Exited with exit code 2``
     last_line: str  # what the task printed last; empty when it printed nothing
 
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal has ended it, and not the task itself."""
+        return not self.how.startswith(("Exited with exit code", "the task was not launched"))
+
     def describe(self) -> str:
         """In one line for people."""
         return f"{self.how}: {self.last_line}" if self.last_line else self.how
@@ -73,6 +78,12 @@ class JobStepOutput:
             for host, task in zip(*_pairs(hosts, tasks), strict=False)
         ]
         return [failure for failure in found if not failure.how.startswith(_SIGNALLED)]
+
+    def first_to_end(self) -> TaskExit | None:
+        """The task that did not end well, and did so first; None where srun names several at once, or none."""
+        hosts, tasks, how = self._exits[0] if self._exits else ("", "", "")
+        pairs = list(zip(*_pairs(hosts, tasks), strict=False))
+        return TaskExit(pairs[0][0], how, self._last_line(pairs[0][1])) if len(pairs) == 1 and hosts else None
 
     def note(self, line: str) -> str:
         """Note a line; returns what people are to see of it."""

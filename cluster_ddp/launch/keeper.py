@@ -211,8 +211,10 @@ class Keeper:
             return
         self._end.job_step_has_ended()
         if start is not None:
-            writer = EventWriter(self._run, self._writer)
-            self._host.within(_RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step))
+            writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
+            self._host.within(
+                _RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends)
+            )
 
     # -- done, failed, or once more? -----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from cluster_ddp.run.events import (
     EventWriter,
 )
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.stopfile import TERMINATED, read_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS, TERMINATED, read_stop
 from cluster_ddp.slurm.control import down_nodes
 from cluster_ddp.slurm.start import SlurmStart
 
@@ -46,15 +46,22 @@ def record_silent_node(attempt: AttemptDirectory, writer: EventWriter, node: int
 
 
 def record_failed_nodes(
-    attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, job_step: RunningJobStep
+    attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart, job_step: RunningJobStep, *, job_ends: bool
 ) -> None:
     """Record the nodes that could not report their own end, for a job step that has ended.
 
     A node program that never said that it had started is named with its last words. One that was ended before it had
     come up, because another had failed or the job was stopped, is not recorded.
+
+    Parameters
+    ----------
+    job_ends
+        Slurm ends the job, and its node programs with it.
     """
     history = read_history(attempt.run)
     hosts = start.hosts
+    if not job_ends:
+        _record_killed_node(history, attempt, writer, job_step)
     for node in job_step.lost:
         record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
     spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
@@ -72,6 +79,31 @@ def record_failed_nodes(
     for host in sorted(failed.keys() - spoke):
         error = f"its node program did not start: {failed[host]}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
+
+
+def _record_killed_node(
+    history: History, attempt: AttemptDirectory, writer: EventWriter, job_step: RunningJobStep
+) -> None:
+    """Record the node whose program was the first to end, and could not sign off: nobody but a signal ends it so."""
+    first, request = job_step.output.first_to_end(), read_stop(attempt)
+    if (
+        first is None
+        or not first.by_signal
+        or job_step.lost
+        or (request is not None and request.reason in FINAL_REASONS)
+    ):
+        return
+    nodes = {
+        event["event"]: event.get("node")
+        for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FINISHED, NODE_FAILED, NODE_LOST)
+        if short_name(event.get("host")) == short_name(first.host)
+    }
+    if nodes.keys() != {NODE_STARTED}:
+        return
+    error = f"its node program was ended from outside, as for want of memory (srun: {first.how})"
+    writer.write(
+        NODE_FAILED, attempt=attempt.number, node=nodes[NODE_STARTED], host=first.host, error=error, suspect=True
+    )
 
 
 def _explained(history: History, number: int) -> bool:

@@ -23,6 +23,7 @@ from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.runs import create_run
+from cluster_ddp.run.stopfile import request_stop
 
 PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"
 SPEC = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits")
@@ -240,9 +241,10 @@ class Ended:
             self.output.note(line)
 
 
-def recorded(run: RunDirectory, step: Ended) -> list[tuple[str, str]]:
+def recorded(run: RunDirectory, step: Ended, *, job_ends: bool = False) -> list[tuple[str, str]]:
     """What is recorded of the first attempt's nodes n1, n2 and n3."""
-    record_failed_nodes(run.attempt(0), EventWriter(run, "batch"), start(), cast(RunningJobStep, step))
+    writer, ended = EventWriter(run, "batch"), cast(RunningJobStep, step)
+    record_failed_nodes(run.attempt(0), writer, start(), ended, job_ends=job_ends)
     events = [event for event in read_events(run) if event["event"] in ("node-failed", "node-lost")]
     return [(event["host"], event.get("error") or event["reason"]) for event in events if event.get("suspect", True)]
 
@@ -315,3 +317,49 @@ def test_a_node_that_was_given_up_is_lost(fresh: RunDirectory) -> None:
     ((host, reason),) = recorded(fresh, Ended(lost=(2,)))
     assert host == "n3"
     assert reason == "node 2 (n3) was lost: no sign of life, while others had signed off"
+
+
+KILLED_TASK = ("srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Exited with exit code 5")
+
+
+@pytest.fixture
+def trained(fresh: RunDirectory) -> RunDirectory:
+    """A run of which all nodes have started, and the one on n1 has signed off."""
+    fresh.attempt(0).path.mkdir()
+    for number, host in enumerate(("n1.site", "n2.site", "n3.site")):
+        EventWriter(fresh, f"node-{number}").write("node-started", attempt=0, node=number, host=host)
+    EventWriter(fresh, "node-0").write("node-finished", attempt=0, node=0, host="n1.site", status=5)
+    return fresh
+
+
+def test_a_node_program_that_was_killed_is_named_and_the_run_goes_on(trained: RunDirectory) -> None:
+    EventWriter(trained, "rank-0").write("stopped", attempt=0, step=9, reason="agent-lost")
+    ((host, error),) = recorded(trained, Ended(*KILLED_TASK))
+    assert host == "n2" and "ended from outside" in error and "srun: Killed" in error
+    outcome = outcome_of(read_history(trained), 0)
+    assert outcome.ending is Ending.FAILED and "node n2 failed: its node program was ended" in outcome.why
+    assert suspects(read_history(trained), 0) == []
+    EventWriter(trained, "batch").write("node-failed", attempt=1, node=1, host="n2", error=error, suspect=True)
+    assert suspects(read_history(trained), 1) == ["n2"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("srun: error: n[2-3]: tasks 1-2: Killed",),  # nobody knows which was first
+        ("srun: error: n1: task 0: Killed", KILLED_TASK[0]),  # it has signed off: what was left of it was ended
+        (KILLED_TASK[1], KILLED_TASK[0]),  # srun ends the others after the first
+        ("srun: error: n2: task 1: Exited with exit code 1",),
+    ],
+)
+def test_a_node_program_that_was_ended_because_of_another_is_not_blamed(
+    trained: RunDirectory, lines: tuple[str, ...]
+) -> None:
+    assert recorded(trained, Ended(*lines)) == []
+
+
+def test_a_node_program_that_ends_with_its_job_is_not_blamed(trained: RunDirectory) -> None:
+    """Slurm kills what has not ended KillWait after its SIGTERM, a node whose save takes long first of all."""
+    assert recorded(trained, Ended(*KILLED_TASK), job_ends=True) == []
+    request_stop(trained.attempt(0), reason="person", grace=None, by="me")
+    assert recorded(trained, Ended(*KILLED_TASK)) == []
