@@ -224,7 +224,8 @@ ROWS: dict[str, Row] = {
         "its ranks and all other nodes save; requeued", as_in_chaos("kill -9 of an agent"), words=("agent-lost",)
     ),
     "node program killed (as for memory)": Row(
-        "its ranks have 3 s to save, then they are ended; the node is named; requeued, and after the second time without it",
+        "its ranks have 3 s to save, then they are ended; the node is named; requeued, and after the second time "
+        "without it",
         as_in_chaos("kill -9 of a node program"),
         words=("its node program was ended from outside",),
         lost=2 * EVERY_STEPS,
