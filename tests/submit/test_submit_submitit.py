@@ -58,7 +58,7 @@ class Place:
             (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.job = folder / "job.yaml"
         self.brake = folder / "brake"  # while it exists, training does not come to its end
-        self.write_job("lone_rank.py", procs=1)
+        self.write_job("beating_rank.py", procs=1)
         strange = ("SLURM", "SBATCH", "CLUSTER_DDP", "SUBMITIT")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
         self.environment |= {
