@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,21 @@ from documented import PROJECT, Call, finish
 
 import cluster_ddp.train
 from cluster_ddp.job import NetworkSpec
+from cluster_ddp.launch.ports import free_port
 from cluster_ddp.network import resolve
 from cluster_ddp.train import Task
 
 PAGE = (PROJECT / "docs" / "from-your-guide.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
 LAUNCH = PAGE.split("## Launch lines")[1]
-JOB = """\
-name: job
+TASK = """\
 task: cluster_ddp.tasks.crowd_bt:CrowdBT
 train: {epochs: 1, batch_size: 16}
-network: {profile: ethernet, ib_disable: false}
+"""
+JOB = f"""\
+name: job
+{TASK}\
+network: {{profile: ethernet, ib_disable: false}}
 """
 
 
@@ -46,13 +51,14 @@ def test_functions_exist() -> None:
     assert [name for name in ("SampleStream", "join_run") if not hasattr(cluster_ddp.train, name)] == []
 
 
-def test_launch_lines_are_commands_that_run(job: Path, call: Call) -> None:
+def test_launch_lines_are_commands_that_run(
+    job: Path, ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = re.findall(r"\| `cluster-ddp (.*?)` \|", LAUNCH)
     assert len(lines) > 8
     for line in set(lines):
-        gpus = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"} if "--gpus" in line else {}
-        said = finish(call("cluster_ddp", *shlex.split(line), "--dry-run", **gpus))
-        assert "torchrun" in said
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3" if "--gpus" in line else "")
+        assert "torchrun" in ask(*shlex.split(line), "--dry-run")
 
 
 def test_the_old_launcher_and_nodes_by_hand_still_start_a_script(job: Path, call: Call) -> None:
@@ -64,11 +70,12 @@ def test_the_old_launcher_and_nodes_by_hand_still_start_a_script(job: Path, call
     (job / "train.py").write_text(script)
     assert "--local-rank" in LAUNCH
     (job / "old.py").write_text(f"import sys\n{script}print(sys.argv)\n")
-    old = finish(call("torch.distributed.launch", "--nproc_per_node=2", "old.py"))
-    assert (old.count("ranks 2"), old.count("--local-rank=")) == (2, 2)
-    meet = "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", "--master_port=23457", "train.py"
-    nodes = [call("torch.distributed.run", f"--node_rank={rank}", *meet) for rank in (0, 1)]
-    assert ["ranks 2" in finish(node) for node in nodes] == [True, True]
+    meet = "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"
+    old = call("torch.distributed.launch", "--node_rank=0", *meet, "old.py")
+    new = call("torch.distributed.run", "--node_rank=1", *meet, "train.py")
+    for node, arguments in ((old, 1), (new, 0)):
+        said = finish(node)
+        assert (said.count("ranks 2"), said.count("--local-rank=0")) == (1, arguments), said
 
 
 def test_variables_are_translated_as_the_page_says() -> None:
@@ -86,18 +93,24 @@ def test_variables_are_translated_as_the_page_says() -> None:
         assert resolve(NetworkSpec(debug=level)).variables["NCCL_DEBUG"] == level.upper()
 
 
-def test_an_explicit_key_beats_what_was_exported_which_beats_the_profile(job: Path, call: Call) -> None:
-    settings = "--set=train.steps=1", "--set=train.epochs=null", "--set=params.items=50", "--set=params.comparisons=200"
+def test_an_explicit_key_beats_what_was_exported_which_beats_the_profile(
+    job: Path, call: Call, ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job / "job.yaml").write_text(JOB.replace(TASK, "script: train.py\n"))
+    (job / "train.py").touch()
     keys = "--set=network.profile=ethernet", "--set=network.ib_disable=true"
     exported = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_NTHREADS": "2", "NCCL_TIMEOUT": "900"}
-    said = finish(call("cluster_ddp", "local", "job.yaml", *settings, *keys, **exported))
+    light = f"{PROJECT / 'tests' / 'cluster' / 'light'}:{PROJECT}"
+    said = finish(call("cluster_ddp", "local", "job.yaml", *keys, PYTHONPATH=light, **exported))
     (report,) = job.glob("runs/*/attempts/000/environment-0.json")
     variables = json.loads(report.read_text())["variables"]
     assert (variables["NCCL_IB_DISABLE"], variables["NCCL_SOCKET_NTHREADS"]) == ("1", "2")
-    script = finish(call("cluster_ddp", "submit", "job.yaml", *keys, "--dry-run", **exported))
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    script = ask("submit", "job.yaml", *keys, "--dry-run")
     assert "export NCCL_IB_DISABLE=1" in script
     assert 'export NCCL_SOCKET_NTHREADS="${NCCL_SOCKET_NTHREADS:-4}"' in script
-    dry = finish(call("cluster_ddp", "local", "job.yaml", *keys, "--dry-run", **exported))
+    dry = ask("local", "job.yaml", *keys, "--dry-run")
     for answer in (said, script, dry):
         assert all(answer.count(f"{name}={value} is exported") == 1 for name, value in exported.items()), answer
     assert "NCCL_IB_DISABLE=1" in dry

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,10 @@ def test_dry_run_prints_the_script_and_writes_nothing(here: Path, call: Call) ->
 
 @FINDS_RANKS
 def test_local_stop_status_resume(here: Path, call: Call) -> None:
-    running = call("cluster_ddp", *words(LOCAL), *TINY)
+    dry = finish(call("cluster_ddp", *words(LOCAL), "--dry-run"))
+    assert len(re.findall(r"torchrun .*--nnodes=2 --nproc-per-node=2", dry)) == 2
+    # Two nodes are started by the demo, below.
+    running = call("cluster_ddp", *words(LOCAL), "--nodes", "1", *TINY)
     run = wait_for(lambda: next(here.glob("runs/*"), None))
     held = hold_rank_0(run)
     finish(call("cluster_ddp", *words(STOP)))
@@ -82,21 +86,19 @@ def test_submit_stop_status_resume(here: Path, cluster: SlurmCluster) -> None:
     def status() -> Any:
         return json.loads(cluster.cli(*words(STATUS), "--json", cwd=here).stdout)
 
-    def is_over() -> bool:
-        return bool(status()["state"] in ("STOPPED", "COMPLETED") and not cluster.queue())
-
     # The test's nodes have no GPU and few cores.
     small = "slurm.nodes=1 slurm.gpus_per_node=0 slurm.cpus_per_task=1 launch.procs_per_node=1 train.precision=fp32"
     changes = [word for change in small.split() for word in ("--set", change)]
     cluster.cli(*words(SUBMIT), *changes, "--set=train.epochs=200", "--set=train.workers=0", cwd=here)
-    cluster.wait_for(lambda: status()["step"], 120, "it trains")
+    cluster.wait_for(lambda: any(file.stat().st_size for file in here.glob("runs/*/metrics.jsonl")), 120, "it trains")
     cluster.cli(*words(STOP), cwd=here)
-    cluster.wait_for(is_over, 60, "it has stopped")
+    cluster.wait_for(lambda: not cluster.queue(), 60, "it has stopped")
     assert "STOPPED" in cluster.cli(*words(STATUS), cwd=here).stdout
     epochs = status()["step"] // STEPS_PER_EPOCH + 2
     cluster.cli(*words(RESUME), f"--set=train.epochs={epochs}", cwd=here)
-    cluster.wait_for(lambda: status()["state"] == "COMPLETED", 120, "it is complete")
-    assert (status()["attempts"], status()["step"]) == (2, epochs * STEPS_PER_EPOCH)
+    cluster.wait_for(lambda: not cluster.queue(), 120, "it is complete")
+    found = status()
+    assert (found["state"], found["attempts"], found["step"]) == ("COMPLETED", 2, epochs * STEPS_PER_EPOCH)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -134,13 +136,13 @@ def check_map(run: Path) -> None:
     assert [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in known)] == []
 
 
-def test_table_has_all_commands_and_options_that_exist(call: Call) -> None:
-    known = re.findall(r"^│ (\w+) ", finish(call("cluster_ddp", "--help")), re.MULTILINE)
+def test_table_has_all_commands_and_options_that_exist(ask: Callable[..., str]) -> None:
+    known = re.findall(r"^│ (\w+) ", ask("--help"), re.MULTILINE)
     listed = [shlex.split(part) for row in TABLE for part in re.findall(r"`(.*?)`", row)]
     assert sorted(name for name, *_ in listed) == sorted(known)
     for name, *rest in listed:
         options = [option for word in rest for option in re.findall(r"--[\w-]+", word)]
-        said = finish(call("cluster_ddp", name, "--help")) if options else ""
+        said = ask(name, "--help") if options else ""
         assert all(option in said for option in options), (name, options)
 
 
