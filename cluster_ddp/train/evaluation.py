@@ -25,6 +25,7 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
 from cluster_ddp.train.refusals import refuse_loader, refuse_unfinished, refuse_without_group
+from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.task import Task, expect_type
 
 
@@ -92,7 +93,7 @@ class Evaluation:
 
     def _average(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         sums: dict[str, Tensor] = {}
-        own = OwnGenerators(self._task, model)
+        own = OwnGenerators(self._task, model, generators_around([self._task, *model.modules()]))
         seeds = StepSeeds(self._seed, self._world.rank, self._device, own, Use.EVALUATION)
         for part, batch in self._batches():
             if len(part.indices):

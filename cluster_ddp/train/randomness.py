@@ -90,8 +90,9 @@ HOST_GENERATORS = (
     HostGenerator(torch.default_generator.manual_seed, lambda: torch.rand((), dtype=torch.float64).item()),
     HostGenerator(lambda seed: random.seed(seed & _HALF_WORD), random.random),
     HostGenerator(lambda seed: np.random.seed(seed & _HALF_WORD), np.random.random_sample),
+    HostGenerator(lambda seed: _seed_opencv(seed), lambda: _drawn_from_opencv()),
 )
-"""Torch's on the CPU, Python's random and NumPy: to seed one takes 1 to 4 us, to draw from it 1 us."""
+"""Torch's on the CPU, Python's random, NumPy and OpenCV: to seed one takes 1 to 4 us, to draw from it 1 us."""
 
 
 def drawn() -> tuple[float, ...]:
@@ -102,9 +103,57 @@ def drawn() -> tuple[float, ...]:
 def _seed_libraries(seed: int) -> None:
     random.seed(seed & _HALF_WORD)
     np.random.seed(seed & _HALF_WORD)
-    # OpenCV has one of its own, for cv2.randn and the like. What is called cv2 may be something else, or half imported.
-    if (seed_opencv := getattr(sys.modules.get("cv2"), "setRNGSeed", None)) is not None:
-        seed_opencv(seed & _POSITIVE_INT)
+    _seed_opencv(seed)
+
+
+# OpenCV has a generator of its own, for cv2.randn and the like. What is called cv2 may be something else, or half
+# imported, or not imported yet.
+
+
+def _seed_opencv(seed: int) -> None:
+    if (seed_it := getattr(sys.modules.get("cv2"), "setRNGSeed", None)) is not None:
+        seed_it(seed & _POSITIVE_INT)
+
+
+def _drawn_from_opencv() -> float:
+    draw = getattr(sys.modules.get("cv2"), "randu", None)
+    return 0.0 if draw is None else float(draw(np.zeros((1, 1)), 0.0, 1.0)[0, 0])
+
+
+def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Give objects and what they are made of, each once; models and tensors among them are passed over."""
+    seen: set[int] = set()
+    level: list[Any] = list(holders)
+    level += [vars(module) for holder in holders if isinstance(holder, nn.Module) for module in holder.modules()]
+    for _ in range(depth):
+        inner: list[Any] = []
+        for value in level:
+            if id(value) not in seen:
+                seen.add(id(value))
+                inner += _parts(value)
+                yield value
+        level = inner
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, list, tuple)):
+        if len(value) <= _WIDTH:
+            yield from value.values() if isinstance(value, dict) else value
+        own = getattr(value, "__dict__", {})  # of a class derived from them; it may be the dict itself
+        yield from own.values() if len(own) <= _WIDTH else ()
+    elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType, *GENERATORS)):
+        yield from (part for _, part in inner_parts(value))
+
+
+def seed_one(generator: Any, word: int) -> None:
+    """Seed a generator of one of the kinds `GENERATORS`."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(word).state
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(word)
+    else:
+        generator.seed(word & _HALF_WORD)
 
 
 class OwnGenerators:
@@ -121,17 +170,9 @@ class OwnGenerators:
     """
 
     def __init__(self, *holders: Any, depth: int = _DEPTH) -> None:
-        self._found: list[Any] = []
-        seen: set[int] = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
-        level: list[Any] = list(holders)
-        level += [vars(module) for holder in holders if isinstance(holder, nn.Module) for module in holder.modules()]
-        for _ in range(depth):
-            inner: list[Any] = []
-            for value in level:
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    self._visit(value, inner)
-            level = inner
+        known = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
+        parts = parts_of(*holders, depth=depth)
+        self._found = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -142,25 +183,7 @@ class OwnGenerators:
     def seed(self, seed: int) -> None:
         """Seed each: 1 to 20 us."""
         for number, generator in enumerate(self._found):
-            word = mix(seed + number)
-            if isinstance(generator, np.random.Generator):
-                bits = generator.bit_generator
-                bits.state = type(bits)(word).state
-            elif isinstance(generator, torch.Generator):
-                generator.manual_seed(word)
-            else:
-                generator.seed(word & _HALF_WORD)
-
-    def _visit(self, value: Any, inner: list[Any]) -> None:
-        if isinstance(value, GENERATORS):
-            self._found.append(value)
-        elif isinstance(value, (dict, list, tuple)):
-            if len(value) <= _WIDTH:
-                inner += value.values() if isinstance(value, dict) else value
-            own = getattr(value, "__dict__", {})  # of a class derived from them; it may be the dict itself
-            inner += own.values() if len(own) <= _WIDTH else ()
-        elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType)):
-            inner += (part for _, part in inner_parts(value))
+            seed_one(generator, mix(seed + number))
 
 
 class StepSeeds:

@@ -9,12 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset, default_collate
 from train_ranks import run_ranks
 from train_tasks import Everything, differences, final_state, job, losses, new_run, train
 
 from cluster_ddp.run.reading import parse_lines
+from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.metrics.losses import StepLoss, TotalLosses
 from cluster_ddp.train.randomness import StepSeeds
 
@@ -125,3 +128,29 @@ def test_the_generator_of_opencv_is_seeded_where_it_is_imported(monkeypatch: pyt
     for other in (None, SimpleNamespace()):  # an import that is forbidden, and something else of this name
         monkeypatch.setitem(sys.modules, "cv2", other)
         StepSeeds(1, 0, torch.device("cpu")).apply(3, 0)
+
+
+class ByOpenCV(Dataset[Any]):
+    """Draws from OpenCV's generator, for few samples."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> float:
+        return float(sys.modules["cv2"].randu(np.zeros((1, 1)), 0, 1)[0, 0]) if index > 40 else 0.0
+
+
+def test_samples_that_opencv_draws_are_each_seeded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.RandomState(0)  # OpenCV's is of another kind, and one for all as well
+
+    def randu(array: Any, low: float, high: float) -> Any:
+        return array + generator.uniform(low, high)
+
+    monkeypatch.setitem(sys.modules, "cv2", SimpleNamespace(setRNGSeed=generator.seed, randu=randu))
+
+    def read(*batches: list[int]) -> list[float]:
+        fetcher = Fetcher(ByOpenCV(), default_collate, 1, exact=True)
+        return [sample for batch in batches for sample in fetcher(0, np.array(batch)).tolist()]
+
+    calm = read([0, 1, 2], [50, 51, 3], [52, 53, 4])
+    assert read([52, 53, 4], [50, 51, 3])[:2] == calm[6:8] and len(set(calm[3:5] + calm[6:8])) == 4

@@ -151,14 +151,30 @@ class OwnGenerators(Augmented):
         return inputs, self.labels[index]
 
 
-_HIDDEN = np.random.default_rng(1)
+_AT_THE_TOP = np.random.default_rng(1)
+_HIDDEN = {"generator": np.random.default_rng(1)}
+
+
+class DrawsFromTheTop(Augmented):
+    """Draws from a generator at the top of this module, for few samples."""
+
+    def __getitem__(self, index: int) -> Item:
+        noise = float(_AT_THE_TOP.standard_normal()) if index % 11 == 0 else 0.0
+        return self.inputs[index] + noise, self.labels[index]
+
+
+class BatchesFromTheTop(DrawsFromTheTop):
+    """The same, by batch."""
+
+    def __getitems__(self, indices: list[int]) -> list[Item]:
+        return [self[index] for index in indices]
 
 
 class HiddenGenerator(Augmented):
     """Draws from a generator that is nobody's attribute."""
 
     def __getitem__(self, index: int) -> Item:
-        return self.inputs[index] + float(_HIDDEN.standard_normal()), self.labels[index]
+        return self.inputs[index] + float(_HIDDEN["generator"].standard_normal()), self.labels[index]
 
 
 class HiddenBatches(HiddenGenerator):
@@ -297,6 +313,8 @@ DATA: dict[str, MakeData] = {
     "dicts": Named,
     "subset": lambda: Subset(Augmented(), list(range(40))[::-1]),
     "subset of a subset": lambda: Subset(Subset(Augmented(), list(range(40))), list(range(0, 40, 2)) * 2),
+    "a generator at the top of a module": DrawsFromTheTop,
+    "a generator at the top of a module, __getitems__": BatchesFromTheTop,
     "drawn by weights": ByWeights,
     "concatenated": lambda: ConcatDataset([Augmented(), Augmented()]),
     "__getitems__": ByBatch,

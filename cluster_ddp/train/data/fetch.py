@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from cluster_ddp.printing import say
-from cluster_ddp.train.data.fingerprint import fingerprint, settled
+from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.data.sets import copied, fetches_by_batch, is_plain_rows, length_of, unwrapped
 from cluster_ddp.train.errors import DataError
-from cluster_ddp.train.randomness import HOST_GENERATORS, OwnGenerators, derive, drawn, mix, seed_host
+from cluster_ddp.train.randomness import (
+    HOST_GENERATORS,
+    OwnGenerators,
+    derive,
+    drawn,
+    mix,
+    parts_of,
+    seed_host,
+    seed_one,
+)
+from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.task import Task
 
 _DEFAULT_COLLATES = (default_collate, Task.collate)
@@ -52,10 +62,12 @@ class Fetcher:
     """
 
     def __init__(self, data: Dataset[Any], collate: Collate, *seed_words: int, exact: bool = False) -> None:
-        self._data, self._positions = _unwrap(data)
+        self._data, self._positions = unwrapped(data)
         self._collate = collate
         self._base = derive(*seed_words)
-        self._own = OwnGenerators(self._data, getattr(collate, "__self__", None))
+        self._find_generators()
+        # Whether those at the top of modules are seeded too; None, before the first batches: whatever draws from them.
+        self._draws_around: bool | None = None if exact else False
         self.is_tried = not exact
         # A batch as it was before training, its epoch and its places, to see whether passes over the set change it.
         self._at_first: tuple[int, int, Indices] | None = None
@@ -65,9 +77,9 @@ class Fetcher:
         # Which of `HOST_GENERATORS` samples draw from: only they are seeded for each.
         self._used = _ALL
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
-        if _is_plain(self._data) and self._collates_by_default:
+        if is_plain_rows(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
-        elif _fetches_by_batch(self._data):
+        elif fetches_by_batch(self._data):
             self._read = self._by_batch
         else:
             self._read = self._one_by_one
@@ -90,7 +102,17 @@ class Fetcher:
         elif self._at_first is not None and epoch >= self._looked_at_again:
             self._looked_at_again = 2 * epoch  # seldom enough to cost nothing
             self._try_after_a_pass()
-        return self._read(epoch, places)
+        return self._watched(lambda: self._read(epoch, places))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker that was not forked a module has another generator at its top."""
+        vars(self).update(state)
+        self._find_generators()
+
+    @property
+    def generators_around(self) -> list[Any]:
+        """Those at the top of modules that are known to be seeded for each sample, in this process."""
+        return list(self._around.values()) if self._draws_around else []
 
     def how_many_together(self, samples: int) -> int:
         """How many batches of so many samples are best fetched by one call: for a few small rows it costs the most."""
@@ -109,6 +131,31 @@ class Fetcher:
             return [self(*key) for key in keys]
         tensors = self(0, np.concatenate([indices for _, indices in keys]))
         return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
+
+    def _find_generators(self) -> None:
+        self._own = self._held_generators()
+        held, found = set(map(id, self._own)), generators_around(parts_of(self._data, self._collate))
+        self._around = {derive(*name.encode()): one for name, one in found.items() if id(one) not in held}
+
+    def _held_generators(self) -> OwnGenerators:
+        return OwnGenerators(self._data, getattr(self._collate, "__self__", None))
+
+    def _watched(self, read: Callable[[], Any]) -> Any:
+        """What is read; once more, with all generators seeded, when it has drawn from one at the top of a module."""
+        if self._draws_around is not False or not self._around:
+            return read()
+        before = list(map(drawn_to, self._around.values()))
+        found = read()
+        if list(map(drawn_to, self._around.values())) == before:
+            return found
+        self._draws_around = True
+        return read()
+
+    def _seed_own(self, seed: int) -> None:
+        self._own.seed(seed)
+        if self._draws_around is not False:
+            for name, generator in self._around.items():
+                seed_one(generator, mix(seed ^ name))
 
     def _look(self, places: Indices) -> int:
         """The fingerprint of samples as they are in the first epoch, before they are collated."""
@@ -151,7 +198,7 @@ class Fetcher:
         """The samples, each seeded by itself; None when one has drawn from a generator that none has drawn from yet."""
         untouched = _watched_draws()
         self._seed_others(_WATCHED)
-        if self._used or self._own:
+        if self._used or self._own or (self._around and self._draws_around is not False):
             items = [self._seeded_one(mix(base ^ index), index) for index in indices]
         else:
             items = [self._data[index] for index in indices]
@@ -163,7 +210,7 @@ class Fetcher:
     def _seeded_one(self, seed: int, index: int) -> Any:
         for number in self._used:
             HOST_GENERATORS[number].seed(seed)
-        self._own.seed(seed)
+        self._seed_own(seed)
         return self._data[index]
 
     def _seed_others(self, seed: int) -> None:
@@ -179,7 +226,7 @@ class Fetcher:
     def _seed(self, word: int) -> None:
         seed = mix(word)
         seed_host(seed)
-        self._own.seed(seed)
+        self._seed_own(seed)
 
     def _collated(self, items: list[Any], indices: Indices) -> Any:
         if not self._collates_by_default:
@@ -196,7 +243,7 @@ class Fetcher:
         """Raise a `DataError` unless the same seed gives the same samples."""
         if self._read == self._by_tensor:
             return
-        self._untouched, self._length = _copied(self._data), _length(self._data)
+        self._untouched, self._length = copied(self._data), length_of(self._data)
         found = settled(lambda: fingerprint(self._read(epoch, indices)))
         if found is not None:
             self._refuse_workers_own(epoch, indices, found)
@@ -207,6 +254,7 @@ class Fetcher:
             # A set may take its seed from a generator without drawing from it.
             if fingerprint(self._read(epoch + 1, indices)) != other:
                 self._used = _ALL
+            self._draws_around = False  # until it is seen to draw
             return
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
         what = f"sample {changing[0].item()}" if changing else "a batch"
@@ -238,7 +286,7 @@ class Fetcher:
         if worker is not None and worker.id != 0:
             self._at_first = None
             return
-        if self._positions is None and (now := _length(self._data)) != self._length:
+        if self._positions is None and (now := length_of(self._data)) != self._length:
             self._at_first = None
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass and had "
@@ -273,7 +321,7 @@ class Fetcher:
             )
         elif self._untouched is not None:
             data, self._data, own = self._data, self._untouched, self._own
-            self._own = OwnGenerators(self._data, getattr(self._collate, "__self__", None))
+            self._own = self._held_generators()
             if fingerprint(self._read(epoch + 1, indices)) != other:
                 how = "draws random numbers once, when its first sample is read, and keeps what comes of them"
             self._data, self._own = data, own
@@ -291,10 +339,10 @@ class Fetcher:
         new = next((place for place in reversed(places) if place not in tried), None)
         if new is None:
             return False
-        draws = []
+        draws: list[tuple[Any, ...]] = []
         for _ in range(2):
             self._read(epoch, np.array([new], dtype=np.int64))
-            draws.append(drawn())
+            draws.append((drawn(), *map(drawn_to, (*self._own, *self._around.values()))))
         return draws[0] != draws[1]
 
     def _changes(self, epoch: int, index: Indices) -> bool:
@@ -314,63 +362,11 @@ def _as_another_worker() -> Iterator[None]:
         vars(place)["_worker_info"] = info
 
 
-def _length(data: Any) -> int:
-    return len(data) if hasattr(data, "__len__") else 0
-
-
-def _copied(data: Any) -> Any:
-    """A shallow copy of a data set; None where it cannot be copied."""
-    try:
-        return copy.copy(data)
-    except Exception:
-        return None
-
-
 @functools.cache
 def _watched_draws() -> tuple[float, ...]:
     """What the generators give first when they have been watched and nobody has drawn."""
     seed_host(_WATCHED)
     return drawn()
-
-
-def _is_plain(data: Dataset[Any]) -> bool:
-    """Whether a set is nothing but rows of tensors; a TensorDataset with a method of its own to fetch by is more."""
-    return (
-        isinstance(data, TensorDataset)
-        and type(data).__getitem__ is TensorDataset.__getitem__
-        and not hasattr(data, "__getitems__")
-    )
-
-
-def _fetches_by_batch(data: Dataset[Any]) -> bool:
-    """Whether a set has ``__getitems__``, and no derived class says otherwise by a ``__getitem__`` alone."""
-    for kind in type(data).__mro__:
-        if "__getitems__" in vars(kind):
-            return True
-        if "__getitem__" in vars(kind):
-            return False
-    return callable(getattr(data, "__getitems__", None))
-
-
-def _unwrap(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
-    """See through Subset, whose ``__getitems__`` would hide that its set has random samples to be seeded."""
-    positions: Indices | None = None
-    while _is_subset(data):
-        inner = _as_indices(data.indices)
-        positions = inner if positions is None else inner[positions]
-        data = data.dataset
-    return data, positions
-
-
-def _is_subset(data: Dataset[Any]) -> TypeGuard[Subset[Any]]:
-    kind = type(data)
-    return isinstance(data, Subset) and all(
-        getattr(kind, name) is getattr(Subset, name) for name in ("__getitem__", "__getitems__")
-    )
-
-
-def _as_indices(positions: Sequence[int]) -> Indices:
-    return torch.as_tensor(positions, dtype=torch.int64).numpy()
 
 
 def _named(indices: Indices) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,13 @@ def fingerprint(value: Any) -> int:
     hashed = xxhash.xxh3_64()
     _add(hashed, value)
     return hashed.intdigest() >> 1  # fits a signed word
+
+
+def drawn_to(generator: Any) -> int:
+    """Where a random generator is: another number after each draw."""
+    if isinstance(generator, np.random.Generator):
+        return fingerprint(repr(generator.bit_generator.state))
+    return fingerprint(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
 
 
 def settled(read: Callable[[], int]) -> int | None:

@@ -18,7 +18,8 @@ from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.own.held_data import held_data
 from cluster_ddp.train.own.loader_copy import LoaderCopy
 from cluster_ddp.train.own.stream_batches import StreamBatches
-from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
+from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, parts_of, seed_host
+from cluster_ddp.train.state.surroundings import generators_around
 
 Key = tuple[int, Any]  # the epoch, and the indices of a batch
 
@@ -45,6 +46,10 @@ class Batches(Protocol):
     @property
     def data(self) -> Any:
         """The data set that is read."""
+
+    @property
+    def generators(self) -> list[Any]:
+        """The random generators at the top of modules that are seeded for each sample, in this process."""
 
     def arrange(self, seed: int) -> int | None:
         """Make the order a function of this seed; all ranks call it, once, before `begin`.
@@ -112,6 +117,11 @@ class MapBatches:
     def data(self) -> Any:
         """The data set that is read."""
         return self._copy.inner.dataset
+
+    @property
+    def generators(self) -> list[Any]:
+        """Those at the top of modules that are seeded for each sample, in this process."""
+        return [] if self._fetcher is None else self._fetcher.generators_around
 
     def arrange(self, seed: int) -> int | None:
         """Make the order a function of this seed; a fingerprint of what the set of rank 0 holds."""
@@ -246,7 +256,7 @@ class _OneByOne(_Seen):
     def __init__(self, data: Any, base: int) -> None:
         super().__init__(data)
         self._base = base
-        self._own = OwnGenerators(data)
+        self._own = OwnGenerators(data, generators_around(parts_of(data)))
 
     def __getitem__(self, key: Key) -> Any:
         epoch, chosen = key

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from cluster_ddp.train.own.batches import Batches
 from cluster_ddp.train.own.carried import Carried
 from cluster_ddp.train.own.copies import Copies
 from cluster_ddp.train.own.gradients import CarriedGradients
@@ -50,14 +51,18 @@ class FirstSteps:
 
 
 def first_steps_of(
-    loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any = None, data: Any = None
+    loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any = None, batches: Batches | None = None
 ) -> Callable[[bool], None]:
-    """What sees all that is beside a loop, over this loader and data, if there are: see `Loop.look`."""
+    """What sees all that is beside a loop, over this loader and its batches, if there are: see `Loop.look`."""
+
+    def seeded() -> list[Any]:
+        return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
+
     gradients = CarriedGradients(handed.stepping, warn)
     first = FirstSteps(
         [
-            OtherLoaders(data, warn),
-            Overlooked(handed.tensors(), lambda: (*loop.generators, *OwnGenerators(loader)), warn),
+            OtherLoaders(None if batches is None else batches.data, warn),
+            Overlooked(handed.tensors(), seeded, warn),
             Copies(handed, loop.kept, warn),
             Queues(handed, loop.kept, warn),
             OtherSchedulers(handed.optimizers, handed.others, warn),

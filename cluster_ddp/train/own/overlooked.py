@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
@@ -47,13 +47,13 @@ class Overlooked:
     def first(self) -> None:
         """Call after the first step."""
         self._modules = {id(module): (weakref.ref(module), sampled(held)) for module, held in self._strangers()}
-        self._generators = {id(found): (found, _drawn_to(found)) for found in self._of_the_loop()}
+        self._generators = {id(found): (found, drawn_to(found)) for found in self._of_the_loop()}
 
     def second(self) -> None:
         """Call after the second."""
         self._tell_modules([module for module, held in self._strangers() if self._has_changed(module, held)])
         before, self._generators = self._generators, {}
-        same = {key for key, (found, drawn_to) in before.items() if _drawn_to(found) == drawn_to}
+        same = {key for key, (found, place) in before.items() if drawn_to(found) == place}
         self._tell_generators([found for found in self._of_the_loop() if id(found) in before.keys() - same])
 
     def _has_changed(self, module: nn.Module, held: list[Tensor]) -> bool:
@@ -101,13 +101,3 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
         found = (*module.parameters(), *module.buffers())
         return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter) and has_values(tensor)]
     return []
-
-
-def _drawn_to(generator: Any) -> int:
-    if isinstance(generator, np.random.Generator):
-        state: Any = repr(generator.bit_generator.state)
-    elif isinstance(generator, random.Random):
-        state = generator.getstate()
-    else:
-        state = generator.get_state()
-    return fingerprint(state)

@@ -24,7 +24,7 @@ from cluster_ddp.train.metrics.log import Report
 from cluster_ddp.train.metrics.loggers import open_loggers
 from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
-from cluster_ddp.train.own.batches import batches_of
+from cluster_ddp.train.own.batches import Batches, batches_of
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.changed_data import ChangedData
 from cluster_ddp.train.own.first_steps import first_steps_of
@@ -127,7 +127,7 @@ class ScriptRun:
             geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
             loop = self._take_over(things, geometry)
             loop.expect_data(found.arrange(loop.seed))
-            self._watch(loop, loader, found.data)
+            self._watch(loop, loader, found)
             warn = self._session.saving.warn
             taking = Taking(self._handed.optimizers, self._handed.scalers, warn)
             changed = ChangedData(found.data, found.samplers, warn)
@@ -307,10 +307,10 @@ class ScriptRun:
             self._session.end(self._save, completed=not is_stopped)
         self._block.leave(stopped=is_stopped)
 
-    def _watch(self, loop: Loop, loader: Any = None, data: Any = None) -> None:
+    def _watch(self, loop: Loop, loader: Any = None, found: Batches | None = None) -> None:
         beat = self._session.beat
         self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
-        loop.look = first_steps_of(loop, self._handed, self._session.saving.warn, loader, data)
+        loop.look = first_steps_of(loop, self._handed, self._session.saving.warn, loader, found)
 
     def _close_loop(self) -> None:
         if self._others is not None:

@@ -37,6 +37,7 @@ class StreamBatches:
         self.samples: int | None = None
         self.batch: int | None = None
         self.samplers: list[Any] = []
+        self.generators: list[Any] = []
         self.data: Any = of.inner.dataset
         self._own = OwnGenerators(self.data)
         self._name = type(self.data).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from cluster_ddp.train.randomness import GENERATORS
@@ -13,10 +13,10 @@ from cluster_ddp.train.state.attributes import is_library
 
 def variables_around(objects: Iterable[object]) -> dict[str, Any]:
     """By name, without those of what is installed, and without functions, classes and modules."""
-    kinds = dict.fromkeys(kind for one in objects for kind in type(one).__mro__)
+    kinds = (kind for one in objects for kind in ((one,) if isinstance(one, FunctionType) else type(one).__mro__))
     found: dict[str, Any] = {}
-    for kind in kinds:
-        module = sys.modules.get(kind.__module__)
+    for kind in dict.fromkeys(kinds):
+        module = sys.modules.get(str(kind.__module__))
         if module is None or _is_installed(module):
             continue
         for place, name in ((kind, kind.__name__), (module, module.__name__)):
@@ -24,9 +24,11 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
     return found
 
 
-def generators_around(objects: Iterable[object]) -> list[Any]:
-    """The random generators among them: a script often has one at its top."""
-    return [value for value in variables_around(objects).values() if isinstance(value, GENERATORS)]
+def generators_around(objects: Iterable[object]) -> dict[str, Any]:
+    """The random generators among them, each once: a script often has one at its top."""
+    found = sorted(variables_around(objects).items(), reverse=True)
+    names = {id(value): name for name, value in found if isinstance(value, GENERATORS)}
+    return {name: value for name, value in found if names.get(id(value)) == name}
 
 
 def _variables(names: Mapping[str, Any]) -> dict[str, Any]:
