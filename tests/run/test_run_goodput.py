@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from run_builders import begin, begin_dead
+from run_builders import begin, begin_dead, slurm_job
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import login_writer
@@ -62,3 +62,17 @@ def test_training_that_is_still_going_on_is_not_lost_yet(
     (run.events / "w.jsonl").write_text(json.dumps({**line, "time": now - 90}) + "\n")
     monkeypatch.setattr(time, "time", lambda: now)
     assert seconds(describe(run, {}))[:2] == (90, 10)
+
+
+def test_the_setup_lines_of_the_next_start_are_no_training(run: RunDirectory, say: Say) -> None:
+    """Slurm runs the job again already, as the next of a chain or after a requeue, but the attempt has not begun."""
+    origin = time.time() - 1000
+    path = begin_dead(run, slurm_job_id="7").record_file
+    path.write_text(json.dumps({**json.loads(path.read_text()), "begun": origin, "ended": origin + 60}))
+    say("started", 0, step=0)
+    say("stopped", 0, step=50, reason="time-limit")
+    events = [json.loads(line) for line in (run.events / "w.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**event, "time": origin + after}) for event, after in zip(events, (10, 60), strict=True)]
+    (run.events / "w.jsonl").write_text("\n".join(lines) + "\n")
+    found = describe(run, {"7": slurm_job("RUNNING")})
+    assert found.state == "RUNNING" and seconds(found)[:2] == (50, 10)
