@@ -11,10 +11,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
@@ -26,6 +36,16 @@ from cluster_ddp.train.own.run import ScriptRun
 
 _COUNTS = ("ready", "started", "processed", "completed")
 _BATCHES, _EPOCHS = "epoch_loop.batch_progress", "epoch_progress"  # in the state of Lightning's loops
+
+_REMEDY = "Make it a part of the LightningModule, or let a callback give it by state_dict()"
+_REFUSED = {
+    StochasticWeightAveraging: "take WeightAveraging or EMAWeightAveraging",
+    GradientAccumulationScheduler: "take accumulate_grad_batches=",
+    BaseFinetuning: "give the optimizer all parameters from the beginning, and unfreeze them by requires_grad",
+    ModelPruning: "prune after the training",
+    LearningRateFinder: "find it by a program of its own",
+    BatchSizeFinder: "find it by a program of its own",
+}
 
 
 class ResumeExactly(Callback):
@@ -49,6 +69,7 @@ class ResumeExactly(Callback):
         """Join the run."""
         if stage == "fit":
             self._run = self._around.enter_context(run_of_training())
+            _refuse_callbacks(trainer)
             self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -177,10 +198,13 @@ class _Fit:
             "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
             "precision": precision if precision.state_dict() else None,
+            "average": [part._average_model for part in trainer.callbacks if isinstance(part, WeightAveraging)],
         }
         loop = self._run.take_over(things, geometry)
         loop.before_save = self._note
         batches.arrange(loop.seed)
+        self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
+        _warn_of_hooks(trainer, loop.warn)
         if self._run.step:
             _put_back(self._kept, trainer)
         _put_in_place(trainer, batches)
@@ -274,6 +298,14 @@ def _only_loader(trainer: Any) -> Any:
     return loader
 
 
+def _refuse_callbacks(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        for kind, remedy in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise TrainError(f"ResumeExactly cannot resume a Trainer with the callback {name} exactly: {remedy}")
+
+
 def _refuse_unsupported(trainer: Any) -> None:
     strategy = type(trainer.strategy).__name__
     for what, there, remedy in (
@@ -283,3 +315,15 @@ def _refuse_unsupported(trainer: Any) -> None:
     ):
         if there:
             raise TrainError(f"ResumeExactly cannot resume a Trainer with {what} exactly: {remedy}")
+
+
+def _warn_of_hooks(trainer: Any, warn: Callable[[str], None]) -> None:
+    """Say whose `on_save_checkpoint` is of no effect on what the run keeps."""
+    parts = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
+    asked = [part for part in parts if part is not None and not isinstance(part, WeightAveraging)]
+    if names := sorted({type(part).__name__ for part in asked if is_overridden("on_save_checkpoint", part)}):
+        warn(
+            f"on_save_checkpoint() of {', '.join(names)} is for Lightning's own checkpoints; the run's do not hold "
+            "what it gives, and a resume is exact only where no step depends on it. Make it buffers of the "
+            "LightningModule, or let state_dict() of the callback or the datamodule give it"
+        )

@@ -45,6 +45,8 @@ _STATE = (
 # Of the trainer: the averages that are logged next and at the end, and what is added to total_flos then.
 _TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
+_REMEDY = "Make it a part of the model that is trained"
+
 
 class ResumeExactly(TrainerCallback):
     """Makes ``Trainer.train`` a loop of the run: saved between steps, stopped there, and resumed with the same bits.
@@ -192,6 +194,7 @@ class _Training:
                 "once more, and it goes on from the one before"
             )
         batches.arrange(loop.seed)
+        self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         loop.before_save = self._note
         self._epoch = self._run.step // steps.steps
         state.compute_steps(trainer.args, state.max_steps)

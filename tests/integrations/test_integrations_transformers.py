@@ -18,6 +18,11 @@ from train_ranks import preload, run_ranks
 pytest.importorskip("transformers")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    preload("transformers.trainer")
+
+
 class Rows(Dataset[Any]):
     def __len__(self) -> int:
         return 24
@@ -82,7 +87,6 @@ def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any])
 def test_a_trainer_that_evaluates_and_saves_goes_on_exactly(
     stop_at: list[int], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    preload("transformers.trainer")
     calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
     (ends,) = run_ranks(attempts, 1, calm.path, broken.path, stop_at, more)
     assert ends[1:] == [None] * len(stop_at) + [ends[0]]

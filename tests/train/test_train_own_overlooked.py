@@ -14,6 +14,7 @@ from torch import nn
 from cluster_ddp.train.own.first_steps import FirstSteps
 from cluster_ddp.train.own.overlooked import Overlooked
 from cluster_ddp.train.own.program import reachable
+from cluster_ddp.train.own.twins import twins
 
 
 class Average(nn.Module):
@@ -42,7 +43,7 @@ def told(handed: bool = True, draw: Any = None, seeded: tuple[Any, ...] = (), op
     teacher, average = nn.Linear(3, 2), Average(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = [*model.parameters(), *(average.parameters() if handed else ())]
-    steps = FirstSteps([Overlooked(kept, lambda: seeded, messages.append)])
+    steps = FirstSteps([Overlooked(lambda: kept, lambda: seeded, messages.append)])
     for _ in range(3):
         optimizer.zero_grad()
         (model(torch.ones(3)) - teacher(torch.ones(3))).square().sum().backward()
@@ -75,6 +76,19 @@ def test_a_generator_of_the_loop_s_own_is_told_once(generator: Any, draw: Any, n
     assert f"{name})" in message
     assert told(draw=lambda: draw(generator), options=options, seeded=(generator,)) == []
     assert told(draw=random.random) == []
+
+
+def test_the_copy_by_which_a_state_is_tried_is_not_told() -> None:
+    """A model that holds itself, as one whose forward() was exchanged: its copy is there until cycles are collected."""
+    messages: list[str] = []
+    model = nn.Linear(3, 2)
+    model.itself = [model]  # type: ignore[assignment]
+    copied, _ = twins(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = FirstSteps([Overlooked(model.parameters, lambda: (), messages.append)])
+    for _ in range(2):
+        copied.weight.data.add_(1.0)  # type: ignore[operator, union-attr]
+        steps.end_step()
+    assert messages == []
 
 
 def test_a_dict_with_parameters_as_keys_is_looked_through_without_reading_them() -> None:

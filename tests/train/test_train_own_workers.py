@@ -11,8 +11,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import torch
 from own_loops import tensors
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from cluster_ddp.train.own.loader_copy import LoaderCopy
 
@@ -47,6 +48,17 @@ def test_a_server_that_is_the_default_is_protected(monkeypatch: pytest.MonkeyPat
     with pytest.raises(Protected):
         list(loader(None))
     assert len(list(loader("fork"))) == 2
+
+
+def test_workers_that_the_program_has_used_before_are_not_taken_over() -> None:
+    """Lightning has begun to iterate the loader by then, and a program may have computed statistics by it."""
+    own = DataLoader(TensorDataset(torch.zeros(4)), 2, num_workers=1, persistent_workers=True)
+    list(own)
+    copied = LoaderCopy(own)
+    copied.put(dataset=TensorDataset(torch.ones(4)))
+    assert [float(batch.sum()) for (batch,) in copied] == [2.0, 2.0]
+    copied.close()
+    assert [float(batch.sum()) for (batch,) in own] == [0.0, 0.0]
 
 
 # Tells its workers, and is killed.

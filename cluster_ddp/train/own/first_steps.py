@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from cluster_ddp.train.own.batches import Batches
 from cluster_ddp.train.own.carried import Carried
@@ -51,9 +53,13 @@ class FirstSteps:
 
 
 def first_steps_of(
-    loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any = None, batches: Batches | None = None
+    loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
 ) -> Callable[[bool], None]:
     """What sees all that is beside a loop, over this loader and its batches, if there are: see `Loop.look`."""
+
+    def kept() -> Iterator[Tensor]:
+        loop.before_save()
+        yield from (*handed.tensors(), *loop.kept.tensors())
 
     def seeded() -> list[Any]:
         return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
@@ -62,7 +68,7 @@ def first_steps_of(
     first = FirstSteps(
         [
             OtherLoaders(None if batches is None else batches.data, warn),
-            Overlooked(handed.tensors(), seeded, warn),
+            Overlooked(kept, seeded, warn, remedy),
             Copies(handed, loop.kept, warn),
             Queues(handed, loop.kept, warn),
             OtherSchedulers(handed.optimizers, handed.others, warn),

@@ -30,7 +30,8 @@ class LoaderCopy:
         if isinstance(getattr(loader, "base_dataloader", None), DataLoader):
             self.inner = copy.copy(loader.base_dataloader)
             object.__setattr__(self.loader, "base_dataloader", self.inner)
-        self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn))
+        # Persistent workers that the program has used already have its data set, and end when it lets go of them.
+        self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn), _iterator=None)
         self._workers: list[BaseProcess] = []
 
     def put(self, **parts: Any) -> None:

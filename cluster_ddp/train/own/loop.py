@@ -74,8 +74,7 @@ class Loop:
     kept
         Numbers of the loop's own.
     look
-        Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop. Nothing where
-        a framework says what it does.
+        Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop.
     on_update
         Called after each update.
     """
@@ -100,6 +99,10 @@ class Loop:
     def stops(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self._stop.level > 0
+
+    def warn(self, message: str) -> None:
+        """Say on rank 0 what is to be known."""
+        self._session.saving.warn(message)
 
     def state_dict(self) -> dict[str, Any]:
         """Give what a resume needs to know of the loop."""
@@ -250,7 +253,7 @@ class Loop:
         if self._save_is_due or self._stop.level:
             self._waited += 1
             if self._waited == _MANY:
-                self._session.saving.warn(
+                self.warn(
                     f"a save or a stop has waited for {_MANY} batches for an update, and no optimizer that is handed "
                     "over has stepped in these: nothing is saved before. Hand over the optimizer that trains, and let "
                     "it update the weights by its step()"

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.twins import COPIES
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
+HAND_OVER = "Hand it over by a name of its own (ema=ema)"
 _DEPTH = 3  # of the objects in a frame: its variables, their attributes, and those in lists and dicts
 
 
@@ -29,18 +31,23 @@ class Overlooked:
     Parameters
     ----------
     kept
-        The tensors that are in the checkpoint.
+        Gives the tensors that are in the checkpoint.
     seeded
         Gives the generators that are seeded for each step or sample.
     warn
         Takes the message.
+    remedy
+        How a module gets into the checkpoint.
     """
 
     def __init__(
-        self, kept: Iterable[Tensor], seeded: Callable[[], Iterable[Any]], warn: Callable[[str], None]
+        self,
+        kept: Callable[[], Iterable[Tensor]],
+        seeded: Callable[[], Iterable[Any]],
+        warn: Callable[[str], None],
+        remedy: str = HAND_OVER,
     ) -> None:
-        self._kept = {tensor.data_ptr() for tensor in kept if has_values(tensor)}
-        self._seeded, self._warn = seeded, warn
+        self._kept, self._seeded, self._warn, self._remedy = kept, seeded, warn, remedy
         self._modules: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
         self._generators: dict[int, tuple[Any, int]] = {}
 
@@ -62,9 +69,10 @@ class Overlooked:
 
     def _strangers(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
         """The modules that are alive, with what they hold and no checkpoint does."""
+        kept = {tensor.data_ptr() for tensor in self._kept() if has_values(tensor)}
         for held in gc.get_objects():
-            found = _tensors_of(held) if issubclass(type(held), nn.Module) else []
-            if strange := [tensor for tensor in found if tensor.data_ptr() not in self._kept]:
+            found = _tensors_of(held) if issubclass(type(held), nn.Module) and held not in COPIES else []
+            if strange := [tensor for tensor in found if tensor.data_ptr() not in kept]:
                 yield held, strange
 
     def _of_the_loop(self) -> list[Any]:
@@ -83,7 +91,7 @@ class Overlooked:
         if names := sorted({type(module).__name__ for module in changed if id(module) not in inner}):
             self._warn(
                 f"steps change a module that is not handed over ({', '.join(names)}), which no checkpoint holds: a "
-                "resume is exact only where no step depends on it. Hand it over by a name of its own (ema=ema)"
+                f"resume is exact only where no step, and nothing after them, depends on it. {self._remedy}"
             )
 
     def _tell_generators(self, drawn: list[Any]) -> None:

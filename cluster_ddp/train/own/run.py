@@ -36,6 +36,7 @@ from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import LeaveBlock, Loop
 from cluster_ddp.train.own.mode import TrainingMode
 from cluster_ddp.train.own.other_optimizers import OtherOptimizers
+from cluster_ddp.train.own.overlooked import HAND_OVER
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.own.taking import Taking
 from cluster_ddp.train.own.unfrozen import Unfrozen
@@ -127,7 +128,7 @@ class ScriptRun:
             geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
             loop = self._take_over(things, geometry)
             loop.expect_data(found.arrange(loop.seed))
-            self._watch(loop, loader, found)
+            self.watch(loop, loader, found)
             warn = self._session.saving.warn
             taking = Taking(self._handed.optimizers, self._handed.scalers, warn)
             changed = ChangedData(found.data, found.samplers, warn)
@@ -154,7 +155,7 @@ class ScriptRun:
         """
         with self._block.only_loop():
             loop = self._take_over(things, Draws(total))
-            self._watch(loop)
+            self.watch(loop)
             return loop.steps()
 
     def keep(self, **numbers: Any) -> Kept:
@@ -257,6 +258,18 @@ class ScriptRun:
         with self._block.only_loop():
             return self._take_over(things, order)
 
+    def watch(self, loop: Loop, loader: Any = None, found: Batches | None = None, remedy: str = HAND_OVER) -> None:
+        """See what the program has beside its loop over this loader and its batches, and tell or refuse it.
+
+        Parameters
+        ----------
+        remedy
+            How what is overlooked gets into the checkpoint.
+        """
+        beat = self._session.beat
+        self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
+        loop.look = first_steps_of(loop, self._handed, loop.warn, loader, found, remedy)
+
     def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
         loop = Loop(self._session, self._save, order, self._kept)
         self._handed = handed = Handed(things, loop, self.world.world_size)
@@ -306,11 +319,6 @@ class ScriptRun:
             is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
             self._session.end(self._save, completed=not is_stopped)
         self._block.leave(stopped=is_stopped)
-
-    def _watch(self, loop: Loop, loader: Any = None, found: Batches | None = None) -> None:
-        beat = self._session.beat
-        self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
-        loop.look = first_steps_of(loop, self._handed, self._session.saving.warn, loader, found)
 
     def _close_loop(self) -> None:
         if self._others is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TaskError
+
+COPIES: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # some outlive their use, until cycles are collected
 
 
 def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -49,6 +52,7 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
         ) from error
     if model is not bare:
         memo[id(model)] = copied
+    COPIES.update(copied.modules())
     return copied, twin
 
 

@@ -1,0 +1,128 @@
+"""Lightning's callbacks that change the training: exact, told or refused at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loops import begin_attempt, digest, failure, new_run, told
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from train_ranks import preload, run_ranks
+
+pytest.importorskip("lightning")
+
+KINDS = {
+    "StochasticWeightAveraging": ({"swa_lrs": 0.1}, "take WeightAveraging"),
+    "GradientAccumulationScheduler": ({"scheduling": {0: 1, 1: 2}}, "take accumulate_grad_batches="),
+    "BackboneFinetuning": ({}, "give the optimizer all parameters from the beginning"),
+    "LearningRateFinder": ({}, "find it by a program of its own"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    preload("lightning")
+
+
+def fit(place: Path, attempt: int, stop_at: int | None, kind: str, **settings: Any) -> str | None:
+    """The weights that one attempt of three epochs ends with; None when it was stopped or refused."""
+    import lightning as L
+    from lightning.pytorch import callbacks
+
+    from cluster_ddp.integrations.lightning import ResumeExactly
+
+    class Classifier(L.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Linear(4, 3)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+            if self.global_step == stop_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return nn.functional.cross_entropy(self.backbone(batch[0]), batch[1])
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+            self.log("val_loss", nn.functional.cross_entropy(self.backbone(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    class Average(L.Callback):  # type: ignore[misc]
+        """As people write it."""
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.average = nn.Linear(4, 3)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            for kept, weight in zip(self.average.parameters(), module.parameters(), strict=True):
+                kept.data.lerp_(weight.data, 0.1)
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["average"] = self.average.state_dict()
+
+    class Keeping(Average):
+        def state_dict(self) -> dict[str, Any]:
+            return {"average": self.average.state_dict()}
+
+        on_save_checkpoint = L.Callback.on_save_checkpoint
+
+    begin_attempt(place, attempt)
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    data = TensorDataset(torch.rand(16, 4), torch.arange(16) % 3)
+    train = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    made = {"Average": Average, "Keeping": Keeping}.get(kind) or getattr(callbacks, kind)
+    trainer = L.Trainer(
+        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[made(**settings), ResumeExactly()],
+    )  # fmt: skip
+    try:
+        trainer.fit(model, train, DataLoader(data, 8))
+    except SystemExit:
+        return None
+    return digest(model)
+
+
+def attempts(calm: Path, broken: Path, kind: str, settings: dict[str, Any]) -> list[str | None]:
+    return [
+        fit(calm, 0, None, kind, **settings),
+        fit(broken, 0, 5, kind, **settings),
+        fit(broken, 1, None, kind, **settings),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("EMAWeightAveraging", {"decay": 0.9}), ("Keeping", {})])
+def test_an_average_that_a_callback_gives_is_exact(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, kind, settings)
+    assert (stopped, resumed) == (None, ended)
+    assert told(broken) == []
+
+
+def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(fit, 1, run.path, 0, None, "Average") != [None]
+    of_hook, of_module = told(run)
+    assert "on_save_checkpoint() of Average is for Lightning's own" in of_hook
+    assert "(Linear)" in of_module
+    assert "Make it a part of the LightningModule" in of_module
+
+
+def refused(folder: Path) -> list[str]:
+    found = []
+    for kind, (settings, _) in KINDS.items():
+        run = new_run(folder / kind)
+        assert fit(run.path, 0, None, kind, **settings) is None
+        found.append(failure(run))
+    return found
+
+
+def test_callbacks_that_change_what_a_step_is_are_refused_at_once(tmp_path: Path) -> None:
+    (found,) = run_ranks(refused, 1, tmp_path)
+    for error, (kind, (_, remedy)) in zip(found, KINDS.items(), strict=True):
+        assert f"the callback {kind} exactly: {remedy}" in error
