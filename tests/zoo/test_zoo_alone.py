@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 from zoo_awkward import COUNTED
+from zoo_models import FEATURES
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
 from zoo_training import Case, Crash, ZooTask, job_of, judge
 
@@ -337,6 +338,31 @@ def test_what_a_model_counts_is_told_wherever_it_is(
     judge(Case(model=f"counts in {kind}", train={"steps": 3, "ema_decay": None}), tmp_path)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
     assert f"{kind}, task.losses, which" in told[0]
+
+
+class Augmentation(nn.Module):
+    """As those of kornia, which keep what they drew last; and a count, which decides what they do."""
+
+    def forward(self, inputs: Any) -> Any:
+        self._params = {"noise": torch.randn(())}
+        self.count = getattr(self, "count", 0) + 1
+        return inputs + self._params["noise"] / self.count
+
+
+class Recomputes(ZooTask):
+    """Its model has attributes that each forward pass sets before it reads them, and one that it does not."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Augmentation(), nn.utils.spectral_norm(nn.Linear(FEATURES, 3)))
+
+
+def test_what_each_forward_pass_makes_anew_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Augmentation, "__module__", "kornia.augmentation.base")
+    judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, Recomputes)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert "training changes model.0.count, task.losses, which" in told[0]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD momentum fused", "AdamW"])

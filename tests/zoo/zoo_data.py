@@ -240,6 +240,20 @@ class Caches(Augmented):
         return self.read[index]
 
 
+class CachesDrawn(Augmented):
+    """The same, with augmentation by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(1)
+        self.drawn: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> Item:
+        if index not in self.drawn:
+            self.drawn[index] = float(self.generator.standard_normal())
+        return self.inputs[index] + self.drawn[index], self.labels[index]
+
+
 class OrdersLate(Augmented):
     """Draws an order of its own when it is first read."""
 
@@ -345,6 +359,7 @@ REFUSED_DATA: dict[str, MakeData] = {
     "counts its passes": CountsPasses,
     "random numbers in a thread": InThreads,
     "caches augmented samples": Caches,
+    "caches what its own generator has drawn": CachesDrawn,
     "draws its order when it is read": OrdersLate,
     "mixes a sample with the one before": MixesLast,
 }

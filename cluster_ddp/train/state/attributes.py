@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
@@ -39,6 +40,11 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
 # Besides, Lightning's, and what transformers' Trainer sets for the time of the training.
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name", "neftune_noise_alpha"}
+# What it drew last, and what it did by that.
+_OF_KORNIA = {
+    "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
+    "_transform_matrix_params_snapshot", "_output_image", "transform_op",
+}  # fmt: skip
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 # Of libraries, and yet looked into: what moves by itself, and what holds whatever is put there.
 _SEEN_INTO = (
@@ -155,8 +161,16 @@ class _Place:
 
 def of_module(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module itself, without what every module has, but with hooks and `enclosing_methods`."""
+    but = _made_anew(module)
     own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
-    return {**enclosing_methods(module), **own}
+    return {**enclosing_methods(module), **{key: value for key, value in own.items() if key not in but}}
+
+
+def _made_anew(module: nn.Module) -> set[str]:
+    """The attributes that each forward pass sets before it reads them."""
+    names = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+    of_kornia = any(kind.__module__.partition(".")[0] == "kornia" for kind in type(module).__mro__)
+    return names | _OF_KORNIA if of_kornia else names
 
 
 def enclosing_methods(value: object) -> dict[str, FunctionType]:
