@@ -208,3 +208,44 @@ def cycled(place: Path) -> int | str | None:
 
 def test_settings_that_change_before_the_optimizer_has_a_state_come_back(tmp_path: Path) -> None:
     assert run_ranks(cycled, 1, new_run(tmp_path).path) == [None]
+
+
+class Recalls(torch.optim.SGD):
+    """Adds the gradient before to each, and counts: of the two a checkpoint holds the count."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.before, self.count = torch.zeros(()), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        weight = self.param_groups[0]["params"][0]
+        self.count += 1
+        self.before, weight.grad = weight.grad, weight.grad + self.before / self.count
+        return super().step(closure)
+
+
+def two_optimizers(place: Path, kind: Any) -> None:
+    """Trains two models, each by an optimizer of its own."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        models = model_of(), model_of()
+        first, second = torch.optim.SGD(models[0].parameters(), lr=0.1), kind(models[1].parameters(), lr=0.1)
+        loader = run.resumable(
+            LOADERS["tensors"](), one=models[0], other=models[1], first=first, second=second, epochs=1
+        )
+        for _ in loader.epochs():
+            for inputs, labels in loader:
+                for model, optimizer in zip(models, (first, second), strict=True):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+
+
+def test_what_a_second_optimizer_keeps_in_itself_is_told(tmp_path: Path) -> None:
+    keeping, plain = new_run(tmp_path / "keeping"), new_run(tmp_path / "plain")
+    for run, kind in ((keeping, Recalls), (plain, torch.optim.Adam)):
+        assert run_ranks(two_optimizers, 1, run.path, kind) == [None]
+    (message,) = told(keeping)
+    assert "training changes second.before, which" in message
+    assert told(plain) == []

@@ -46,6 +46,8 @@ class Handed:
         What is trained, without its wrappers.
     optimizers
         All of them; the first is the one that `State` saves.
+    more
+        The states of the others, by name.
     stepping
         The optimizers, and those inside them, as in SAM and Lookahead.
     wrapped
@@ -81,7 +83,9 @@ class Handed:
         self.stepping = [part for _, part in inside if isinstance(part, Optimizer)]
         weights = {id(weight): name for name, weight in self.model.named_parameters()}
         others = list(optimizers.items())[1:]
-        self._more = {name: OptimizerState(optimizer, weights) for name, optimizer in others}
+        self.more = {name: OptimizerState(optimizer, weights) for name, optimizer in others}
+        for name, optimizer in others:
+            self.more[name].apart = self._inside(optimizer)
         self._rest: dict[str, Any] = {
             name: thing for name, thing in bare.items() if name not in trained and name not in optimizers
         }
@@ -96,7 +100,7 @@ class Handed:
         """Give the state of everything but the model and the first optimizer."""
         return {
             "rates": [rates(optimizer) for optimizer in self.optimizers],
-            "more": {name: _collected(state) for name, state in self._more.items()},
+            "more": {name: _collected(state) for name, state in self.more.items()},
             "rest": {name: _without_buffers(thing) for name, thing in self._rest.items()},
             MODULE_BUFFERS: {name: _buffers(thing) for name, thing in self._rest.items()},
             "loop": dict(self._loop.state_dict()),
@@ -113,7 +117,7 @@ class Handed:
         if "loop" not in state:
             raise TrainError(OTHER_LOOP)
         was = {*state["more"], *state["rest"]}
-        differing = sorted(was ^ {*self._more, *self._rest})
+        differing = sorted(was ^ {*self.more, *self._rest})
         if differing:
             raise TrainError(
                 f"the checkpoint and this program do not hand over the same: {', '.join(differing)} "
@@ -123,7 +127,7 @@ class Handed:
         self._loop.load_state_dict(state["loop"])
         for name, thing in self._rest.items():
             thing.load_state_dict(state["rest"][name] | state[MODULE_BUFFERS][name])
-        for name, kept in self._more.items():
+        for name, kept in self.more.items():
             tensors, scalars = state["more"][name]
             kept.restore(tensors, scalars)
         for optimizer, of_groups in zip(self.optimizers, state["rates"], strict=True):  # last: schedulers set them too
@@ -146,8 +150,12 @@ class Handed:
     @property
     def apart(self) -> frozenset[str]:
         """The attributes of the first optimizer that are optimizers which are handed over themselves."""
-        first, *more = self.optimizers
-        return frozenset(name for name, value in vars(first).items() if any(value is other for other in more))
+        return self._inside(self.optimizers[0])
+
+    def _inside(self, optimizer: Optimizer) -> frozenset[str]:
+        return frozenset(
+            name for name, value in vars(optimizer).items() if any(value is other for other in self.optimizers)
+        )
 
     @property
     def others(self) -> list[Any]:

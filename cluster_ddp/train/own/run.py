@@ -278,7 +278,7 @@ class ScriptRun:
         unfrozen = Unfrozen(handed.wrapped)
         self._loop = loop
         loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
-        state = State(handed.model, handed.optimizers[0], also=handed, apart=handed.apart)
+        state = State(handed.model, handed.optimizers[0], also=handed, apart=handed.apart, others=handed.more)
         loop.generators = OwnGenerators(handed.model, *handed.optimizers)
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.stepping, order, order.total, fresh)

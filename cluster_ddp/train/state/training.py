@@ -86,6 +86,7 @@ class State:
         ema: Averages | None = None,
         also: Stateful | None = None,
         apart: frozenset[str] = frozenset(),  # see `OptimizerState`
+        others: Mapping[str, OptimizerState] | None = None,  # of other optimizers, which `also` saves
     ) -> None:
         self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date
         self._model = model
@@ -95,6 +96,7 @@ class State:
         self._parameters = [(name, weight, weight.requires_grad) for name, weight in model.named_parameters()]
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
         self._optimizer.apart = apart
+        self._others = others or {}
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
         self._first_buffers = list(model.buffers())  # those that DDP sends from rank 0 to the others
@@ -186,11 +188,14 @@ class State:
     def watch(self) -> None:
         """Note the attributes of model and task as they are now, before the first step of an attempt."""
         self._watched = self._attributes()
+        for other in self._others.values():
+            other.changed_later()
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch`, and that a checkpoint does not hold; each change once.
 
-        Those of model and task; of the optimizer those that change after the first call, when it has been compared.
+        Those of model, task and other optimizers; of the optimizer those that change after the first call, when it has
+        been compared.
         """
         if self._watched is None:
             return []
@@ -198,8 +203,9 @@ class State:
         saved = Attributes({"task": self._task_state(), "model": self._model_state()[1]})
         now = self._watched.leaves
         changed = [name for name in was.changed(self._watched) if name not in now or not saved.holds(now[name])]
-        of_optimizer = {f"optimizer.{name}" for name in self._optimizer.changed_later()}
-        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizer)
+        optimizers = {"optimizer": self._optimizer, **self._others}
+        of_optimizers = {f"{name}.{key}" for name, optimizer in optimizers.items() for key in optimizer.changed_later()}
+        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
 
     def _attributes(self) -> Attributes:
         holders = {
