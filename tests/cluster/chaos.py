@@ -44,8 +44,8 @@ class Cost:
     seconds: float
 
 
-def submit_chaos(cluster: SlurmCluster, folder: Path, *, faults: int, braked: bool) -> TrainingJob:
-    """Submit digits on 3 nodes, one rank each, long enough for so many faults; None are for a calm run."""
+def submit_chaos(cluster: SlurmCluster, folder: Path, *, faults: int, nodes: int, braked: bool) -> TrainingJob:
+    """Submit digits on so many nodes, one rank each, long enough for so many faults; none are for a calm run."""
     folder.mkdir()
     epochs = max(EPOCHS, -(-faults * _STEPS_PER_FAULT // STEPS_PER_EPOCH))
     return submit(
@@ -53,7 +53,7 @@ def submit_chaos(cluster: SlurmCluster, folder: Path, *, faults: int, braked: bo
         folder,
         braked=braked,
         params={"brake": str(folder / "brake"), "width": 8, "seconds": 0.25},
-        slurm={"nodes": 3, "time": TIME_LIMIT},
+        slurm={"nodes": nodes, "time": TIME_LIMIT},
         launch={"procs_per_node": 1},
         train={"epochs": epochs},
         checkpoint={"every_steps": EVERY_STEPS},
