@@ -19,11 +19,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 from zoo_awkward import COUNTED
 from zoo_models import FEATURES
+from zoo_optimizers import OPTIMIZERS
 from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_STEPS, REFUSED, compose
 from zoo_training import Case, Crash, ZooTask, job_of, judge
 
@@ -287,6 +288,16 @@ counts = {"calls": 0}
 generator = torch.Generator()
 
 
+class CountsForAll(SGD):
+    """Counts its steps in a variable of its class."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        CountsForAll.calls += 1
+        return super().step(closure)
+
+
 class OfVariables(ZooTask):
     """Counts its calls in a variable of this module and in one of its class."""
 
@@ -299,11 +310,12 @@ class OfVariables(ZooTask):
 
 
 def test_variables_of_modules_and_classes_that_training_changes_are_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "AdamW", lambda model, lr: CountsForAll(model.parameters(), lr))
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, OfVariables)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
-    assert "training changes OfVariables.calls, task.losses, test_zoo_alone.counts, which" in told[0]
+    assert "changes CountsForAll.calls, OfVariables.calls, task.losses, test_zoo_alone.counts, which" in told[0]
 
 
 class DrawsHere(ZooTask):

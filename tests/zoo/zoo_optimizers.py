@@ -318,6 +318,19 @@ class Caches(SGD):
         super().step()
 
 
+def _closes_over(model: nn.Module, lr: float) -> Optimizer:
+    steps = [0]
+
+    class Closes(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            steps[0] += 1
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad *= steps[0]
+            super().step()
+
+    return Closes(trainable(model), lr=lr)
+
+
 REMEMBERED = ("a generator in itself", "a word in itself", "a number that comes later", "a long list in itself")
 NOT_REMEMBERED = (
     "a tensor that comes later", "an iterator in itself", "a number by the id of a parameter",
@@ -395,6 +408,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "a number in itself that it never reads": lambda model, lr: OnlyWrites(trainable(model), lr),
     "a number in itself that changes later": lambda model, lr: RemembersLate(trainable(model), lr),
     "a list that its groups share": lambda model, lr: Caches(trainable(model), lr),
+    "a number that its step() has closed over": _closes_over,
     "iterators and NaN in itself, unchanged": lambda model, lr: Holds(trainable(model), lr),
     **{f"state: {kept}": partial(keeps, kept) for kept in KEPT},
 }

@@ -23,7 +23,7 @@ _ONLY_SPARSE = ("SparseAdam",)
 _REFUSED_OPTIMIZERS = (
     "a group added later", "a parameter moved to another group", "a parameter taken out of its group",
     "no learning rate", "an optimizer in itself", "a dict in itself", "state of what it does not hold",
-    *NOT_REMEMBERED,
+    "a number that its step() has closed over", *NOT_REMEMBERED,
 )  # fmt: skip
 _COMPLEX = ("SGD", "SGD momentum", "Adam", "AdamW", "RMSprop", "Adamax")
 
@@ -80,6 +80,7 @@ REFUSED = [
     (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),
     (Case("a tensor that comes later"), "optimizer.before: a tensor now, None after a resume"),
     (Case("a number by the id of a parameter"), "optimizer.updates."),
+    (Case("a number that its step() has closed over"), "steps.0: 2 now, 0 after a resume"),
     (Case("a very long list in itself"), "optimizer.numbers, the rest:"),
     (Case("an iterator in itself"), "optimizer.iterator: 98 now, 100 after a resume"),
     (Case("an optimizer in itself"), "optimizer.inner.state.0.weight.momentum_buffer: does not come back"),

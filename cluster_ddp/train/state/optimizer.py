@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
-from cluster_ddp.train.state.attributes import Attributes, are_hooks, difference
+from cluster_ddp.train.state.attributes import Attributes, are_hooks, difference, enclosing_methods
 from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, contiguous_strides, laid_out, unpack
@@ -62,7 +62,7 @@ class OptimizerState:
     apart: frozenset[str] = frozenset()
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer, self._names = optimizer, names
+        self.optimizer, self._names = optimizer, names
         refuse_divided(optimizer)
         refuse_broken(optimizer)
         for group in optimizer.param_groups:
@@ -105,7 +105,7 @@ class OptimizerState:
         That is so where all parameters have the same keys, and each key's tensors the strides and the device of their
         parameters, or no dimension. Which keys are strings is seen in one state, for they are all alike.
         """
-        states = self._optimizer.state
+        states = self.optimizer.state
         if not states or set(map(type, states.values())) != {dict} or not self._names.keys() >= set(map(id, states)):
             return False
         keys = next(iter(states.values())).keys()
@@ -136,7 +136,7 @@ class OptimizerState:
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
         for group, parameter in self._parameters():
-            state = self._optimizer.state.get(parameter)
+            state = self.optimizer.state.get(parameter)
             if not state:
                 continue
             fqn = self._names[id(parameter)]
@@ -177,19 +177,19 @@ class OptimizerState:
             by_name.setdefault(fqn, {})[key] = tensor
         for fqn, state in rest.items():
             by_name[fqn] = {**by_name.get(fqn, {}), **state} if type(state) is dict else state
-        if any(settings) and len(settings) != len(self._optimizer.param_groups):
+        if any(settings) and len(settings) != len(self.optimizer.param_groups):
             raise TaskError(
                 f"the checkpoint is of an optimizer with {len(settings)} parameter groups, optimizer() now makes "
-                f"{len(self._optimizer.param_groups)}: divide the parameters as before, or start a new run"
+                f"{len(self.optimizer.param_groups)}: divide the parameters as before, or start a new run"
             )
         if own or self._own_methods:
             self._load_by_itself(by_name, settings, shared, own)
         self._plain.restore(scalars.get("optimizer_attributes", {}))
-        for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
+        for group, changed in zip(self.optimizer.param_groups, settings, strict=False):
             for key, value in changed.items():
                 put(group, key, value)
         self._put_states(by_name, scalars.get("optimizer_layouts", {}))
-        self._optimizer.state.update(shared)
+        self.optimizer.state.update(shared)
 
     def put_first_settings(self, other: Optimizer) -> None:
         """Give a copy of the optimizer the attributes and settings that this one had at first, as a resume has them."""
@@ -209,7 +209,7 @@ class OptimizerState:
         mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
         for name in sorted(mine.keys() | theirs.keys()):
             how = difference(name, mine, theirs)
-            if how is not None and is_only_written(type(self._optimizer), name):
+            if how is not None and is_only_written(type(self.optimizer), name):
                 self._unread.add(name)  # code elsewhere may read it
             elif how is not None:
                 yield name, how
@@ -222,18 +222,18 @@ class OptimizerState:
         was, self._seen = self._seen, self._hidden()
         if was is None:
             return self._unread
-        now, saved = self._seen.leaves, Attributes(self._optimizer.state_dict() if self._own_methods else {})
+        now, saved = self._seen.leaves, Attributes(self.optimizer.state_dict() if self._own_methods else {})
         names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
         holders = {self._seen.holders.get(name) or was.holders[name] for name in names}
         return holders - self._plain.changed()["self"].keys()
 
     def _hidden(self, *, hooks: bool = True) -> Attributes:
         """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
-        optimizer, held = self._optimizer, {id(parameter) for _, parameter in self._parameters()}
+        optimizer, held = self.optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {
             name: value
-            for name, value in vars(optimizer).items()
+            for name, value in {**enclosing_methods(optimizer), **vars(optimizer)}.items()
             if name not in _TORCHS | self.apart and (hooks or not are_hooks(value))
         }
         groups = optimizer.param_groups
@@ -247,9 +247,9 @@ class OptimizerState:
             state = by_name.get(fqn)
             if state is None:
                 continue
-            before = self._optimizer.state.get(parameter)
+            before = self.optimizer.state.get(parameter)
             if type(state) is not dict:
-                self._optimizer.state[parameter] = state
+                self.optimizer.state[parameter] = state
                 continue
             placed: dict[Any, Any] = (
                 {key: before[key] for key in before if key in state} if type(before) is dict else {}
@@ -267,37 +267,37 @@ class OptimizerState:
                         done[same] = laid_out(value, strides, device)
                     value = done[same]
                 put(placed, key, value)
-            self._optimizer.state[parameter] = placed
+            self.optimizer.state[parameter] = placed
 
     def _load_by_itself(
         self, by_name: Mapping[str, Any], settings: list[dict[str, Any]], shared: dict[Any, Any], own: dict[str, Any]
     ) -> None:
         """Call the optimizer's own `load_state_dict`; what it casts is put right afterwards."""
-        whole = self._optimizer.state_dict()
+        whole = self.optimizer.state_dict()
         if "state" in whole:
             order = [self._names[id(parameter)] for _, parameter in self._parameters()]
             states = {number: by_name[fqn] for number, fqn in enumerate(order) if fqn in by_name}
             whole["state"] = {**states, **shared}
         for group, changed in zip(whole.get("param_groups", []), settings, strict=False):
             group.update(changed)
-        self._optimizer.load_state_dict({**whole, **own})
+        self.optimizer.load_state_dict({**whole, **own})
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 yield group, parameter
 
     def _shared(self) -> dict[Any, Any]:
         """State under keys that are no parameters."""
-        if self._names.keys() >= set(map(id, self._optimizer.state)):
+        if self._names.keys() >= set(map(id, self.optimizer.state)):
             return {}
-        for key in self._optimizer.state:
+        for key in self.optimizer.state:
             if isinstance(key, Tensor) and id(key) not in self._names:
                 raise TaskError(
                     f"the optimizer keeps state for a tensor of shape {tuple(key.shape)} that is no parameter of "
                     "model(), which a checkpoint cannot name: key it by a parameter or by a string"
                 )
-        return {key: value for key, value in self._optimizer.state.items() if not isinstance(key, Tensor)}
+        return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
 
     def _without(self) -> list[str]:
         """The parameters of the model that the optimizer does not hold."""
@@ -319,14 +319,14 @@ class OptimizerState:
 
     def _own(self) -> dict[str, Any]:
         """What the optimizer's own `state_dict` gives besides."""
-        whole = self._optimizer.state_dict() if self._own_methods else {}
+        whole = self.optimizer.state_dict() if self._own_methods else {}
         return {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
 
     def _changed_settings(self, packer: Packer) -> list[dict[str, Any]]:
         """The settings of each group that the optimizer has changed by itself; the rest is the job file's to say."""
         self.groups.check()
         changed = []
-        for number, (group, first) in enumerate(zip(self._optimizer.param_groups, self._first, strict=True)):
+        for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
             found = {}
             for key, value in group.items():
                 before, packed_before = first.get(key, (None, None))

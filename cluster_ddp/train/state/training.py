@@ -222,7 +222,8 @@ class State:
         if isinstance(self._also, Task):
             parts = {**enclosing_methods(self._also), **vars(self._also)}
             holders |= {f"task.{key}": value for key, value in parts.items()}
-            holders |= variables_around([self._also, *(module for _, module in self._modules)])
+            code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
+            holders |= variables_around(code)
         known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
         return Attributes(holders, known)
 
