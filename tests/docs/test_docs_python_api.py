@@ -15,10 +15,10 @@ PAGE = (PROJECT / "docs" / "python-api.md").read_text()
 
 def test_code_runs_as_it_stands(tmp_path: Path, call: Call) -> None:
     (tmp_path / "digits.yaml").write_text(
-        "task: cluster_ddp.tasks.digits:Digits\nlaunch: {procs_per_node: 2}\ntrain: {global_batch: 64, workers: 0}\n"
+        "task: cluster_ddp.tasks.digits:Digits\ntrain: {global_batch: 64, workers: 0}\n"
     )
     (tmp_path / "program.py").write_text(block("docs/python-api.md", "python"))
-    said = finish(call("program"))
+    said = finish(call("program", PYTHONPATH=f"{PROJECT / 'tests/cluster/light'}:{PROJECT}"))
     (run,) = list_runs(tmp_path / "runs")
     assert said.startswith(run.id) and re.search(r"^44 0\.\d+$", said, re.MULTILINE), said
     assert (run.path / "local.out").read_text().count("COMPLETED") == 0  # it is not a command that reports its end

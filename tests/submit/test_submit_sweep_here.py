@@ -1,4 +1,4 @@
-"""A sweep on this machine: several elements at once, each a run of its own."""
+"""A sweep on this machine: several elements at once, each a run of its own, of one rank without torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-JOB = """\
+PROJECT = Path(__file__).parents[2]
+JOB = f"""\
 name: small
-task: cluster_ddp.tasks.digits:Digits
-train: {steps: 3, global_batch: 16}
+script: {PROJECT / "tests/submit/beating_rank.py"}
+args: ["30"]
 """
+LIGHT = f"{PROJECT / 'tests/cluster/light'}:{PROJECT}"
 PATIENCE = 240.0
 
 
@@ -31,7 +33,7 @@ def start(here: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CLUSTER_DDP_"))}
     return subprocess.Popen(
         [sys.executable, "-m", "cluster_ddp", *arguments],
-        cwd=here, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=here, env=environment | {"PYTHONPATH": LIGHT}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -51,26 +53,27 @@ def elements(here: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(600)
 def test_two_at_once_and_only_what_is_missing_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = ("sweep", "job.yaml", "--local", "--at-once", "2", "--gpus", "none", "--grid")
-    out, err = finish(start(here, *sweep, "params.width=4,5", "--json"), 0)
+    out, err = finish(start(here, *sweep, "args=[150],[160]", "--json"), 0)
     assert json.loads(out)["state"] == "COMPLETED"
     assert err.count("COMPLETED  000") == 2
     both = elements(here)
     assert [(row["run_id"], row["state"], row["step"]) for row in both] == [
-        ("0000-width=4", "COMPLETED", 3),
-        ("0001-width=5", "COMPLETED", 3),
+        ("0000-args=150", "COMPLETED", 150),
+        ("0001-args=160", "COMPLETED", 160),
     ]
     starts = [json.loads((Path(row["directory"]) / "attempts/000/attempt.json").read_text()) for row in both]
     assert max(row["begun"] for row in starts) < min(row["ended"] for row in starts), "not at once"
     # The third is new. Ctrl-C is for it, too; what it has saved is not lost.
-    running = start(here, *sweep, "params.width=4,5,6", "--set", "log.every_steps=1")
+    running = start(here, *sweep, "args=[150],[160],[170]")
     (folder,) = (here / "runs").iterdir()
     deadline = time.monotonic() + PATIENCE
-    while not (folder / "0002-width=6" / "attempts").exists() or not list(folder.glob("0002*/attempts/000")):
+    while not (folder / "0002-args=170" / "attempts").exists() or not list(folder.glob("0002*/attempts/000")):
         assert time.monotonic() < deadline and running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=PATIENCE)
     assert running.returncode in (0, 5)  # it may have been over before
+    assert elements(here)[2]["state"] == ("STOPPED" if running.returncode else "COMPLETED")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     finish(start(here, "resume", str(folder)), 0)
     assert [row["state"] for row in elements(here)] == ["COMPLETED"] * 3

@@ -47,7 +47,7 @@ def ranks_of(run: RunDirectory) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             environment = (process / "environ").read_bytes()
-            if b"TORCHELASTIC_RUN_ID=" in environment and bytes(run.path) in environment:
+            if b"\0RANK=" in environment and bytes(run.path) in environment:
                 found.append(int(process.name))
     return found
 
@@ -62,7 +62,7 @@ def signal_all(processes: list[int], number: int) -> None:
 def test_run_that_is_started_on_two_machines_is_the_newer_ones(tmp_path: Path) -> None:
     job = write_job(tmp_path, braked=True, **SMALL)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": f"{PROJECT / 'tests/cluster/light'}:{PROJECT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cluster_ddp"]
     with (tmp_path / "first").open("w") as out:
         first = subprocess.Popen([*command, "local", str(job)], cwd=tmp_path, env=environment, stdout=out, stderr=out)
