@@ -96,8 +96,9 @@ def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp
 class Sharp(torch.optim.SGD):
     """SAM: its two steps are no `step`, and that of the optimizer inside it is. Climbs less each time."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, cache: Any = ([None], 0.5)) -> None:
         super().__init__(parameters, lr=0.1)
+        self.defaults["cache"] = cache  # as a default of torch's, the very object that __init__ has
         self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
         self.climbed = 0
 

@@ -152,6 +152,7 @@ def test_numbers_in_whatever_holds_them_are_told(tmp_path: Path, capfd: pytest.C
     ("optimizer", "named"),
     [
         ("a number in itself that changes later", "task.losses"),
+        ("a list that its groups share", "task.losses"),
         ("a number in itself that it never reads", "optimizer.before, task.losses"),
         ("state: own extras", "task.losses"),
         ("SGD momentum", "task.losses"),

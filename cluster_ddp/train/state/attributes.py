@@ -79,6 +79,12 @@ class Attributes:
             self._look(name, holder, 0)
             self.holders.update(dict.fromkeys(islice(self.leaves, known_before, None), name))
 
+    def add(self, other: Attributes) -> None:
+        """Take in what was found elsewhere, under other names."""
+        self.leaves |= other.leaves
+        self.holders |= other.holders
+        self._versions |= other._versions
+
     def changed(self, now: Attributes) -> list[str]:
         """Names of what is another value, or has another, in what was found later, or came or went."""
         both = self.leaves.keys() & now.leaves.keys()

@@ -8,6 +8,7 @@ else there is (lists and dicts of tensors, tensors in the groups, state of no pa
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -224,8 +225,13 @@ class OptimizerState:
             return self._unread
         now, saved = self._seen.leaves, Attributes(self.optimizer.state_dict() if self._own_methods else {})
         names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
-        holders = {self._seen.holders.get(name) or was.holders[name] for name in names}
-        return holders - self._plain.changed()["self"].keys()
+        kept = self._plain.changed()
+        return {
+            holder
+            for name in names
+            if (holder := self._seen.holders.get(name) or was.holders[name]) not in kept["self"]
+            if holder != "defaults" or re.split("[.,]", name)[1] not in kept["defaults"]
+        }
 
     def _hidden(self, *, hooks: bool = True) -> Attributes:
         """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
@@ -233,12 +239,15 @@ class OptimizerState:
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {
             name: value
-            for name, value in {**enclosing_methods(optimizer), **vars(optimizer)}.items()
+            for name, value in vars(optimizer).items()
             if name not in _TORCHS | self.apart and (hooks or not are_hooks(value))
         }
         groups = optimizer.param_groups
         known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}
-        return Attributes(attributes, known, self._names)
+        found = Attributes(attributes, known, self._names)
+        # By themselves: a copy of the optimizer has the very objects that its methods have, and others in attributes.
+        found.add(Attributes(enclosing_methods(optimizer), known, self._names))
+        return found
 
     def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:
         done: dict[tuple[Any, ...], Tensor] = {}  # tensors that were one are one again
