@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    """Start a node program whose ranks run a script of this folder."""
+    """Start a node program whose ranks run a script of this folder; `light`: one rank, with an agent without torch."""
     started: list[Node] = []
     taken = socket.create_server(("", 0))
 
@@ -32,10 +32,12 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         *args: str,
         procs: int = 2,
         nodes: int = 1,
+        light: bool = False,
         busy_port: bool = False,
         prepare: Callable[[AttemptDirectory], object] = lambda _: None,
         **sections: Any,
     ) -> Node:
+        procs = 1 if light else procs
         launch = {"procs_per_node": procs, **sections.pop("launch", {})}
         spec = JobSpec(name="launched", script=str(HERE / script), args=args, launch=launch, **sections)
         run = create_run(spec, runs_dir=tmp_path / "runs", via="launch", script=None)
@@ -49,7 +51,7 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
             rdzv_id=run.id,
             endpoint=f"127.0.0.1:{taken.getsockname()[1] if busy_port else free_port()}",
         )
-        started.append(Node(attempt, procs, nodes, command))
+        started.append(Node(attempt, procs, nodes, command, light=light))
         return started[-1]
 
     yield start

@@ -17,6 +17,7 @@ from cluster_ddp.run.events import read_events
 from cluster_ddp.run.node_log import parse_line
 
 PROJECT = Path(__file__).parents[2]
+LIGHT = PROJECT / "tests" / "cluster" / "light"
 PATIENCE = 120.0
 
 
@@ -32,12 +33,15 @@ def wait_until(what: str, condition: Callable[[], Any], seconds: float = PATIENC
 class Node:
     """A node program that runs, and what its ranks say."""
 
-    def __init__(self, attempt: AttemptDirectory, procs: int, nodes: int, command: list[str]) -> None:
+    def __init__(
+        self, attempt: AttemptDirectory, procs: int, nodes: int, command: list[str], *, light: bool = False
+    ) -> None:
         self.attempt = attempt
         self.procs = procs
         self.command = command
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        environment |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CLUSTER_DDP_LOCAL_ADDR": "127.0.0.1"}
+        path = f"{LIGHT}:{PROJECT}" if light else str(PROJECT)
+        environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CLUSTER_DDP_LOCAL_ADDR": "127.0.0.1"}
         node = [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={attempt.run.path}", "--attempt=0", "--"]
         self.process = subprocess.Popen(
             [*node, *command],

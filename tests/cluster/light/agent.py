@@ -18,7 +18,8 @@ command = [sys.executable, *sys.argv[last + 1 :]]
 logs = Path(given["--log-dir"])
 folder = logs / "light" / "attempt_0" / "0"
 folder.mkdir(parents=True)
-rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+rank["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
 
 
 def record(**what: object) -> None:
