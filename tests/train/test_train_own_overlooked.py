@@ -15,6 +15,7 @@ from cluster_ddp.train.own.first_steps import FirstSteps
 from cluster_ddp.train.own.overlooked import Overlooked
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.twins import twins
+from cluster_ddp.train.state.attributes import Attributes, of_module
 
 
 class Average(nn.Module):
@@ -76,6 +77,14 @@ def test_a_generator_of_the_loop_s_own_is_told_once(generator: Any, draw: Any, n
     assert f"{name})" in message
     assert told(draw=lambda: draw(generator), options=options, seeded=(generator,)) == []
     assert told(draw=random.random) == []
+
+
+def test_a_weight_that_a_hook_computes_in_each_pass_is_no_change() -> None:
+    """As in the discriminators of GANs: what it is computed from is in the checkpoint."""
+    model = nn.utils.spectral_norm(nn.Linear(3, 2))
+    before = Attributes(of_module(model))
+    model(torch.ones(3))
+    assert before.changed(Attributes(of_module(model))) == []
 
 
 def test_the_copy_by_which_a_state_is_tried_is_not_told() -> None:

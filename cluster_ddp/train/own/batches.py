@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import DataError, TrainError
+from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.own.held_data import held_data
 from cluster_ddp.train.own.loader_copy import LoaderCopy
 from cluster_ddp.train.own.stream_batches import StreamBatches
@@ -42,6 +43,7 @@ class Batches(Protocol):
     samples: int | None
     batch: int | None
     samplers: list[Any]
+    deal: Deal | None
 
     @property
     def data(self) -> Any:
@@ -110,6 +112,7 @@ class MapBatches:
         size = of.inner.batch_size if self._by_batch else None
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
         self.samplers = self._order.chain
+        self.deal = Deal(_name_of_order(self.samplers), self._dealt(world_size))
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
 
@@ -122,6 +125,15 @@ class MapBatches:
     def generators(self) -> list[Any]:
         """Those at the top of modules that are seeded for each sample, in this process."""
         return [] if self._fetcher is None else self._fetcher.generators_around
+
+    def _dealt(self, world_size: int) -> int | None:
+        """Samples of an epoch on all ranks."""
+        found = [part.total_size for part in self.samplers if isinstance(getattr(part, "total_size", None), int)]
+        if self.batch:
+            taken = self.length * self.batch * world_size
+            is_filled = any(getattr(part, "even_batches", False) for part in self.samplers)  # Accelerate's
+            return taken if is_filled else min([taken, *(found or [self.samples or taken])])
+        return min(found, default=self.samples)
 
     def arrange(self, seed: int) -> int | None:
         """Make the order a function of this seed; a fingerprint of what the set of rank 0 holds."""
@@ -293,6 +305,13 @@ def _chain(sampler: Any) -> Iterator[Any]:
         seen.append(part)
         yield part
         todo += [vars(part)[name] for name in _INNER if name in getattr(part, "__dict__", {})]
+
+
+def _name_of_order(chain: list[Any]) -> str:
+    """By it another order is recognised; several ranks have a DistributedSampler for that of one."""
+    last = chain[-1] if chain else None
+    in_order = type(last) is torch_data.DistributedSampler and not last.shuffle
+    return torch_data.SequentialSampler.__name__ if in_order else type(last).__name__
 
 
 def _length_of(sampler: Any) -> int | None:

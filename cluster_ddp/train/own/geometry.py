@@ -61,7 +61,8 @@ class Geometry:
             It has not; the message says what to change.
         """
         now = asdict(self)
-        if was["samples"] != now["samples"]:
+        has_own = was["world"] != self.world and None in (was["samples"], self.samples)  # each rank, or had
+        if was["samples"] != now["samples"] and not has_own:
             raise TrainError(
                 f"the data set has {now['samples']} samples, and had {was['samples']} when the checkpoint was saved; "
                 "the order depends on it: bring back the set as it was, or begin a new run"
@@ -91,6 +92,44 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class Deal:
+    """How the samples of an epoch are dealt out to the ranks.
+
+    Attributes
+    ----------
+    sampler
+        What chooses their order.
+    samples
+        How many all ranks take together; None: nobody knows.
+    """
+
+    sampler: str
+    samples: int | None
+
+    def changed(self, was: dict[str, Any], ranks: int) -> str | None:
+        """What is to be told when it was dealt otherwise to so many ranks.
+
+        Raises
+        ------
+        TrainError
+            The order is another.
+        """
+        if was["sampler"] != self.sampler:
+            raise TrainError(
+                f"the checkpoint was saved by {_ranks(ranks)} with a {was['sampler']}, and this number has a "
+                f"{self.sampler}: the steps would have other samples. Give the DataLoader the same on any number, as "
+                "DistributedSampler(dataset, num_replicas=run.world.world_size, rank=run.world.rank)"
+            )
+        if None in (was["samples"], self.samples) or was["samples"] == self.samples:
+            return None
+        return (
+            f"the ranks take {self.samples} samples in an epoch, and {_ranks(ranks)} took {was['samples']}: several "
+            "ranks fill up the last step of an epoch with samples of its beginning, or drop some, so that this step is "
+            f"another than it was on {_ranks(ranks)}. A data set of a multiple of the ranks has the same steps on all"
+        )
+
+
+@dataclass(frozen=True)
 class Draws:
     """Steps that draw their batches themselves: nothing is known of these.
 
@@ -117,5 +156,8 @@ class Draws:
 def _layout(shape: dict[str, Any]) -> str:
     batch = "batches" if shape["batch"] is None else f"batches of {shape['batch']}"
     per_step = "" if shape["accumulate"] == 1 else f", {shape['accumulate']} to a step,"
-    ranks = "1 rank" if shape["world"] == 1 else f"{shape['world']} ranks"
-    return f"{ranks} with {batch}{per_step} and {shape['steps']} steps per epoch"
+    return f"{_ranks(shape['world'])} with {batch}{per_step} and {shape['steps']} steps per epoch"
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -11,7 +11,7 @@ import torch
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
@@ -63,6 +63,8 @@ class Loop:
         Whether anything may have changed since the state was saved or restored.
     data
         A fingerprint of what is read first or held; None: its length says whether it has changed.
+    deal
+        How the samples of an epoch are dealt out to the ranks; None: nobody knows.
     generators
         Those that the models hold themselves, seeded with the others.
     has_stopped
@@ -93,6 +95,7 @@ class Loop:
         self._stop = StopDecision()
         self._seeds: StepSeeds | None = None
         self.data: int | None = None
+        self.deal: Deal | None = None
         self.generators = OwnGenerators()
 
     @property
@@ -111,6 +114,7 @@ class Loop:
             "geometry": asdict(self._geometry),
             "total": self._geometry.total,
             "data": self.data,
+            "deal": None if self.deal is None else asdict(self.deal),
             "closed": self.is_closed,
             "finished": self.is_finished,
             "kept": self.kept.by_rank,
@@ -128,10 +132,18 @@ class Loop:
         if state["geometry"].keys() != asdict(self._geometry).keys():
             raise TrainError(OTHER_LOOP)
         self._geometry.expect_same_batches(state["geometry"])
+        self._expect_same_deal(state)
         self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
         self.data = state.get("data")
         self.is_over = self.is_finished and self._geometry.total <= state["total"]
         self.kept.restore(state["kept"], state.get("kept in place", []))
+
+    def _expect_same_deal(self, state: dict[str, Any]) -> None:
+        was, ranks = state.get("deal"), state["geometry"].get("world")
+        if was is None or self.deal is None or ranks == self._session.world.world_size:
+            return
+        if message := self.deal.changed(was, ranks):
+            self.warn(message)
 
     def expect_data(self, first: int | None) -> None:
         """See that what is read first or held is what it was when the checkpoint was saved.

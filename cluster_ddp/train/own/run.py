@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.record import read_record
-from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.distributed import all_gather_object, find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.metrics.file import MetricsFile
 from cluster_ddp.train.metrics.log import Report
@@ -28,7 +28,7 @@ from cluster_ddp.train.own.batches import Batches, batches_of
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.changed_data import ChangedData
 from cluster_ddp.train.own.first_steps import first_steps_of
-from cluster_ddp.train.own.geometry import Draws, Geometry
+from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import Kept, KeptNumbers
 from cluster_ddp.train.own.left_out import LeftOutUpdates
@@ -125,8 +125,9 @@ class ScriptRun:
         with self._block.only_loop():
             world = self.world.world_size
             found = batches_of(loader, world, batches)
-            geometry = Geometry(epochs, -(-found.length // accumulate), found.batch, accumulate, world, found.samples)
-            loop = self._take_over(things, geometry)
+            batch, samples, deal = _same_on_all_ranks(found)
+            geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
+            loop = self._take_over(things, geometry, deal)
             loop.expect_data(found.arrange(loop.seed))
             self.watch(loop, loader, found)
             warn = self._session.saving.warn
@@ -270,8 +271,9 @@ class ScriptRun:
         self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
         loop.look = first_steps_of(loop, self._handed, loop.warn, loader, found, remedy)
 
-    def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
+    def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws, deal: Deal | None = None) -> Loop:
         loop = Loop(self._session, self._save, order, self._kept)
+        loop.deal = deal
         self._handed = handed = Handed(things, loop, self.world.world_size)
         for module in handed.wrapped:
             settle_layout(module, self.world.world_size)
@@ -359,3 +361,22 @@ class ScriptRun:
         if self._order is None:
             raise TrainError("the run has no loop yet: call resumable(), steps() or resume() before")
         return self._order
+
+
+def _same_on_all_ranks(found: Batches) -> tuple[int | None, int | None, Deal | None]:
+    """The size of the batches and of the data set, and how it is dealt out; None where each rank has a set of its own.
+
+    Raises
+    ------
+    TrainError
+        The ranks have other numbers of batches.
+    """
+    all_ranks = all_gather_object((found.length, found.batch, found.samples))
+    lengths = [length for length, _, _ in all_ranks]
+    if len(set(lengths)) > 1:
+        raise TrainError(
+            f"the DataLoaders of the ranks give {', '.join(map(str, lengths))} batches in an epoch, by rank: the ranks "
+            "sum gradients in each batch, and would wait for each other for ever. Divide one data set by a "
+            "DistributedSampler, or say by batches= how many each takes, at most the fewest"
+        )
+    return (found.batch, found.samples, found.deal) if len(set(all_ranks)) == 1 else (None, None, None)

@@ -16,6 +16,7 @@ from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.distributed import all_gather_object, find_world
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.own.loader_copy import LoaderCopy
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
 
@@ -37,6 +38,7 @@ class StreamBatches:
         self.samples: int | None = None
         self.batch: int | None = None
         self.samplers: list[Any] = []
+        self.deal: Deal | None = None
         self.generators: list[Any] = []
         self.data: Any = of.inner.dataset
         self._own = OwnGenerators(self.data)
