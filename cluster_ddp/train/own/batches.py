@@ -112,7 +112,7 @@ class MapBatches:
         size = of.inner.batch_size if self._by_batch else None
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
         self.samplers = self._order.chain
-        self.deal = Deal(_name_of_order(self.samplers), self._dealt(world_size))
+        self.deal: Deal | None = Deal(_name_of_order(self.samplers), self._dealt(world_size))
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
 
