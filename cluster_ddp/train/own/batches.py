@@ -130,7 +130,7 @@ class MapBatches:
         """Samples of an epoch on all ranks."""
         found = [part.total_size for part in self.samplers if isinstance(getattr(part, "total_size", None), int)]
         if self.batch:
-            taken = self.length * self.batch * world_size
+            taken: int = self.length * self.batch * world_size
             is_filled = any(getattr(part, "even_batches", False) for part in self.samplers)  # Accelerate's
             return taken if is_filled else min([taken, *(found or [self.samples or taken])])
         return min(found, default=self.samples)
