@@ -52,6 +52,32 @@ def test_what_counts_or_repeats_batches_is_told_once(wrap: Callable[..., Any], w
     assert told_of(passed_on) == []
 
 
+def endless(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def endless_and_moving(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        for batch in batches:  # noqa: UP028
+            yield batch
+
+
+def by_epochs(batches: Iterator[Any]) -> Iterator[Any]:
+    def epochs() -> Iterator[int]:
+        yield from range(2)
+
+    for _ in epochs():
+        yield from batches
+
+
+def test_a_generator_that_goes_over_the_batches_again_and_again_is_refused_at_the_first_update() -> None:
+    for wrap in (endless, endless_and_moving, lambda batches: passed_on(endless(batches))):
+        with pytest.raises(TrainError, match=r"the generator endless\w*\(\) goes over the resumable loader again"):
+            told_of(wrap)
+    assert told_of(by_epochs) == []
+
+
 def asked_before(what: str) -> list[str]:
     """What is told of a loop that asks for its second batch when it has done this with the first."""
     messages: list[str] = []

@@ -93,7 +93,7 @@ class ResumableLoader:
         if not self._is_open or self._is_through:
             raise TrainError(
                 "the resumable loader is iterated "
-                + ("twice in an epoch" if self._is_open else "outside of its epochs")
+                + ("twice in an epoch, as by `while True:` around it" if self._is_open else "outside of its epochs")
                 + ": `for epoch in loader.epochs():` and in it, once, `for batch in loader:`. For anything else, such "
                 "as statistics of the data, keep the DataLoader that was given to resumable()"
             )

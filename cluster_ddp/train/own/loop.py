@@ -173,8 +173,9 @@ class Loop:
         if self._awaits_batches:
             raise TrainError(
                 "an optimizer has stepped in an epoch before a batch was taken from what resumable() returned: a "
-                "resume within the epoch would do that again. Iterate that in place of the DataLoader that was given; "
-                "what another loader is to train in an epoch comes after its batches"
+                "resume within the epoch would do that again. Iterate that in place of the DataLoader that was given, "
+                "or of what Accelerate's skip_first_batches() makes of it; what another loader is to train in an epoch "
+                "comes after its batches"
             )
         self._is_updated = True
         self.on_update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from cluster_ddp.train.errors import TrainError
+
 _COUNTING = (enumerate, itertools.islice, itertools.cycle)
 _BETWEEN = (*_COUNTING, GeneratorType, zip, map, filter)  # what may stand between a loop and its loader
+_BEGINS = ("GET_ITER", "GET_YIELD_FROM_ITER")
 _DEPTH = 4
 _REMEDIES: dict[type, str] = {
     enumerate: "begins at 0 again when an epoch is resumed in its middle: where the number matters take "
@@ -54,10 +58,24 @@ class Taking:
         self._is_asked = True
 
     def update(self, batches: Any) -> None:
-        """Call after an update, with the iterator that gives the batches; the first is looked at."""
+        """Call after an update, with the iterator that gives the batches; the first is looked at.
+
+        Raises
+        ------
+        TrainError
+            A generator goes over the batches of an epoch again and again.
+        """
         if self._is_updated:
             return
         self._is_updated = True
+        for held in (held for held in gc.get_objects() if type(held) is GeneratorType):
+            if _is_endless(held, batches):
+                raise TrainError(
+                    f"the generator {held.__name__}() goes over the resumable loader again and again, which gives the "
+                    "batches of an epoch once, and after a resume those that are left: put `for epoch in "
+                    "loader.epochs():` around `for batch in loader:` there in place of `while True:`, and ask it for "
+                    "batches until it ends"
+                )
         for counting in (held for held in gc.get_objects() if type(held) in _COUNTING):
             if _leads_to(counting, batches, _DEPTH):
                 self._warn(f"{type(counting).__name__}() over the resumable loader {_REMEDIES[type(counting)]}")
@@ -73,6 +91,18 @@ class Taking:
                 for weight in group["params"]
             )
         )
+
+
+def _is_endless(held: GeneratorType[Any, Any, Any], batches: Any) -> bool:
+    """Whether a generator that takes these batches comes by there again, and not with the next epoch."""
+    inner = gc.get_referents(held)
+    if held.gi_frame is None or not any(part is batches for part in inner):
+        return False
+    if any(isinstance(part, GeneratorType) and part.__name__ == "epochs" for part in inner):
+        return False
+    code = [(at.offset, at.opname, at.argval) for at in dis.get_instructions(held.gi_code)]
+    begun = max((at for at, name, _ in code if name in _BEGINS and at < held.gi_frame.f_lasti), default=None)
+    return begun is not None and any("JUMP" in name and to <= begun < at for at, name, to in code)
 
 
 def _leads_to(held: Any, wanted: Any, depth: int) -> bool:
