@@ -6,41 +6,72 @@ import json
 import re
 from pathlib import Path
 
-from documented import FINDS_RANKS, PROJECT, Call, block, finish, stop_in_the_middle, wait_for
+from documented import PATIENCE, PROJECT, block
+from train_ranks import rank_environments, start_whole_rank
 
+from cluster_ddp.job import load_job
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Task
 
 PAGE = "docs/task.md"
-STEPS = 120
+STEPS, STEPS_PER_EPOCH = 80, 1000 // 16
 JOB = f"""\
 name: line
 task: line.py:Line
-launch: {{procs_per_node: 2}}
 train: {{steps: {STEPS}, global_batch: 16, lr: 0.05, workers: 1}}
 log: {{every_steps: 1}}
 """
 
 
-def losses(run: Path) -> dict[int, float]:
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+# Ranks ask each other once a second: that is soon where the first steps have been slow.
+STOPS_ITSELF = """
+
+import os, signal, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+steps = []
+
+def stop(*_):
+    steps.append(1)
+    if "STOPS" in os.environ:
+        time.sleep(0.05 if len(steps) < 4 else 0)
+        if len(steps) == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+register_optimizer_step_post_hook(stop)
+"""
+
+
+def train(run: RunDirectory, attempt: int, **variables: str) -> None:
+    """Be an attempt of two ranks."""
+    folder = run.attempt(attempt).path
+    folder.mkdir()
+    environments = rank_environments(run, 2, attempt)
+    ranks = [start_whole_rank(each | variables, run.path, folder / "log") for each in environments]
+    for rank in ranks:
+        rank.join(PATIENCE)
+        rank.kill()
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0], (folder / "log").read_text()
+
+
+def losses(run: RunDirectory) -> dict[int, float]:
+    rows = map(json.loads, run.metrics_file.read_text().splitlines())
     return {row["step"]: row["train/loss"] for row in rows}
 
 
-@FINDS_RANKS
-def test_the_iterable_set_is_stopped_and_resumed_exactly(tmp_path: Path, call: Call) -> None:
-    (tmp_path / "line.py").write_text(block(PAGE, "python"))
+def test_the_iterable_set_is_stopped_and_resumed_exactly(tmp_path: Path) -> None:
+    (tmp_path / "line.py").write_text(block(PAGE, "python") + STOPS_ITSELF)
     (tmp_path / "line.yaml").write_text(JOB)
-    (tmp_path / "calm.yaml").write_text(JOB.replace("name: line", "name: calm"))
-    finish(call("cluster_ddp", "local", "calm.yaml"))
-    (calm,) = tmp_path.glob("runs/calm*")
-
-    running = call("cluster_ddp", "local", "line.yaml")
-    run = wait_for(lambda: next(tmp_path.glob("runs/line*"), None))
-    stop_in_the_middle(call, running, "line", run)
-    status = json.loads(finish(call("cluster_ddp", "status", "line", "--json")))
-    assert 10 <= status["step"] == status["last_checkpoint"] < STEPS
-    finish(call("cluster_ddp", "resume", "line"))
-
+    spec = load_job(str(tmp_path / "line.yaml")).spec
+    calm, run = (create_run(spec, runs_dir=tmp_path / "runs", via="local", script=None) for _ in range(2))
+    train(calm, 0)
+    train(run, 0, STOPS="yes")
+    (stopped,) = [event["step"] for event in read_events(run) if event["event"] == "stopped"]
+    assert 5 <= stopped < STEPS_PER_EPOCH < STEPS
+    train(run, 1)
     assert losses(run) == losses(calm)
     assert len(losses(calm)) == STEPS
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_ranks import start_whole_rank
+from train_ranks import rank_environments, start_whole_rank
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, stacks_beside
-from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.phase import Phase
@@ -45,27 +43,6 @@ class T(Task):
         time.sleep(self.pause)
         return F.cross_entropy(model(batch[0]), batch[1])
 """
-
-
-def rank_environments(run: RunDirectory, world_size: int, attempt: int = 0) -> list[dict[str, str]]:
-    """The environment of each rank of an attempt."""
-    port = free_port()
-    return [
-        {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": "",
-            "CLUSTER_DDP_RUN": str(run.path),
-            "CLUSTER_DDP_ATTEMPT": str(attempt),
-            "CLUSTER_DDP_NODE": "3",
-        }
-        for rank in range(world_size)
-    ]
 
 
 class Ranks:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_ddp.launch.ports import free_port
+from cluster_ddp.run.directory import RunDirectory
 
 _SECONDS = 600  # only guards against hanging
 _SECONDS_AFTER_A_FAILURE = 60
@@ -74,6 +75,27 @@ def run_ranks(
         for number, rank in enumerate(ranks):
             assert number in found, f"rank {number} died with status {rank.exitcode}"
         return [found[number][1] for number in range(world_size)]
+
+
+def rank_environments(run: RunDirectory, world_size: int, attempt: int = 0) -> list[dict[str, str]]:
+    """The environment of each rank of an attempt."""
+    port = free_port()
+    return [
+        {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_VISIBLE_DEVICES": "",
+            "CLUSTER_DDP_RUN": str(run.path),
+            "CLUSTER_DDP_ATTEMPT": str(attempt),
+            "CLUSTER_DDP_NODE": "3",
+        }
+        for rank in range(world_size)
+    ]
 
 
 def start_whole_rank(environment: dict[str, str], run: Path, log: Path) -> Any:
