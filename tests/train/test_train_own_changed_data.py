@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
-from own_loops import Images, begin_attempt, model_of, new_run
+from own_loops import Images, begin_attempt, interrupt, model_of, new_run, told
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from train_ranks import run_ranks
@@ -61,3 +62,32 @@ def test_changes_after_the_batches_are_reported_once(kind: str, what: list[str],
     run_ranks(train, 1, run.path, kind)
     messages = [event["message"] for event in read_events(run) if event["event"] == "warning"]
     assert [part in message for part, message in zip(what, messages, strict=True)] == [True] * len(what)
+
+
+def adds(place: Path, attempt: int, *, by_epoch: bool) -> None:
+    """A loop that makes its data harder before the batches of each epoch; stopped in the second."""
+    begin_attempt(place, attempt)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model, data = model_of(), Graded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = run.resumable(DataLoader(data, batch_size=11), model=model, optimizer=optimizer, epochs=2)
+        for epoch in loader.epochs():
+            data.level = 0.1 * epoch if by_epoch else data.level + 0.1
+            for number, (inputs, labels) in loader.enumerate():
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs + data.level), labels).backward()
+                optimizer.step()
+                if (attempt, epoch, number) == (0, 1, 1):
+                    interrupt("stop")
+
+
+def twice(place: Path, *, by_epoch: bool) -> None:
+    for attempt in range(2):
+        adds(place, attempt, by_epoch=by_epoch)
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_a_resume_at_which_the_data_are_set_otherwise_is_told(by_epoch: bool, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(twice, 1, run.path, by_epoch=by_epoch)
+    assert [message.split(" when")[0] for message in told(run)] == ["Graded.level is not what it was"] * (not by_epoch)

@@ -1,4 +1,4 @@
-"""Sees that the code after the batches of an epoch changes the data set or its sampler, which no checkpoint holds."""
+"""Sees that the code around the batches of an epoch changes the data set or its sampler, which no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch.utils.data as torch_data
 from torch import Tensor
 
+from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.values import look_of
 
 _DEPTH = 6  # of data sets in data sets
@@ -50,6 +51,23 @@ class ChangedData:
                 "resume in the next epoch does not run it again, and is exact only where no sample depends on it. Set "
                 "it before the batches, from the number of the epoch or from what run.keep() has kept"
             )
+
+    def compare(self, was: dict[str, Any] | None) -> dict[str, Any]:
+        """Call when the batches of an epoch begin, on all ranks; gives what rank 0 has there now.
+
+        Parameters
+        ----------
+        was
+            What that was when these batches began before this resume; None: they begin for the first time.
+        """
+        now: dict[str, Any] = broadcast_object(self._now())
+        if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
+            self._warn(
+                f"{', '.join(changed)} is not what it was when the batches of this epoch began before this resume, "
+                "which is exact only where no sample depends on it: what precedes the batches is run again, and not "
+                "for the epochs before. Set it there from the number of the epoch or from what run.keep() has kept"
+            )
+        return now
 
     def _now(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -73,6 +73,8 @@ class Loop:
         Called before each save: brings what is kept up to date.
     left_out
         Sees that updates are made.
+    numbers
+        Those of the data set and its sampler when the batches of this epoch began: see `ChangedData`.
     kept
         Numbers of the loop's own.
     look
@@ -96,6 +98,7 @@ class Loop:
         self._seeds: StepSeeds | None = None
         self.data: int | None = None
         self.deal: Deal | None = None
+        self.numbers: dict[str, Any] | None = None
         self.generators = OwnGenerators()
 
     @property
@@ -115,6 +118,7 @@ class Loop:
             "total": self._geometry.total,
             "data": self.data,
             "deal": None if self.deal is None else asdict(self.deal),
+            "numbers": self.numbers,
             "closed": self.is_closed,
             "finished": self.is_finished,
             "kept": self.kept.by_rank,
@@ -134,7 +138,7 @@ class Loop:
         self._geometry.expect_same_batches(state["geometry"])
         self._expect_same_deal(state)
         self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
-        self.data = state.get("data")
+        self.data, self.numbers = state.get("data"), state.get("numbers")
         self.is_over = self.is_finished and self._geometry.total <= state["total"]
         self.kept.restore(state["kept"], state.get("kept in place", []))
 
