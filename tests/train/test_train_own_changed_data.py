@@ -33,6 +33,8 @@ def train(place: Path, kind: str) -> None:
         data = Graded()
         sampler = WeightedRandomSampler(torch.ones(18, dtype=torch.float64), 12)
         loader = DataLoader(Subset(data, range(18)), batch_size=6, sampler=sampler)
+        generator = torch.Generator() if kind == "loader with a generator" else None
+        other = DataLoader(Images(), batch_size=6, shuffle=True, generator=generator)
         loader = run.resumable(loader, model=model, optimizer=optimizer, epochs=3)
         for epoch in loader.epochs():
             if kind == "before":
@@ -43,7 +45,9 @@ def train(place: Path, kind: str) -> None:
                 optimizer.step()
                 if kind == "sampler, and leaves" and number == 0:
                     break
-            if kind == "data":
+            if "loader" in kind:
+                list(other)
+            elif kind == "data":
                 data.level += 0.1
             elif kind != "before":
                 sampler.weights *= torch.rand(18)
@@ -53,6 +57,8 @@ def train(place: Path, kind: str) -> None:
     ("kind", "what"),
     [
         ("before", []),
+        ("loader", []),
+        ("loader with a generator", ["changes the generator that shuffles another DataLoader (of a Images),"]),
         ("data", ["changes Graded.level,"]),
         ("sampler, and leaves", ["changes WeightedRandomSampler.weights,"]),
     ],

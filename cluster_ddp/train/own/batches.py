@@ -179,7 +179,7 @@ class _Order:
         self.sampler, self.seed = sampler, 0
         self._length = length
         self._own_length = _length_of(sampler) if has_own_length else None
-        self.chain = list(_chain(sampler))
+        self.chain = list(samplers_in(sampler))
         self._is_known = all(type(part) in _KNOWN or type(part) is torch_data.DistributedSampler for part in self.chain)
         if world_size > 1 and all(type(part) in _KNOWN for part in self.chain):
             raise TrainError(
@@ -294,7 +294,7 @@ def _indices(chosen: Any) -> list[int]:
         ) from error
 
 
-def _chain(sampler: Any) -> Iterator[Any]:
+def samplers_in(sampler: Any) -> Iterator[Any]:
     """A sampler and those inside it."""
     seen: list[Any] = []
     todo = [sampler]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 import torch.utils.data as torch_data
 from torch import Tensor
 
+from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
+from cluster_ddp.train.own.batches import samplers_in
 from cluster_ddp.train.own.values import look_of
 
 _DEPTH = 6  # of data sets in data sets
@@ -18,6 +22,8 @@ _WIDTH = 64  # data sets in a list
 
 class ChangedData:
     """Warns, once, about numbers of the data set, and of numbers and tensors of the samplers, that are changed there.
+
+    And, in the first epoch, about the generator by which another DataLoader is shuffled that is gone through there.
 
     A resume within the next epoch does not run that code again, as it does what precedes the batches. What has
     `set_epoch` is told the epoch before each pass, and is left out.
@@ -33,10 +39,13 @@ class ChangedData:
     def __init__(self, data: Any, samplers: list[Any], warn: Callable[[str], None]) -> None:
         self._data, self._samplers, self._warn = data, samplers, warn
         self._before: dict[str, Any] = {}
+        self._others: list[Any] | None = None
         self._has_warned = False
 
     def begin(self) -> None:
         """Call when the batches of an epoch are through."""
+        if self._others is None:
+            self._others = [held for held in gc.get_objects() if issubclass(type(held), torch_data.DataLoader)]
         if not self._has_warned:
             self._before = self._now()
 
@@ -44,6 +53,7 @@ class ChangedData:
         """Call when the code that follows them is through, too."""
         before, self._before = self._before, {}
         now = self._now() if before else {}
+        self._others = []
         if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
             self._has_warned = True
             self._warn(
@@ -75,6 +85,15 @@ class ChangedData:
             found |= _looks(part, (int, float))
         for part in self._samplers:
             found |= _looks(part, (int, float, Tensor, np.ndarray))
+        for other in self._others or []:
+            *_, last = [None, *samplers_in(other.batch_sampler or other.sampler)]
+            if last in self._samplers:
+                continue
+            generator = getattr(last, "generator", None)
+            passes = getattr(last, "epoch", 0) if hasattr(last, "initial_seed") else 0  # of Accelerate's sampler
+            name = f"the generator that shuffles another DataLoader (of a {type(other.dataset).__name__})"
+            drawn = drawn_to(generator) if isinstance(generator, torch.Generator) else 0
+            found[name] = (*found.get(name, ()), passes, drawn)
         return found
 
 
