@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from train_ranks import preload, run_ranks
+from train_ranks import preload, run_ranks, start_program
 
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.run.directory import RunDirectory
@@ -221,12 +221,18 @@ def test_a_changed_program_goes_on_exactly_by_the_commands(
     assert tensors(run) == tensors(calm)
 
 
-def test_a_changed_program_runs_without_the_launcher(tmp_path: Path, call: Call) -> None:
+def test_a_changed_program_runs_without_the_launcher(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = changed("nanogpt", tmp_path)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", program.name, "4")
     assert "iter 0: loss" in finish(call(*torchrun))
     assert (tmp_path / "nanogpt.run" / "checkpoints" / "step-00000005").is_dir()
-    assert "all 5 steps of this run are done" in finish(call(program.stem, "4"))
+    monkeypatch.chdir(tmp_path)
+    again = start_program({**os.environ, "CUDA_VISIBLE_DEVICES": ""}, tmp_path / "log", program, "4")
+    again.join(PATIENCE)
+    again.kill()
+    assert "all 5 steps of this run are done" in (tmp_path / "log").read_text()
 
 
 # A cell is run in an interpreter that stays. The button sends SIGINT to it.
@@ -234,13 +240,17 @@ NOTEBOOK = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 cell = sys.stdin.read()
-names = {"interrupted_in": int(sys.argv[1])}
-exec(cell, names)
-if names["interrupted_in"]:
-    assert "trained" not in names and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    names["interrupted_in"] = 0
+for interrupted_in in 4, 0:
+    os.mkdir(str(interrupted_in))
+    os.chdir(str(interrupted_in))
+    names = {"interrupted_in": interrupted_in}
     exec(cell, names)
-print("trained", names["trained"])
+    if interrupted_in:
+        assert "trained" not in names and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        names["interrupted_in"] = 0
+        exec(cell, names)
+    os.chdir("..")
+    print("trained", names["trained"])
 """
 CELL = """
 import os, signal, torch
@@ -261,20 +271,15 @@ with join_run() as run:
 
 
 def test_the_cell_of_a_notebook_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
-    ends = []
-    for interrupted_in in ("0", "4"):
-        folder = tmp_path / interrupted_in
-        folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", NOTEBOOK, interrupted_in], input=CELL, cwd=folder, text=True, capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}, timeout=PATIENCE,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        ends.append(done.stdout.splitlines()[-1])
-        assert sorted(path.name for path in (folder / "python.run" / "checkpoints").glob("step-*")) == [
-            *(["step-00000005"] if interrupted_in == "4" else []), "step-00000009"
-        ]  # fmt: skip
-    assert ends[0] == ends[1]
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK], input=CELL, cwd=tmp_path, text=True, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for folder, saved in (("0", {"step-00000009"}), ("4", {"step-00000005", "step-00000009"})):
+        assert {path.name for path in (tmp_path / folder / "python.run" / "checkpoints").glob("step-*")} == saved
+    interrupted, calm = (line for line in done.stdout.splitlines() if line.startswith("trained"))
+    assert calm == interrupted
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

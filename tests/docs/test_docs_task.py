@@ -36,7 +36,7 @@ steps = []
 def stop(*_):
     steps.append(1)
     if "STOPS" in os.environ:
-        time.sleep(0.05 if len(steps) < 4 else 0)
+        time.sleep(0.07 if len(steps) < 4 else 0)
         if len(steps) == 5:
             os.kill(os.getpid(), signal.SIGUSR1)
 
