@@ -285,8 +285,16 @@ def test_a_layer_that_training_replaces_is_told(tmp_path: Path, capfd: pytest.Ca
     assert "training changes task.losses, the model's layers, which" in told[0]
 
 
+class NotInstalled:
+    """As what optional_import of monai gives for a module that is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 counts = {"calls": 0}
 generator = torch.Generator()
+missing = NotInstalled()
 
 
 class CountsForAll(SGD):

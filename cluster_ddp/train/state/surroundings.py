@@ -35,7 +35,9 @@ def _variables(names: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in list(names.items())
-        if not name.startswith("__") and not isinstance(value, (ModuleType, type)) and not hasattr(value, "__get__")
+        if not name.startswith("__")
+        and not isinstance(value, (ModuleType, type))
+        and not hasattr(type(value), "__get__")
     }
 
 
