@@ -46,12 +46,15 @@ AT_THE_TOP = np.random.default_rng(1)
 
 
 class Images(Dataset[Any]):
-    """Augmented by all three global generators and one at the top of this module; notes what is read."""
+    """Augmented by all three global generators, one at the top of this module and its own; notes what is read."""
 
     labels_are_indices = False
 
     def __init__(self, log: str | None = None) -> None:
-        self._log = log
+        self._log, self.own = log, random.Random(1)
+
+    def renew(self, worker: int) -> None:
+        self.own = random.Random(worker)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -60,7 +63,7 @@ class Images(Dataset[Any]):
         if self._log is not None:
             with Path(self._log).open("a") as file:
                 file.write(f"{index}\n")
-        noise = torch.randn(6) + float(np.random.rand()) + random.random() + float(AT_THE_TOP.random())
+        noise = torch.randn(6) + float(np.random.rand()) + random.random() + AT_THE_TOP.random() + self.own.random()
         label = index if self.labels_are_indices else index % 3
         return torch.full((6,), index / SAMPLES) + 0.1 * noise, label
 
@@ -115,9 +118,18 @@ def mixed(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return inputs * (1 + 0.1 * torch.rand(())), torch.tensor([item[1] for item in items])
 
 
+def renew(worker: int) -> None:
+    """Gives the set of a worker another generator, as the workers of monai do."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.renew(worker)
+
+
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(Images(), batch_size=6, shuffle=True),
-    "workers": lambda: DataLoader(Images(), batch_size=6, shuffle=True, num_workers=2, collate_fn=mixed),
+    "workers": lambda: DataLoader(
+        Images(), batch_size=6, shuffle=True, num_workers=2, collate_fn=mixed, worker_init_fn=renew
+    ),
     "persistent": lambda: DataLoader(
         Images(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True, drop_last=True
     ),

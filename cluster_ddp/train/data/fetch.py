@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -93,6 +94,8 @@ class Fetcher:
             The items do not fit together, or are others when they are fetched again. What the data set itself or a
             `collate` of the task's own raises is raised as it is.
         """
+        if self._process != os.getpid():  # a worker: its worker_init_fn may have made others, as that of monai does
+            self._find_generators()
         places = indices if self._positions is None else self._positions[indices]
         if epoch == LOOK:
             return self._look(places)
@@ -103,11 +106,6 @@ class Fetcher:
             self._looked_at_again = 2 * epoch  # seldom enough to cost nothing
             self._try_after_a_pass()
         return self._watched(lambda: self._read(epoch, places))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker that was not forked a module has another generator at its top."""
-        vars(self).update(state)
-        self._find_generators()
 
     @property
     def generators_around(self) -> list[Any]:
@@ -133,6 +131,7 @@ class Fetcher:
         return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
 
     def _find_generators(self) -> None:
+        self._process = os.getpid()
         self._own = self._held_generators()
         held, found = set(map(id, self._own)), generators_around(parts_of(self._data, self._collate))
         self._around = {derive(*name.encode()): one for name, one in found.items() if id(one) not in held}

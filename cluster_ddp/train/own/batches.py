@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -268,13 +269,15 @@ class _OneByOne(_Seen):
     def __init__(self, data: Any, base: int) -> None:
         super().__init__(data)
         self._base = base
-        self._own = OwnGenerators(data, generators_around(parts_of(data)))
+        self._own = 0, OwnGenerators()  # of this process
 
     def __getitem__(self, key: Key) -> Any:
+        if self._own[0] != os.getpid():  # a worker_init_fn may have made others
+            self._own = os.getpid(), OwnGenerators(self._data, generators_around(parts_of(self._data)))
         epoch, chosen = key
         seed = mix(mix(self._base ^ mix(epoch)) ^ _indices(chosen)[0])
         seed_host(seed)
-        self._own.seed(seed)
+        self._own[1].seed(seed)
         return self._data[chosen]
 
 

@@ -86,7 +86,7 @@ class ChangedData:
         for part in self._samplers:
             found |= _looks(part, (int, float, Tensor, np.ndarray))
         for other in self._others or []:
-            *_, last = [None, *samplers_in(other.batch_sampler or other.sampler)]
+            *_, last = [None, *samplers_in(other.sampler if other.batch_sampler is None else other.batch_sampler)]
             if last in self._samplers:
                 continue
             generator = getattr(last, "generator", None)
