@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from documented import PROJECT, Call, block, finish
+from light_agent import LIGHT_AGENT
 from safetensors.torch import load_file
 
 PAGE = "docs/examples.md"
@@ -30,7 +31,7 @@ def test_a_job_file_trains_by_its_commands_and_its_weights_are_of_use(
     file = str(example.relative_to(PROJECT))
     assert shown == [f"local {file}", f"submit {file}"]
     finish(call("cluster_ddp", "submit", str(example), "--dry-run"))
-    finish(call("cluster_ddp", "local", str(example), *SHORT))
+    finish(call("cluster_ddp", "local", str(example), *SHORT, PYTHONPATH=LIGHT_AGENT))
     (export,) = re.findall(rf"^\$ cluster-ddp (export {example.stem} .*)$", (PROJECT / PAGE).read_text(), re.MULTILINE)
     assert "tensors of step 5" in finish(call("cluster_ddp", *export.split()))
     program = block(PAGE, "python")

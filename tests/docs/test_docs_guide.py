@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from documented import PROJECT, Call, finish
+from light_agent import LIGHT_AGENT
 
 import cluster_ddp.train
 from cluster_ddp.job import NetworkSpec
@@ -100,8 +101,7 @@ def test_an_explicit_key_beats_what_was_exported_which_beats_the_profile(
     (job / "train.py").touch()
     keys = "--set=network.profile=ethernet", "--set=network.ib_disable=true"
     exported = {"NCCL_IB_DISABLE": "0", "NCCL_SOCKET_NTHREADS": "2", "NCCL_TIMEOUT": "900"}
-    light = f"{PROJECT / 'tests' / 'cluster' / 'light'}:{PROJECT}"
-    said = finish(call("cluster_ddp", "local", "job.yaml", *keys, PYTHONPATH=light, **exported))
+    said = finish(call("cluster_ddp", "local", "job.yaml", *keys, PYTHONPATH=LIGHT_AGENT, **exported))
     (report,) = job.glob("runs/*/attempts/000/environment-0.json")
     variables = json.loads(report.read_text())["variables"]
     assert (variables["NCCL_IB_DISABLE"], variables["NCCL_SOCKET_NTHREADS"]) == ("1", "2")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from documented import PROJECT, Call, block, finish
+from light_agent import LIGHT_AGENT
 
 from cluster_ddp.run.runs import list_runs
 from cluster_ddp.submit import RunHandle
@@ -18,7 +19,7 @@ def test_code_runs_as_it_stands(tmp_path: Path, call: Call) -> None:
         "task: cluster_ddp.tasks.digits:Digits\ntrain: {global_batch: 64, workers: 0}\n"
     )
     (tmp_path / "program.py").write_text(block("docs/python-api.md", "python"))
-    said = finish(call("program", PYTHONPATH=f"{PROJECT / 'tests/cluster/light'}:{PROJECT}"))
+    said = finish(call("program", PYTHONPATH=LIGHT_AGENT))
     (run,) = list_runs(tmp_path / "runs")
     assert said.startswith(run.id) and re.search(r"^44 0\.\d+$", said, re.MULTILINE), said
     assert (run.path / "local.out").read_text().count("COMPLETED") == 0  # it is not a command that reports its end

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from light_agent import LIGHT_AGENT
+
 from cluster_ddp.launch.processes import Process, marked_processes
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.node_log import parse_line
 
 PROJECT = Path(__file__).parents[2]
-LIGHT = PROJECT / "tests" / "cluster" / "light"
 PATIENCE = 120.0
 
 
@@ -40,7 +41,7 @@ class Node:
         self.procs = procs
         self.command = command
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        path = f"{LIGHT}:{PROJECT}" if light else str(PROJECT)
+        path = LIGHT_AGENT if light else str(PROJECT)
         environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CLUSTER_DDP_LOCAL_ADDR": "127.0.0.1"}
         node = [sys.executable, "-m", "cluster_ddp.launch.node", f"--run={attempt.run.path}", "--attempt=0", "--"]
         self.process = subprocess.Popen(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from light_agent import LIGHT_AGENT
 from stage import replace_file
 
 from cluster_ddp.job import JobSpec
@@ -37,7 +38,6 @@ from cluster_ddp.submit.submitit import SubmititSubmission
 T = TypeVar("T")
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
-LIGHT = PROJECT / "tests" / "cluster" / "light"
 PATIENCE = 120.0
 JOB_ID = str(os.getpid())  # the port to meet at comes from it, and others may be testing on this machine
 STEPS = 10
@@ -62,7 +62,7 @@ class Place:
         strange = ("SLURM", "SBATCH", "CLUSTER_DDP", "SUBMITIT")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
         self.environment |= {
-            "PATH": str(self.bin), "PYTHONPATH": f"{LIGHT}:{PROJECT}", "OMP_NUM_THREADS": "1",
+            "PATH": str(self.bin), "PYTHONPATH": LIGHT_AGENT, "OMP_NUM_THREADS": "1",
             "CLUSTER_DDP_RUNS": str(folder / "runs"),
         }  # fmt: skip
         self.started: list[subprocess.Popen[bytes]] = []

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_agent import LIGHT_AGENT
 
-PROJECT = Path(__file__).parents[2]
 JOB = f"""\
 name: small
-script: {PROJECT / "tests/submit/beating_rank.py"}
+script: {Path(__file__).with_name("beating_rank.py")}
 args: ["30"]
 """
-LIGHT = f"{PROJECT / 'tests/cluster/light'}:{PROJECT}"
 PATIENCE = 240.0
 
 
@@ -33,7 +32,8 @@ def start(here: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CLUSTER_DDP_"))}
     return subprocess.Popen(
         [sys.executable, "-m", "cluster_ddp", *arguments],
-        cwd=here, env=environment | {"PYTHONPATH": LIGHT}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=here, env=environment | {"PYTHONPATH": LIGHT_AGENT}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 

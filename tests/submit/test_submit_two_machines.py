@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_agent import LIGHT_AGENT
 from same_training import lines, newest_manifest
 from training_job import write_job
 
@@ -22,7 +23,6 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.lineage import read_origin
 from cluster_ddp.run.runs import list_runs
 
-PROJECT = Path(__file__).parents[2]
 PATIENCE = 240.0
 SMALL: dict[str, Any] = {
     "launch": {"procs_per_node": 1}, "train": {"epochs": 1}, "checkpoint": {"every_steps": 5}, "log": {"every_steps": 1}
@@ -62,7 +62,7 @@ def signal_all(processes: list[int], number: int) -> None:
 def test_run_that_is_started_on_two_machines_is_the_newer_ones(tmp_path: Path) -> None:
     job = write_job(tmp_path, braked=True, **SMALL)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"PYTHONPATH": f"{PROJECT / 'tests/cluster/light'}:{PROJECT}", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": LIGHT_AGENT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cluster_ddp"]
     with (tmp_path / "first").open("w") as out:
         first = subprocess.Popen([*command, "local", str(job)], cwd=tmp_path, env=environment, stdout=out, stderr=out)

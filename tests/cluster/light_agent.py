@@ -1,0 +1,7 @@
+"""The PYTHONPATH with which a start of one rank has the agent in `light/` in place of torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LIGHT_AGENT = f"{Path(__file__).parent / 'light'}:{Path(__file__).parents[2]}"
