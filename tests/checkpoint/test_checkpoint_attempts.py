@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster_ddp.checkpoint import coordinator
+from cluster_ddp.checkpoint import coordinator, retention
 from cluster_ddp.checkpoint.checkpointer import Checkpointer
 from cluster_ddp.checkpoint.errors import AttemptSuperseded
 from cluster_ddp.checkpoint.folders import this_process
@@ -144,7 +144,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def _hold_up(patch: pytest.MonkeyPatch) -> None:
     """As for processes that ask whether there is a newer attempt, act on the answer an hour later, and are killed."""
-    patch.setattr(Retention, "_is_superseded", lambda self: False)
+    patch.setattr(retention, "attempt_numbers", lambda run: [])
     patch.setattr(Retention, "tidy_up", lambda self, newest: {})
 
 

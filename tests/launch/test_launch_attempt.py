@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch import attempt as attempt_module
 from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
@@ -56,7 +56,7 @@ def test_a_full_disk_is_waited_for(
         path.mkdir(**options)
 
     monkeypatch.setattr(Storage, "mkdir", mkdir)
-    monkeypatch.setattr(attempt_module, "_ROOM_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     if begins:
         assert begin_when_there_is_room(run, None, pid=os.getpid(), patience=patience).number == 0
         assert "No space left" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from train_tasks import Plain, attentive, job, new_run, train
 
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.run.status import describe
-from cluster_ddp.train import StopSignals, Trainer
+from cluster_ddp.train import StopSignals, trainer
 from cluster_ddp.train.metrics import log
 from cluster_ddp.train.metrics.losses import StepLoss
 
@@ -34,12 +34,11 @@ def test_the_peak_of_gpu_memory_is_a_metric_where_there_is_a_gpu(
     """Training stays on the CPU; only the log believes that it is on a GPU."""
     sections = {"train": {"steps": 3, "global_batch": 24}, "log": {"every_steps": 1}}
     run = new_run(tmp_path, **sections)
-    trainer = Trainer(job(**sections), Plain(), run, process=attentive(StopSignals()))
     gpu, peaks = torch.device("cuda", 1), iter((3 << 29, 3 << 30, 5 << 30))
-    monkeypatch.setattr(trainer.log, "_device", gpu)
+    monkeypatch.setattr(trainer, "Log", lambda *given: log.Log(*given[:5], gpu, *given[6:]))
     monkeypatch.setattr(log, "StepLoss", lambda device: StepLoss(torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks) if device == gpu else 0)
-    trainer.run()
+    trainer.Trainer(job(**sections), Plain(), run, process=attentive(StopSignals())).run()
     rows = [row for row in parse_lines(run.metrics_file.read_bytes()) if "train/loss" in row]
     assert [row["gpu_memory_peak_gib"] for row in rows] == [1.5, 3.0, 5.0]
     assert describe(run, {}).metrics["gpu_memory_peak_gib"] == 5.0
