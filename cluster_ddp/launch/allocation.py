@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -144,10 +145,12 @@ class SlurmAllocation:
 
     @_unharmed()
     def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
+        learning = threading.Thread(target=self._learn_kill_wait, daemon=True)
+        learning.start()
         job = self._show(seconds)
         if job is None:
             return None
-        self._learn_kill_wait()
+        learning.join()
         why = why_it_ends(job, self._start.restart_count, self._grace_end)
         if why == REQUEUED and down_nodes(self._start.hosts):
             why = NODE_FAILURE
@@ -155,8 +158,8 @@ class SlurmAllocation:
         return why, seconds_until_kill(job, waits)
 
     def _learn_kill_wait(self) -> None:
-        """Ask, or ask again if there was no answer yet. Two may ask at once: no answer overwrites a known one."""
-        if self._kill_wait is None and (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
+        """Ask, and each time again: the site may change it while the job runs. No answer overwrites no known one."""
+        if (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
             self._kill_wait = answer
 
     def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:

@@ -126,9 +126,13 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
             f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "
             f"resume {history.run.id}"
         )
-    if outcome.stop_reason == TERMINATED and not cancelled and last.slurm_job_id and last.ended is None:
+    decided = requeued or last.ended is not None or not (answered or outcome.stop_reason == TERMINATED)
+    if outcome.ending is Ending.STOPPED and not cancelled and last.slurm_job_id and not decided:
         # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
-        return RunState.LOST, f"its keeper was killed before it had the job queued again; training {outcome.why}"
+        return RunState.LOST, (
+            f"its keeper was killed before it had the job queued again; training {outcome.why}. To go on: cluster-ddp "
+            f"resume {history.run.id}"
+        )
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why

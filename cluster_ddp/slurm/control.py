@@ -29,22 +29,22 @@ def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
 
 def kill_wait(*, seconds: float) -> float | None:
     """Seconds between SIGTERM and SIGKILL when Slurm ends a job; None without an answer in `seconds` seconds."""
-    return _configured("KillWait", DEFAULT_KILL_WAIT, seconds=seconds)
+    return _configured("KillWait", seconds=seconds)
 
 
 def max_array_size() -> int:
     """How many tasks a job array may have at the most; Slurm's own default where it cannot be asked."""
-    found = _configured("MaxArraySize", DEFAULT_MAX_ARRAY_SIZE, seconds=_SECONDS)
+    found = _configured("MaxArraySize", seconds=_SECONDS)
     return int(found) if found is not None else DEFAULT_MAX_ARRAY_SIZE
 
 
-def _configured(key: str, default: float, *, seconds: float) -> float | None:
+def _configured(key: str, *, seconds: float) -> float | None:
     try:
         config = call_once(["scontrol", "show", "config"], seconds=seconds)
     except SlurmError:
         return None
     found = re.search(rf"^{key}\s*=\s*(\d+)", config, re.MULTILINE)
-    return float(found[1]) if found else default
+    return float(found[1]) if found else None
 
 
 def grace_time(partition: str, qos: str) -> float:

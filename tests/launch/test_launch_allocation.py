@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -26,6 +27,29 @@ def test_a_question_that_gets_no_answer_takes_no_earlier_answer_back(
     scontrol.write_text("#!/bin/bash\nkill -TERM $$\n")
     allocation.ask_ahead()
     assert allocation.kill_wait == 5
+
+
+def test_a_kill_wait_that_the_site_changes_while_the_job_runs_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that waits for the old one is killed before it has the job queued again."""
+    start = this_start({"SLURM_JOB_ID": "77"})
+    assert start is not None
+    allocation = SlurmAllocation(start)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    shown = "JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts=0 EndTime=2026-11-20T18:00:00 PreemptTime=None"
+    left = []
+    for seconds in (30, 5):
+        answer = f"echo 'KillWait                = {seconds} sec'; echo '{shown}'"
+        (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{answer}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        allocation.ask_ahead()
+        left.append(allocation.kill_wait)
+        answer = answer.replace(f" {seconds} ", f" {seconds + 1} ")
+        (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{answer}\n")
+        allocation.end(time.monotonic() + 1, 10)
+        left.append(allocation.kill_wait)
+    assert left == [30, 31, 5, 6]
 
 
 def test_a_time_limit_that_is_changed_while_the_job_runs_is_followed(

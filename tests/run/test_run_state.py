@@ -90,7 +90,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
     ("events", "state", "reason"),
     [
         ([("completed", {"step": 300})], "COMPLETED", None),
-        ([("stopped", {"step": 5, "reason": "time-limit"})], "STOPPED", "time-limit"),
+        ([("stopped", {"step": 5, "reason": "time-limit"})], "LOST", "time-limit"),  # and not queued again
         ([("stopped", {"step": 5, "reason": "person"})], "STOPPED", "person"),
         ([("stopped", {"step": 5, "reason": "cancel"})], "CANCELLED", "cancelled"),
         ([("cancelled", {"by": "me@login"})], "CANCELLED", "me@login"),
@@ -179,19 +179,23 @@ def test_a_run_whose_keeper_was_killed_is_not_judged_for_ever(run: RunDirectory,
     assert state_of(run, None) == "FAILED"
 
 
-def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(run: RunDirectory, say: Say) -> None:
+@pytest.mark.parametrize("reason", ["terminated", "preemption", "time-limit"])
+def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(
+    run: RunDirectory, say: Say, reason: str
+) -> None:
     """Slurm ends the step of a batch process that is gone: nobody has stopped the run, and nothing brings it back."""
     attempt = begin(run, slurm_job_id="7")
     hide(run, 0)
-    say("stop-requested", 0, reason="terminated", node=0, by="SIGTERM to node 0 (n1)")
-    say("stopped", 0, step=15, reason="terminated")
-    say("node-finished", 0, node=0, outcome="stopped", reason="terminated")
+    say("stop-requested", 0, reason=reason, node=0, by="SIGTERM to node 0 (n1)")
+    say("stopped", 0, step=15, reason=reason)
+    say("node-finished", 0, node=0, outcome="stopped", reason=reason)
     assert state_of(run, {"7": slurm_job("COMPLETING", run_id=run.id)}) == "RUNNING"
     for jobs in ({"7": slurm_job("FAILED", run_id=run.id)}, {}):
         found = describe(run, jobs)
         assert found.state is RunState.LOST
-        assert str(found.reason).endswith("was killed before it had the job queued again; training stopped: terminated")
-    assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
+        assert f"killed before it had the job queued again; training stopped: {reason}. To go on:" in str(found.reason)
+    if reason == "terminated":
+        assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
     end_attempt(attempt)
     assert state_of(run, {"7": slurm_job("FAILED", run_id=run.id)}) == "STOPPED", "its keeper has seen it to its end"
 
@@ -208,9 +212,10 @@ def test_a_run_that_a_person_stops_as_it_is_queued_again_is_stopped(run: RunDire
 
 
 def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDirectory, say: Say) -> None:
-    begin(run, slurm_job_id="7")
+    attempt = begin(run, slurm_job_id="7")
     hide(run, 0)
     say("stopped", 0, step=5, reason="time-limit")
+    end_attempt(attempt)
     assert state_of(run, {"7": slurm_job("RUNNING", run_id="another-run")}) == "STOPPED"
     assert state_of(run, {"7": slurm_job("RUNNING", run_id=run.id)}) == "RUNNING"
     stranger = slurm_job("RUNNING", run_id="another-run")
