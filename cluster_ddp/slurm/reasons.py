@@ -14,6 +14,8 @@ _PLAIN = {
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes",
     "PartitionTimeLimit": "does not start: the partition allows less time",
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
+    "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
+    "InvalidAccount": "does not start: its account is no longer there; ask whoever runs the cluster",
 }
 _LIMIT = re.compile(r"(QOS|Assoc)(Grp|Max)(.+?)(?:Per(Job|User|Account|Node))?(?:Limit)?")
 _OWNER = {"QOS": "the QOS", "Assoc": "the account"}

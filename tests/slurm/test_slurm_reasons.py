@@ -19,6 +19,7 @@ from cluster_ddp.slurm.reasons import in_words
         ("AssocMaxJobsLimit", "the account limits the jobs of one user"),
         ("DependencyNeverSatisfied", "never starts"),
         ("BeginTime", "not before its begin time"),
+        ("InvalidQOS", "does not start: its QOS is no longer there"),
         ("JobArrayTaskLimit", "waits for others of its array"),
     ],
 )
