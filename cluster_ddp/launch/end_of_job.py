@@ -56,7 +56,8 @@ class EndOfJob:
     def __init__(self, allocation: Allocation, host: BatchHost, *, warning: signal.Signals) -> None:
         self._allocation = allocation
         self._host = host
-        self._warning = warning
+        # Whatever else may be sent to ask a program to end would end this one, and nobody would queue the job again.
+        self._warnings = {warning, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
         self._attempt: AttemptDirectory | None = None
         self._unanswered: float | None = None  # since when, on the monotonic clock, a SIGTERM waits for its reason
         self._ask_ahead_at: float | None = None  # on the monotonic clock, the next time
@@ -70,11 +71,11 @@ class EndOfJob:
 
     def listen(self) -> None:
         """Take signals in from now on, also that of a step that has ended."""
-        self._host.listen(self._warning, signal.SIGTERM, signal.SIGCHLD)
+        self._host.listen(*self._warnings, signal.SIGTERM, signal.SIGCHLD)
 
     def stop_listening(self) -> None:
         """All is decided: from here on signals change nothing, and end nothing that is started."""
-        self._host.ignore(self._warning, signal.SIGTERM)
+        self._host.ignore(*self._warnings, signal.SIGTERM)
 
     def ask_ahead(self) -> None:
         """Ask what Slurm knows of the end, now and then: when it is, and whether it has been announced already.
@@ -134,7 +135,7 @@ class EndOfJob:
                 self._ask_to_stop(news.seconds, of=news.signal)
         elif news.number == signal.SIGTERM and self._unanswered is None:
             self._end_has_come(news)
-        elif news.number == self._warning and self.reason is None:
+        elif news.number in self._warnings and self.reason is None:
             self._end_is_near(news)
 
     def _end_is_near(self, warning: Signal) -> None:
@@ -205,7 +206,7 @@ class EndOfJob:
         A SIGTERM goes to all of a job in any order: the ranks may have ended by it before this process hears of it. Of
         the warning nobody else is told.
         """
-        end = self._step_ended_at if came.number == self._warning else self._found_out_at
+        end = self._step_ended_at if came.number in self._warnings else self._found_out_at
         return end is not None and came.since > end
 
     # -- what is known of it -------------------------------------------------------------------------------------------

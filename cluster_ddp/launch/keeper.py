@@ -275,7 +275,7 @@ class Keeper:
                 self._end.reason in (REQUEUED, NODE_FAILURE)  # Slurm has queued it again already
                 or queue_again(
                     self._allocation,
-                    known=self._end.known,
+                    known=self._why_it_ends,
                     until=self._end.give_up_at,
                     delayed=self._say_delayed,
                     unwanted=self._end.unwanted,
@@ -298,6 +298,11 @@ class Keeper:
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
             say(f"excluded from now on: {' '.join(bad)}")
         return KeptStart("start again", "requeue", why)
+
+    def _why_it_ends(self) -> str | None:
+        """Why the job ends, as far as that is sure. A newer attempt tells that it has been queued again already."""
+        superseded = self._attempt is not None and is_superseded(self._attempt)
+        return REQUEUED if superseded else self._end.known()
 
     def _say_delayed(self, reason: str) -> None:
         say(f"cannot be queued again yet, and keeps trying: {reason}")

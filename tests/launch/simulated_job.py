@@ -34,6 +34,7 @@ STEP = ["srun", "python", "-m", "x", "--attempt", "{attempt}", "--", "torchrun",
 # What happens to a start, and after how many seconds of its life Slurm kills it for that: None for not at all.
 KILLS: dict[str, float | None] = {
     "warning": None,  # the signal ahead of the time limit
+    "kill -USR2": None,  # by somebody, or by a site whose warning it is
     "time limit": KILL_WAIT,
     "preemption": KILL_WAIT,  # which the job has to answer by itself
     "scancel": KILL_WAIT,
@@ -219,6 +220,9 @@ class SimulatedStep:
     def failures(self) -> list[Any]:
         return []
 
+    def first_to_end(self) -> None:
+        """Nothing that srun says tells of a node program that was killed."""
+
     def due(self) -> float:
         """When it ends, as far as is known now."""
         told = read_stop(self._attempt) is not None or self._world.happened("TERM to the step") is not None
@@ -344,7 +348,9 @@ class SimulatedHost(BatchHost):
                 if last.ended is None and last.process is not None and last.process.pid:
                     world.faults.append(f"another job began at {world.now:.0f} s while an attempt was alive")
         elif word != "TERM to the step":
-            number = signal.SIGUSR1 if word == "warning" else signal.SIGTERM
+            number = {"warning": signal.SIGUSR1, "kill -USR2": signal.SIGUSR2}.get(word, signal.SIGTERM)
+            if number == signal.SIGUSR2 and number not in self._listened:
+                raise Killed
             if number in self._listened:
                 self._listened -= {signal.SIGTERM} & {number}
                 self.post(Signal(number, world.now))

@@ -85,6 +85,7 @@ def play(folder: Path, story: list[Life]) -> tuple[RunDirectory, list[World], Ru
 
 @FIRM
 @given(st.lists(lives, min_size=1, max_size=3))
+@example([Life(((1, "warning"), (2, "second start")), lasts=1, saves_in=0.5, silent=(1, 7))])
 @example([Life(((10, "warning"), (12, "scancel")), answers=("none", "none", "none"), saves_in=3.0)])
 @example([Life(((10, "kill -TERM"),), answers=("half",), saves_in=3.0)])
 @example([Life(((30, "stop"),), training="crashes", lasts=10, requeues=("away",) * 4)])
@@ -185,6 +186,12 @@ def test_a_requeue_that_slurms_silence_prevents_is_told_after_the_end_too(fast_d
     status = describe(run, {})
     assert status.state.value == "FAILED"
     assert "requeue failed: Slurm's controller does not answer. To go on: cluster-ddp resume" in str(status.reason)
+
+
+def test_a_signal_that_is_not_the_warning_loses_no_requeue(fast_disk: Path) -> None:
+    """`scancel --full --signal=USR2`, where the job asks for USR1."""
+    states, worlds, status = play(fast_disk, [Life(((10, "kill -USR2"),), lasts=1000, saves_in=3.0), Life(lasts=1)])
+    assert (status.state.value, len(worlds)) == ("COMPLETED", 2), states
 
 
 @pytest.mark.parametrize("word", ["warning", "time limit", "preemption", "kill -TERM"])
