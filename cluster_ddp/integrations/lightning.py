@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
@@ -143,7 +144,9 @@ class _Fit:
     def begin(self, number: int) -> None:
         """Call before the computation on a batch, with its number in the epoch."""
         self.settle()
-        self._trainer.fit_loop.restarting = False  # else it leaves out its schedulers at the end of a resumed epoch
+        # Else it leaves out its schedulers at the end of a resumed epoch. Its own setter says True where there is
+        # max_steps, and then each validation but the first would have one batch.
+        _Loop.restarting.fset(self._trainer.fit_loop, False)
         self._loop.begin(number % self._accumulate)
 
     def end(self, number: int) -> None:
@@ -266,9 +269,9 @@ def _between_batches(loops: dict[str, Any], length: int) -> dict[str, Any]:
     batches, epochs = loops[_BATCHES], loops[_EPOCHS]
     for counts in (batches["total"], batches["current"]):
         counts.update(dict.fromkeys(_COUNTS, counts["completed"]))
+    batches["is_last_batch"] = False  # said of the next: by it a resume would leave that out
     if batches["current"]["completed"] >= length:
         batches["current"].update(dict.fromkeys(_COUNTS, 0))
-        batches["is_last_batch"] = False
         for counts in (epochs["total"], epochs["current"]):
             counts.update(dict.fromkeys(_COUNTS, counts["completed"]))
     return loops

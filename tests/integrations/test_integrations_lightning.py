@@ -29,8 +29,16 @@ def _preloaded() -> None:
     preload("lightning")
 
 
-def fit(place: Path, attempt: int, stop_at: int | None, kind: str, **settings: Any) -> str | None:
-    """The weights that one attempt of three epochs ends with; None when it was stopped or refused."""
+def fit(
+    place: Path, attempt: int, stop_at: int | None, kind: str, ends: dict[str, Any] | None = None, **settings: Any
+) -> tuple[str | None, int]:
+    """The weights that an attempt ends with, None when it was stopped or refused, and the batches that it validates.
+
+    Parameters
+    ----------
+    ends
+        When training ends and is validated.
+    """
     import lightning as L
     from lightning.pytorch import callbacks
 
@@ -65,12 +73,17 @@ def fit(place: Path, attempt: int, stop_at: int | None, kind: str, **settings: A
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             checkpoint["average"] = self.average.state_dict()
 
+    class Count(L.Callback):  # type: ignore[misc]
+        def on_validation_batch_end(self, *_: Any) -> None:
+            validated.append(1)
+
     class Keeping(Average):
         def state_dict(self) -> dict[str, Any]:
             return {"average": self.average.state_dict()}
 
         on_save_checkpoint = L.Callback.on_save_checkpoint
 
+    validated: list[int] = []
     begin_attempt(place, attempt)
     L.seed_everything(1, verbose=False)
     model = Classifier()
@@ -78,35 +91,48 @@ def fit(place: Path, attempt: int, stop_at: int | None, kind: str, **settings: A
     train = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
     made = {"Average": Average, "Keeping": Keeping}.get(kind) or getattr(callbacks, kind)
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[made(**settings), ResumeExactly()],
+        **(ends or {"max_epochs": 3}), accelerator="cpu", devices=1, num_sanity_val_steps=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[made(**settings), Count(), ResumeExactly()],
     )  # fmt: skip
     try:
         trainer.fit(model, train, DataLoader(data, 8))
     except SystemExit:
-        return None
-    return digest(model)
+        return None, len(validated)
+    return digest(model), len(validated)
 
 
-def attempts(calm: Path, broken: Path, kind: str, settings: dict[str, Any]) -> list[str | None]:
+def attempts(calm: Path, broken: Path, stop_at: int, *how: Any, **settings: Any) -> list[tuple[str | None, int]]:
     return [
-        fit(calm, 0, None, kind, **settings),
-        fit(broken, 0, 5, kind, **settings),
-        fit(broken, 1, None, kind, **settings),
+        fit(calm, 0, None, *how, **settings),
+        fit(broken, 0, stop_at, *how, **settings),
+        fit(broken, 1, None, *how, **settings),
     ]
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("EMAWeightAveraging", {"decay": 0.9}), ("Keeping", {})])
 def test_an_average_that_a_callback_gives_is_exact(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
-    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, kind, settings)
-    assert (stopped, resumed) == (None, ended)
+    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, 5, kind, **settings)
+    assert (stopped[0], resumed[0]) == (None, ended[0])
     assert told(broken) == []
+
+
+@pytest.mark.parametrize("ends", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 11}], ids=["epochs", "steps"])
+def test_the_last_batch_of_an_epoch_alone_and_all_validations_are_as_without_a_stop(
+    ends: dict[str, int], tmp_path: Path
+) -> None:
+    calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    how = {**ends, "val_check_interval": 3}  # of four batches: it is stopped after the validation in an epoch
+    ((ended, stopped, resumed),) = run_ranks(attempts, 1, calm.path, broken.path, 6, "Timer", how)
+    assert ended[1] == 3 * 2  # three times two batches
+    assert (stopped[0], resumed[0], stopped[1] + resumed[1]) == (None, *ended)
 
 
 def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    assert run_ranks(fit, 1, run.path, 0, None, "Average") != [None]
+    ((ended, _),) = run_ranks(fit, 1, run.path, 0, None, "Average")
+    assert ended is not None
     of_hook, of_module = told(run)
     assert "on_save_checkpoint() of Average is for Lightning's own" in of_hook
     assert "(Linear)" in of_module
@@ -117,7 +143,7 @@ def refused(folder: Path) -> list[str]:
     found = []
     for kind, (settings, _) in KINDS.items():
         run = new_run(folder / kind)
-        assert fit(run.path, 0, None, kind, **settings) is None
+        assert fit(run.path, 0, None, kind, **settings) == (None, 0)
         found.append(failure(run))
     return found
 
