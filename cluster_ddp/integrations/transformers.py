@@ -158,7 +158,7 @@ class _Training:
                 _say_where_to_go_on(folder, trainer.args, self._resumes_at)
                 # The weights are put back with the rest, when the optimizer is there.
                 stack.enter_context(_replaced(trainer, _load_from_checkpoint=lambda *_, **__: None))
-                stack.enter_context(_replaced(trainer.args, ignore_data_skip=False))
+                stack.enter_context(_replaced(trainer.args, ignore_data_skip=False, eval_on_start=False))
             try:
                 return train(folder, *arguments, **more)
             finally:

@@ -68,7 +68,15 @@ def train(place: Path, attempt: int, stop_at: int = 0, patience: int = 99, **mor
         return None
     last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     callbacks_saved = json.loads((last / "trainer_state.json").read_text())["stateful_callbacks"]
-    return digest(model), result.training_loss, trainer.state.total_flos, trainer.state.best_metric, callbacks_saved
+    evaluations = sum("eval_loss" in entry for entry in trainer.state.log_history)
+    return (
+        digest(model),
+        evaluations,
+        result.training_loss,
+        trainer.state.total_flos,
+        trainer.state.best_metric,
+        callbacks_saved,
+    )
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:
@@ -78,7 +86,7 @@ def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any])
 @pytest.mark.parametrize(
     ("stop_at", "more"),
     [
-        ([3], {"learning_rate": 1e-3}),
+        ([3], {"learning_rate": 1e-3, "eval_on_start": True}),
         ([8, 24], {"learning_rate": 1e-3, "load_best_model_at_end": True, "save_total_limit": 2}),
         ([6], {"learning_rate": 30.0, "patience": 2}),  # it ends there, by EarlyStoppingCallback
     ],
