@@ -84,7 +84,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
         return []
     refuse_ended(history)
     events = EventWriter(run, login_writer())
-    if record_lost_nodes(history, run.attempt(last.number), events):
+    if record_lost_nodes(history, run.attempt(last.number), events, restarted=True):
         history = read_history(run)
     bad = suspects(history, last.number)
     new = (set(bad) & set(start.hosts) if bad else set()) - _named_before(history)

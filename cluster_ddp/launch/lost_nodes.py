@@ -11,30 +11,44 @@ from cluster_ddp.run.events import (
     NODE_LOST,
     NODE_STARTED,
     RANK_FAILED,
+    REQUEUED,
     STOP_REQUESTED,
     EventWriter,
 )
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.stopfile import FINAL_REASONS, TERMINATED, read_stop
-from cluster_ddp.slurm.control import down_nodes
+from cluster_ddp.slurm.control import boot_times, down_nodes
 from cluster_ddp.slurm.start import SlurmStart
 
 
-def record_lost_nodes(history: History, attempt: AttemptDirectory, writer: EventWriter) -> bool:
+def record_lost_nodes(
+    history: History, attempt: AttemptDirectory, writer: EventWriter, *, restarted: bool = False
+) -> bool:
     """Ask Slurm which of the attempt's nodes that never signed off are down, and record them; whether there are any.
 
     They could not say so themselves.
+
+    Parameters
+    ----------
+    restarted
+        Whether to ask which were booted meanwhile, too: of an attempt whose job Slurm has started again. Where the job
+        needs the very nodes that failed, or all of them failed at once, they are up again by then. Of an attempt whose
+        end is known it is not asked: they may have been booted after that.
     """
     events = history.of_attempt(attempt.number)
     if any(event["event"] == NODE_LOST for event in events):
         return False
     finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
     started = [event for event in events if event["event"] == NODE_STARTED and event.get("node") not in finished]
-    silent = {short_name(event["host"]): event.get("node") for event in started if event.get("host")}
-    lost = down_nodes(sorted(silent)) if silent else []
-    for host in lost:
-        reason = f"node {host} failed: Slurm calls it down"
-        writer.write(NODE_LOST, attempt=attempt.number, node=silent.get(host), host=host, reason=reason)
+    silent = {short_name(event["host"]): event for event in started if event.get("host")}
+    lost = dict.fromkeys(down_nodes(sorted(silent)) if silent else [], "Slurm calls it down")
+    if silent and not lost and restarted and not history.of_attempt(attempt.number, STOP_REQUESTED, REQUEUED):
+        booted = boot_times(sorted(silent))
+        meanwhile = [host for host, event in silent.items() if booted.get(host, 0.0) > float(event["time"])]
+        lost = dict.fromkeys(sorted(meanwhile), "it was restarted while it trained")
+    for host, why in lost.items():
+        reason = f"node {host} failed: {why}"
+        writer.write(NODE_LOST, attempt=attempt.number, node=silent[host].get("node"), host=host, reason=reason)
     return bool(lost)
 
 

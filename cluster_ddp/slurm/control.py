@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call, call_once
 from cluster_ddp.slurm.nodelist import NodeListError, expand
-from cluster_ddp.slurm.shown import ShownJob, parse_job
+from cluster_ddp.slurm.shown import ShownJob, parse_job, unix_time
 
 _SECONDS = 20.0
 _REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all the same
@@ -106,6 +106,17 @@ def down_nodes(hosts: Sequence[str]) -> list[str]:
     except SlurmError:
         return []
     return sorted(set(answer.split()) & set(hosts))
+
+
+def boot_times(hosts: Sequence[str]) -> dict[str, float]:
+    """When each of the hosts was booted, Unix seconds by its own clock; only those of which Slurm can tell."""
+    try:
+        answer = call_once(["scontrol", "show", "node", "-o", ",".join(hosts)], seconds=_SECONDS / 2)
+    except SlurmError:
+        return {}
+    found = re.findall(r"^NodeName=(\S+) .*?(?<!\S)BootTime=(\S+)", answer, re.MULTILINE)
+    booted = {host: unix_time(shown) for host, shown in found}
+    return {host: moment for host, moment in booted.items() if moment is not None}
 
 
 def _excluded(task: str) -> str:

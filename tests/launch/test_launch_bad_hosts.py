@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
+from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from starts import begin, happened, stand_in, start
@@ -164,6 +166,25 @@ def test_the_attempt_before_is_judged_by_which_of_its_nodes_are_down_now(
     assert avoided(run) == ["n2"]
     lost = [(event["attempt"], event["host"]) for event in read_events(run) if event["event"] == "node-lost"]
     assert lost == [(0, "n2"), (1, "n2")]
+
+
+@pytest.mark.parametrize(("said", "named"), [(None, [(0, 1, "n1")]), ("stop-requested", [])])
+def test_a_node_that_was_restarted_while_it_trained_is_recorded_as_lost(
+    fresh: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, named: list[Any]
+) -> None:
+    """All nodes failed at once, and the job could start again only when they were back: no node is down by then."""
+    begin(fresh)
+    for node in (1, 2, 3):
+        EventWriter(fresh, f"node-{node}").write("node-started", attempt=0, node=node, host=f"n{node}")
+    if said is not None:  # how the attempt ended is known, and the node may have been restarted after that
+        happened(fresh, said, 0, reason="preemption")
+    after, before = (datetime.fromtimestamp(time.time() + seconds).isoformat()[:19] for seconds in (60, -60))
+    nodes = "\n".join(f"NodeName=n{n} State=IDLE BootTime={t} OS=x" for n, t in ((1, after), (2, before), (3, "None")))
+    stand_in(tmp_path, monkeypatch, sinfo="true", scontrol=f"[ $2 = node ] && echo '{nodes}'")
+    avoided(fresh, restart=1)
+    lost = [event for event in read_events(fresh) if event["event"] == "node-lost"]
+    assert [(event["attempt"], event["node"], event["host"]) for event in lost] == named
+    assert all(event["reason"] == "node n1 failed: it was restarted while it trained" for event in lost)
 
 
 def test_all_suspects_are_named_when_one_of_them_is_given(run: RunDirectory) -> None:

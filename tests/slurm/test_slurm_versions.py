@@ -13,7 +13,7 @@ import pytest
 from slurm_stand_ins import stand_in
 
 from cluster_ddp.slurm.commands import parse_queue, query_ended_jobs
-from cluster_ddp.slurm.control import down_nodes, kill_wait, usable_nodes
+from cluster_ddp.slurm.control import boot_times, down_nodes, kill_wait, usable_nodes
 from cluster_ddp.slurm.partitions import NodeKind, parse_nodes, parse_partitions
 from cluster_ddp.slurm.shown import is_ending, parse_job, why_it_ends
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
@@ -146,3 +146,5 @@ def test_nodes_and_configuration(release: str, slurm: Path) -> None:
     assert down_nodes(["node1", "node2", "node3"]) == [node["down"]]
     assert usable_nodes("debug") == {"node1", "node2", "node3"} - {node["down"]}
     assert kill_wait(seconds=5) == 5.0
+    (slurm / "config").write_text(node["scontrol"])
+    assert boot_times([node["down"]]).keys() == {node["down"]}
