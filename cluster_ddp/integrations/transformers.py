@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import dis
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from cluster_ddp.train.own.batches import MapBatches
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun
+from cluster_ddp.train.state.attributes import Attributes
 
 # Of TrainerState: what the steps have left there; the rest follows from the arguments.
 _STATE = (
@@ -45,6 +47,7 @@ _STATE = (
 # Of the trainer: the averages that are logged next and at the end, and what is added to total_flos then.
 _TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
+_LOOKED_AT = 2  # steps
 _REMEDY = "Make it a part of the model that is trained"
 
 
@@ -132,6 +135,8 @@ class _Training:
         self._resumes_at = _newest_step(run)
         self._epoch = self._micro_batch = 0
         self._is_settled = True
+        self._steps = 0  # of this attempt
+        self._own: Attributes | None = None
         self._has_ended = False  # early, and was saved or stopped before `train` had returned
 
     def __call__(
@@ -244,7 +249,23 @@ class _Training:
         """Call when all that belongs to a step is done: saves when that is due, or leaves."""
         if not self._is_settled:
             self._is_settled = True
+            self._look()
             self._going().end()
+
+    def _look(self) -> None:
+        """Tell, after the second step, what steps change in attributes that a class derived from Trainer has added."""
+        self._steps += 1
+        if self._steps > _LOOKED_AT:
+            return
+        before, self._own = self._own, Attributes(_own_attributes(self._trainer))
+        if before is None:
+            return
+        if changed := {before.holders.get(leaf) or self._own.holders[leaf] for leaf in before.changed(self._own)}:
+            self._going().warn(
+                f"steps change {', '.join(sorted(changed))} of the {type(self._trainer).__name__}, which no checkpoint "
+                "holds: it starts over at a resume, which is exact only where no step depends on it, as where it is "
+                "only logged. Take state.global_step for a count, and buffers of the model for the rest"
+            )
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Write the numbers among these to the run's metrics."""
@@ -277,6 +298,17 @@ def _put_back(kept: Kept, trainer: Any) -> None:
     for callback, attributes in zip(_stateful(trainer), copy.deepcopy(kept.callbacks), strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
+
+
+def _own_attributes(trainer: Any) -> dict[str, Any]:
+    """What neither Trainer sets in itself nor this module."""
+    methods = [method for kind in Trainer.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
+    names = {at.argval for method in methods for at in dis.get_instructions(method) if at.opname == "STORE_ATTR"}
+    return {
+        name: value
+        for name, value in vars(trainer).items()
+        if name not in names and not (callable(value) and hasattr(Trainer, name))
+    }
 
 
 def _stateful(trainer: Any) -> list[Any]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import begin_attempt, digest, new_run, states
+from own_loops import begin_attempt, digest, new_run, states, told
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from train_ranks import preload, run_ranks
+
+from cluster_ddp.run.directory import RunDirectory
 
 pytest.importorskip("transformers")
 
@@ -77,6 +79,38 @@ def train(place: Path, attempt: int, stop_at: int = 0, patience: int = 99, **mor
         trainer.state.best_metric,
         callbacks_saved,
     )
+
+
+def train_counting(place: Path) -> None:
+    """Three steps of a Trainer that counts for itself."""
+    import transformers
+
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    class Counting(transformers.Trainer):  # type: ignore[misc]
+        seen = 0
+
+        def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+            self.seen += 1
+            return super().compute_loss(*arguments, **more)
+
+    args = transformers.TrainingArguments(
+        output_dir=str(place / "output"), max_steps=3, save_strategy="no", use_cpu=True, report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    for kind in (transformers.Trainer, Counting):
+        run = place if kind is Counting else new_run(place).path
+        begin_attempt(run, 0)
+        kind(Classifier(), args, train_dataset=Rows(), callbacks=[ResumeExactly()]).train()
+        if kind is not Counting:
+            assert told(RunDirectory(run)) == []
+
+
+def test_what_a_derived_trainer_counts_is_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(train_counting, 1, run.path)
+    (message,) = told(run)
+    assert "steps change seen of the Counting, which no checkpoint holds" in message
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:
