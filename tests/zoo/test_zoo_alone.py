@@ -328,14 +328,19 @@ def test_variables_of_modules_and_classes_that_training_changes_are_told(
 
 
 class DrawsHere(ZooTask):
-    """Draws from a generator at the top of this module."""
+    """Draws from a generator at the top of this module, also for each batch."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch) * torch.rand((), generator=generator)
 
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = super().collate(items)
+        return inputs + torch.rand((), generator=generator), labels
 
-def test_a_generator_at_the_top_of_a_module_is_exact(tmp_path: Path) -> None:
-    assert str(judge(Case(), tmp_path, DrawsHere)) == "exact"
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_generator_at_the_top_of_a_module_is_exact(workers: int, tmp_path: Path) -> None:
+    assert str(judge(Case(train={"workers": workers}), tmp_path, DrawsHere)) == "exact"
 
 
 class HoldsIterators(ZooTask):

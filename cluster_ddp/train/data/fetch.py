@@ -66,6 +66,7 @@ class Fetcher:
         self._data, self._positions = unwrapped(data)
         self._collate = collate
         self._base = derive(*seed_words)
+        self._of_data: list[Any] | None = None
         self._find_generators()
         # Whether those at the top of modules are seeded too; None, before the first batches: whatever draws from them.
         self._draws_around: bool | None = None if exact else False
@@ -131,8 +132,9 @@ class Fetcher:
         return map(list, zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
 
     def _find_generators(self) -> None:
-        self._process = os.getpid()
-        self._own = self._held_generators()
+        self._process, of_data = os.getpid(), list(OwnGenerators(self._data))
+        if self._of_data is None or list(map(id, of_data)) != list(map(id, self._of_data)):
+            self._of_data, self._own = of_data, self._held_generators()
         held, found = set(map(id, self._own)), generators_around(parts_of(self._data, self._collate))
         self._around = {derive(*name.encode()): one for name, one in found.items() if id(one) not in held}
 
