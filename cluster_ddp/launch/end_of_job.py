@@ -16,7 +16,7 @@ from cluster_ddp.launch.queueing import ENDLESS_SECONDS
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON, read_stop, request_stop
 from cluster_ddp.slurm.shown import (
     CANCEL,
     NODE_DOWN,
@@ -71,11 +71,11 @@ class EndOfJob:
 
     def listen(self) -> None:
         """Take signals in from now on, also that of a step that has ended."""
-        self._host.listen(*self._warnings, signal.SIGTERM, signal.SIGCHLD)
+        self._host.listen(*self._warnings, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
     def stop_listening(self) -> None:
         """All is decided: from here on signals change nothing, and end nothing that is started."""
-        self._host.ignore(*self._warnings, signal.SIGTERM)
+        self._host.ignore(*self._warnings, signal.SIGTERM, signal.SIGINT)
 
     def ask_ahead(self) -> None:
         """Ask what Slurm knows of the end, now and then: when it is, and whether it has been announced already.
@@ -137,6 +137,8 @@ class EndOfJob:
             self._end_has_come(news)
         elif news.number in self._warnings and self.reason is None:
             self._end_is_near(news)
+        elif news.number == signal.SIGINT and self._attempt is not None:
+            self._leave_request(self._attempt, PERSON, None)  # a person's, as in a terminal
 
     def _end_is_near(self, warning: Signal) -> None:
         """Stop at the warning."""
@@ -191,8 +193,12 @@ class EndOfJob:
         if of is not None and self.reason != CANCEL and self._came_too_late(of):
             return
         reason = {REQUEUED: PREEMPTION, NODE_DOWN: NODE_FAILURE}.get(self.reason, self.reason)
+        self._leave_request(self._attempt, reason, seconds)
+
+    def _leave_request(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
+        who = "SIGINT to the keeper" if reason == PERSON else "the keeper"
         try:
-            request_stop(self._attempt, reason=reason, grace=seconds, by=f"the keeper on {socket.gethostname()}")
+            request_stop(attempt, reason=reason, grace=seconds, by=f"{who} on {socket.gethostname()}")
         except OSError as error:
             say(f"cannot ask training to stop: {error}")
 

@@ -194,6 +194,13 @@ def test_a_signal_that_is_not_the_warning_loses_no_requeue(fast_disk: Path) -> N
     assert (status.state.value, len(worlds)) == ("COMPLETED", 2), states
 
 
+def test_an_interrupt_is_a_persons_stop(fast_disk: Path) -> None:
+    """`scancel --full --signal=INT`; the ranks have it, too."""
+    _, worlds, status = play(fast_disk, [Life(((10, "kill -INT"),), lasts=1000, saves_in=3.0)])
+    assert (status.state.value, len(worlds)) == ("STOPPED", 1)
+    assert "SIGINT to the keeper" in str(status.reason)
+
+
 @pytest.mark.parametrize("word", ["warning", "time limit", "preemption", "kill -TERM"])
 def test_what_comes_once_the_attempt_is_over_is_not_why_it_has_ended(fast_disk: Path, word: str) -> None:
     life = Life(((40, word),), training="is killed", lasts=10, requeues=("away",) * 4)
