@@ -84,8 +84,8 @@ def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool)
     reason
         Why Slurm ends the job; None when it does not.
     cannot_decide
-        Whether SIGKILL is near, or this host has lost the run directory. Then a start that could not decide is followed
-        by one that can.
+        Whether SIGKILL is near, or this host has lost the run directory, or its storage does not answer. Then a start
+        that could not decide is followed by one that can.
     """
     if action in ("done", "stop"):
         return "end"
@@ -122,6 +122,8 @@ class Keeper:
         self._host = host or BatchHost()
         self._end = EndOfJob(allocation, self._host, warning=warning)
         self._attempt: AttemptDirectory | None = None
+        self._undecided = "what follows could not be decided"
+        self._storage_answers = True
 
     def keep(self) -> KeptStart:
         """Keep the job from here to the end.
@@ -226,13 +228,16 @@ class Keeper:
                 start = self._allocation.start
                 decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
                 bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
-            except (ClusterDDPError, OSError) as error:
+            except Exception as error:  # whatever it is comes again, unlike storage that does not answer
                 say(f"what follows attempt {attempt.number} cannot be decided: {error}")
+                self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
                 return None, []
             return decision, bad
 
         seconds = _HURRIED_DECIDE_SECONDS if self._end.out_of_time() else _DECIDE_SECONDS
-        return self._host.within(seconds, decided) or (None, [])
+        found = self._host.within(seconds, decided)
+        self._storage_answers = found is not None
+        return found or (None, [])
 
     @property
     def _host_name(self) -> str:
@@ -247,9 +252,9 @@ class Keeper:
 
     def _act_on(self, attempt: AttemptDirectory, decision: Decision | None, bad: list[str]) -> KeptStart:
         action = decision.action if decision else None
-        why = decision.why if decision else "what follows could not be decided"
+        why = decision.why if decision else self._undecided
         lost = self._host_without_run()
-        cannot_decide = self._end.out_of_time() or bool(lost)
+        cannot_decide = self._end.out_of_time() or bool(lost) or not self._storage_answers
         follows = what_follows(action, reason=self._end.reason, cannot_decide=cannot_decide)
         ending = f" ({self._end.reason})" if self._end.reason else ""
         say(f"attempt {attempt.number} ends: {action or follows}{ending}: {why}")
@@ -257,6 +262,8 @@ class Keeper:
             return self._start_again(attempt, [*bad, *(host for host in lost if host not in bad)], why)
         if decision is not None:
             self._record(attempt, decision)
+        elif follows == "fail":
+            self._write(REQUEUE_FAILED, reason=why)
         return KeptStart(follows, action or "fail", why)
 
     def _host_without_run(self) -> list[str]:

@@ -11,13 +11,13 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, SimulatedStep, World, live
+from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, SimulatedHost, SimulatedStep, World, live
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
@@ -192,6 +192,28 @@ def test_a_signal_that_is_not_the_warning_loses_no_requeue(fast_disk: Path) -> N
     """`scancel --full --signal=USR2`, where the job asks for USR1."""
     states, worlds, status = play(fast_disk, [Life(((10, "kill -USR2"),), lasts=1000, saves_in=3.0), Life(lasts=1)])
     assert (status.state.value, len(worlds)) == ("COMPLETED", 2), states
+
+
+def test_what_follows_that_cannot_be_decided_fails_the_run_with_the_reason(fast_disk: Path) -> None:
+    """A storage that went down may leave an empty file."""
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    run.job_file.write_text("")
+    live(World(run, 0, Life(((10, "warning"),), lasts=1000, saves_in=3.0)))
+    status = describe(run, {})
+    assert status.state.value == "FAILED"
+    assert "job.yaml:1: the file is empty. To go on: cluster-ddp resume" in str(status.reason)
+
+
+def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+        return None if seconds == 60 else do()  # what is waited for longest is the decision
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
+    live(world)
+    assert world.queued
 
 
 def test_an_interrupt_is_a_persons_stop(fast_disk: Path) -> None:
