@@ -6,7 +6,6 @@ import collections
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -88,8 +87,12 @@ def is_plain(value: Any) -> bool:
 
     The name of a device is none, nor what could be an ``id()`` or an address: in another process they are others.
     """
-    leaves = list(islice(_leaves(value, _DEPTH), _MOST + 1))
-    return len(leaves) <= _MOST and not is_device(value) and all(map(_is_number_or_text, leaves))
+    if is_device(value):
+        return False
+    for number, leaf in enumerate(_leaves(value, _DEPTH)):  # no further than the first that is none: there may be many
+        if number == _MOST or not _is_number_or_text(leaf):
+            return False
+    return True
 
 
 def put(place: dict[Any, Any], key: Any, value: Any) -> None:
