@@ -158,7 +158,7 @@ class SlurmAllocation:
         return why, seconds_until_kill(job, waits)
 
     def _learn_kill_wait(self) -> None:
-        """Ask, and each time again: the site may change it while the job runs. A missing answer overwrites no known one."""
+        """Ask, each time again: the site may change it while the job runs. Without an answer the known one stays."""
         if (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
             self._kill_wait = answer
 
