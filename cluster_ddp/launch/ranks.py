@@ -112,22 +112,24 @@ def _find(heartbeat: Path) -> Iterable[Rank]:
     for process in marked_processes(heartbeat):
         variables = process.environment
         if process.leads_session and variables.get("RANK", "").isdigit() and variables.get("LOCAL_RANK", "").isdigit():
-            error_file = variables.get("TORCHELASTIC_ERROR_FILE")
+            named = variables.get("TORCHELASTIC_ERROR_FILE")
+            error_file = Path(named) if named else None
             yield Rank(
                 pid=process.pid,
                 rank=int(variables["RANK"]),
                 local_rank=int(variables["LOCAL_RANK"]),
-                stdout=_file_behind(process.pid, 1),
-                stderr=_file_behind(process.pid, 2),
-                error_file=Path(error_file) if error_file else None,
+                stdout=_file_behind(process.pid, 1, error_file and error_file.with_name("stdout.log")),
+                stderr=_file_behind(process.pid, 2, error_file and error_file.with_name("stderr.log")),
+                error_file=error_file,
             )
 
 
-def _file_behind(pid: int, descriptor: int) -> Path | None:
+def _file_behind(pid: int, descriptor: int, usual: Path | None) -> Path | None:
+    """What a process writes to; where it usually does, if the process is just ending."""
+    path = usual
     with contextlib.suppress(OSError):
         path = Path(f"/proc/{pid}/fd/{descriptor}").readlink()
-        return path if path.is_file() else None
-    return None
+    return path if path is not None and path.is_file() else None
 
 
 def read_error(rank: Rank) -> RankError | None:

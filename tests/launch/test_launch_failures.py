@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from cluster_ddp.launch.exits import RankExit, RankExits
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
+from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
@@ -169,3 +172,21 @@ def test_torchs_own_error_file_is_read_and_its_prefixes_are_taken_away(tmp_path:
     error_file.write_text("{")
     error = read_error(rank)
     assert error is not None and error.time == pytest.approx(log.stat().st_mtime)
+
+
+def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> None:
+    """The kernel no longer tells what such a process writes to; a file of torchrun's lies beside its error file."""
+    (scene.folder / "stderr.log").write_text(OWN_ERROR)
+    rank = {"RANK": "4", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(scene.folder / "error.json")}
+    program = "import os; os.write(1, b'.'); [os.close(number) for number in (1, 2)]; os.read(0, 1)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, **rank, HEARTBEAT_VARIABLE: str(scene.heartbeat.path)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.read() == b"."  # it has closed that
+        scene.ranks.poll()
+        process.kill()
+    scene.exit_code(scene.ranks.seen[process.pid], 1)
+    scene.failures.note([scene.ranks.seen[process.pid]], agent_ended=True)
+    scene.failures.note([], agent_ended=True)
+    assert "ValueError: wrong" in scene.event()["error"]
