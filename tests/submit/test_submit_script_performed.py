@@ -189,7 +189,7 @@ def test_a_run_that_a_person_has_stopped_leaves_the_queue_into_which_slurm_has_p
     stage.program("scancel", usual.removeprefix("#!/bin/bash\n").replace("record scontrol", "record scancel"))
     stop = """stop=$run/attempts/000/stop; wish='{"reason": "person", "level": 1}'"""
     wait = "until [[ -e $stop ]]; do sleep 0.05; done"
-    stage.does(**{"training.sh": f'{stop}; {wait}; echo "$wish" > $stop.final; echo "$wish" > $stop'})
+    stage.does(**{"training.sh": f'{stop}; {wait}; echo "$wish" > "$stop.final"; echo "$wish" > "$stop"'})
     assert stage.interrupt(signal.SIGTERM, job=job) == 0, stage.output
     assert stage.status()["state"] == "STOPPED"
     assert stage.calls("scancel") == taken_out
