@@ -178,12 +178,12 @@ def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> N
     """The kernel no longer tells what such a process writes to; a file of torchrun's lies beside its error file."""
     (scene.folder / "stderr.log").write_text(OWN_ERROR)
     rank = {"RANK": "4", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(scene.folder / "error.json")}
-    program = "import os; os.write(1, b'.'); [os.close(number) for number in (1, 2)]; os.read(0, 1)"
+    program = "import os; os.write(1, b'.'); [os.close(number) for number in (2, 1)]; os.read(0, 1)"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         env={**os.environ, **rank, HEARTBEAT_VARIABLE: str(scene.heartbeat.path)},
     ) as process:  # fmt: skip
-        assert process.stdout is not None and process.stdout.read() == b"."  # it has closed that
+        assert process.stdout is not None and process.stdout.read() == b"."  # it has closed both
         scene.ranks.poll()
         process.kill()
     scene.exit_code(scene.ranks.seen[process.pid], 1)
