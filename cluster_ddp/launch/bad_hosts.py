@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from cluster_ddp.launch.lost_nodes import record_lost_nodes, short_name
 from cluster_ddp.run.attempt import is_earlier_start
@@ -23,9 +22,6 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.slurm.start import SlurmStart
-
-if TYPE_CHECKING:
-    pass
 
 _ENOUGH = 2  # attempts that a host has failed: once may be bad luck
 # Errors that a host causes in its ranks. Network errors are not among them: they show on the host that survives.
