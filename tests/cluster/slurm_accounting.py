@@ -78,11 +78,13 @@ def start_accounting(folder: Path, host: Host, env: dict[str, str], logs: Callab
         The daemons' logs, for the message when one of them does not come up.
     """
     data = folder / "database"
-    install = ["mariadb-install-db", *DATABASE[1:3], f"--datadir={data}", "--skip-test-db"]
+    (temporary := folder / "database.tmp").mkdir()  # two of them at once would take each other's files
+    where = (f"--datadir={data}", f"--tmpdir={temporary}")
+    install = ["mariadb-install-db", *DATABASE[1:3], *where, "--skip-test-db"]
     sh(*install, "--auth-root-authentication-method=normal", timeout=120)
     sock = host.run_folder / "mysqld" / "mysqld.sock"  # where the client library looks for it
     sock.parent.mkdir()
-    database = [*DATABASE, f"--datadir={data}", "--socket=/run/mysqld/mysqld.sock", f"--pid-file={folder}/database.pid"]
+    database = [*DATABASE, *where, "--socket=/run/mysqld/mysqld.sock", f"--pid-file={folder}/database.pid"]
     host.spawn(database, log=folder / "database.log", env=env)
     wait_until(sock.exists, 60, f"the database has its socket\n{logs()}")
     host.spawn([program("slurmdbd"), "-D"], log=folder / "slurmdbd.out", env=env)
