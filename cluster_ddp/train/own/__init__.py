@@ -10,4 +10,5 @@ schedulers, gradients
 taking, other_loaders, changed_data,     warnings about how it reads its data, and about its model's mode
 mode
 other_optimizers, unfrozen, left_out     what is refused, and what ends the training
+leaving                                  waiting for the ranks that are still in an epoch which this one has left
 """

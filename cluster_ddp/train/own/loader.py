@@ -72,7 +72,11 @@ class ResumableLoader:
             self._is_open, self._is_through = True, False
             self._loop.enter(self._epoch)
             self._put_back = [as_now() for as_now in self._as_now] if self._first else []
-            yield self._epoch
+            try:
+                yield self._epoch
+            finally:
+                left = f"epoch {self._epoch} after {self._first} of its {len(self)} batches"
+                self._loop.leaving.early = left if self._first < len(self) else None
             self._is_open = False
             self._changed.end()
             self._epoch, self._first = self._epoch + 1, 0

@@ -13,6 +13,7 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.leaving import Leaving
 from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
@@ -81,6 +82,8 @@ class Loop:
         Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop.
     on_update
         Called after each update.
+    leaving
+        Where this rank waits for the others when it leaves an epoch or the loop.
     """
 
     def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
@@ -90,6 +93,7 @@ class Loop:
         self.batches = 0
         self.before_save: Callable[[], None] = lambda: None
         self.left_out = LeftOutUpdates([], 1)
+        self.leaving = Leaving(session.world, self.warn)
         self.look: Callable[[bool], None] = lambda updated: None
         self.on_update: Callable[[], None] = lambda: None
         self._is_updated = self._save_is_due = self._awaits_batches = False
@@ -236,6 +240,7 @@ class Loop:
         LeaveBlock
             All ranks agreed to stop.
         """
+        self.leaving.meet()
         self._session.beat.step(step)
         self.is_closed = self.is_dirty = True
         self._save_is_due |= self._session.saving.is_wanted_by_all()
@@ -298,6 +303,7 @@ class Loop:
             try:
                 yield step
             except GeneratorExit:
+                self.leaving.early = f"its loop in step {step} of {self._geometry.total}"
                 self.abandon()
                 raise
             self.end()

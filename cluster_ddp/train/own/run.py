@@ -315,6 +315,7 @@ class ScriptRun:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
+            self._loop.leaving.meet()
             is_stopped = self._loop.has_stopped
             self._session.end(self._loop.save if is_stopped else self._save_at_end, completed=not is_stopped)
         else:

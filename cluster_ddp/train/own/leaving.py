@@ -1,0 +1,65 @@
+"""The ranks leave an epoch together: one that has left it alone says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from cluster_ddp.printing import say
+from cluster_ddp.train.distributed import World, host_group
+
+_PATIENCE = 10.0  # seconds: a rank may have something to do alone before it leaves, such as an evaluation
+
+
+class Leaving:
+    """Waits, where an epoch or the loop is left, until all ranks have left it.
+
+    A rank that leaves before the last batch, by ``break``, while the others go on would give its gradients of the next
+    epoch to their batches of this one. That they never come can be told by nobody, as they may only be slow: that they
+    have not for some seconds is said, long before the hang watchdog ends all ranks.
+
+    Parameters
+    ----------
+    warn
+        Takes the message on rank 0.
+
+    Attributes
+    ----------
+    early
+        What this rank has left before its end; None: nothing.
+    """
+
+    def __init__(self, world: World, warn: Callable[[str], None]) -> None:
+        self._world, self._warn = world, warn
+        self.early: str | None = None
+
+    def meet(self) -> None:
+        """Wait for the other ranks."""
+        if self._world.world_size == 1:
+            return
+        # Not by all_reduce: a rank that has not left may be in one about a stop, and Gloo would take this for that.
+        here = torch.zeros(1)
+        work = dist.all_gather(
+            [torch.empty_like(here) for _ in range(self._world.world_size)], here, group=host_group(), async_op=True
+        )
+        end = time.monotonic() + _PATIENCE
+        while self.early is not None and not work.is_completed():
+            if time.monotonic() > end:
+                self._tell()
+                break
+            time.sleep(0.001)
+        work.wait()
+
+    def _tell(self) -> None:
+        message = (
+            f"rank {self._world.rank} has left {self.early}, and for {_PATIENCE:g} s not all of the other ranks have "
+            "done so. If they go on there they wait for this rank for ever: let all ranks leave after the same batch, "
+            "by what is the same on all, such as a loss that dist.all_reduce() has summed"
+        )
+        if self._world.is_main:
+            self._warn(message)
+        else:
+            say(f"cluster_ddp: {message}")
