@@ -21,7 +21,7 @@ from pathlib import Path
 from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.run.storage import open_append
 
-SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Agent:

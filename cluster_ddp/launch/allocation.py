@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cluster_ddp.launch.bad_hosts import enough_others
+from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
@@ -98,7 +99,7 @@ def _unharmed() -> Iterator[None]:
 
     It inherits blocked signals. This process handles those that arrive meanwhile afterwards, unless other threads do.
     """
-    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+    blocked = {signal.SIGTERM, *ASK_TO_END}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield

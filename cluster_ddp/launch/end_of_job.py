@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.launch.batch_host import Answer, BatchHost, News, Signal, say
+from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.launch.queueing import ENDLESS_SECONDS
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
@@ -57,7 +58,7 @@ class EndOfJob:
         self._allocation = allocation
         self._host = host
         # Whatever else may be sent to ask a program to end would end this one, and nobody would queue the job again.
-        self._warnings = {warning, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+        self._warnings = {warning, *ASK_TO_END}
         self._attempt: AttemptDirectory | None = None
         self._unanswered: float | None = None  # since when, on the monotonic clock, a SIGTERM waits for its reason
         self._ask_ahead_at: float | None = None  # on the monotonic clock, the next time

@@ -32,6 +32,12 @@ def present(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
+ASK_TO_END = present(
+    "SIGHUP", "SIGQUIT", "SIGABRT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU", "SIGPWR", "SIGUSR1", "SIGUSR2"
+)  # fmt: skip
+"""What a person or a site may send besides SIGTERM and SIGINT, and what ends a program that does not handle it."""
+
+
 @dataclass(frozen=True)
 class Process:
     """A process that carries the mark of a heartbeat file."""

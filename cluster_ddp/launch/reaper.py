@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster_ddp.launch.processes import KILL, kill_all, marked_processes, present, send
+from cluster_ddp.launch.processes import ASK_TO_END, KILL, kill_all, marked_processes, present, send
 
 if TYPE_CHECKING:
     from cluster_ddp.launch.rank_output import RankOutput
     from cluster_ddp.run.directory import AttemptDirectory
 
-_IGNORED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_IGNORED = (*present("SIGTERM", "SIGINT"), *ASK_TO_END)
 _IN_ORDER = b"done\n"
 SAVE_SECONDS = 3.0
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.processes import present
+from cluster_ddp.launch.processes import ASK_TO_END, present
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
 from cluster_ddp.run.stopfile import (
@@ -66,7 +66,7 @@ class Stopping:
         self._next_file_poll = 0.0
         self._read: StopRequest | None = None
         self._reasons = {
-            **dict.fromkeys(present("SIGTERM", "SIGHUP"), TERMINATED),
+            **dict.fromkeys((signal.SIGTERM, *ASK_TO_END), TERMINATED),
             **dict.fromkeys((*present("SIGUSR1", "SIGUSR2"), warning), TIME_LIMIT),
             signal.SIGINT: PERSON,
         }

@@ -35,6 +35,8 @@ STEP = ["srun", "python", "-m", "x", "--attempt", "{attempt}", "--", "torchrun",
 KILLS: dict[str, float | None] = {
     "warning": None,  # the signal ahead of the time limit
     "kill -USR2": None,  # by somebody, or by a site whose warning it is
+    "kill -QUIT": None,
+    "kill -ALRM": None,
     "kill -INT": None,  # by somebody, who wants it to end
     "time limit": KILL_WAIT,
     "preemption": KILL_WAIT,  # which the job has to answer by itself
@@ -349,9 +351,10 @@ class SimulatedHost(BatchHost):
                 if last.ended is None and last.process is not None and last.process.pid:
                     world.faults.append(f"another job began at {world.now:.0f} s while an attempt was alive")
         elif word != "TERM to the step":
-            numbers = {"warning": signal.SIGUSR1, "kill -USR2": signal.SIGUSR2, "kill -INT": signal.SIGINT}
-            number = numbers.get(word, signal.SIGTERM)
-            if number in (signal.SIGUSR2, signal.SIGINT) and number not in self._listened:
+            sent = word.startswith("kill -")
+            number = signal.Signals[f"SIG{word[6:]}"] if sent else signal.SIGTERM
+            number = signal.SIGUSR1 if word == "warning" else number
+            if sent and number != signal.SIGTERM and number not in self._listened:
                 raise Killed
             if number in self._listened:
                 self._listened -= {signal.SIGTERM} & {number}

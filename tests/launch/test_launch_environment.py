@@ -36,7 +36,7 @@ def test_ranks_get_the_run_the_network_and_what_keeps_them_alive(tmp_path: Path)
     assert variables["CLUSTER_DDP_HEARTBEAT"] == "/dev/shm/b"
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert variables["PET_SIGNALS_TO_HANDLE"] == "SIGQUIT"
+    assert variables["PET_SIGNALS_TO_HANDLE"] == "SIGPROF"
     assert variables["PET_SHUTDOWN_TIMEOUT"] == "90"
     assert variables["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(tmp_path / "attempts" / "003"))
     assert int(variables["OMP_NUM_THREADS"]) == max(1, environment.usable_cpus() // 2)

@@ -188,9 +188,10 @@ def test_a_requeue_that_slurms_silence_prevents_is_told_after_the_end_too(fast_d
     assert "requeue failed: Slurm's controller does not answer. To go on: cluster-ddp resume" in str(status.reason)
 
 
-def test_a_signal_that_is_not_the_warning_loses_no_requeue(fast_disk: Path) -> None:
+@pytest.mark.parametrize("word", ["kill -USR2", "kill -QUIT", "kill -ALRM"])
+def test_a_signal_that_is_not_the_warning_loses_no_requeue(fast_disk: Path, word: str) -> None:
     """`scancel --full --signal=USR2`, where the job asks for USR1."""
-    states, worlds, status = play(fast_disk, [Life(((10, "kill -USR2"),), lasts=1000, saves_in=3.0), Life(lasts=1)])
+    states, worlds, status = play(fast_disk, [Life(((10, word),), lasts=1000, saves_in=3.0), Life(lasts=1)])
     assert (status.state.value, len(worlds)) == ("COMPLETED", 2), states
 
 

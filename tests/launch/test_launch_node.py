@@ -41,7 +41,7 @@ def test_ranks_that_work_to_the_end_are_relayed_reported_shared_and_leave_nothin
     report = node.report()
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert report["versions"]["torch"]
-    assert report["variables"]["PET_SIGNALS_TO_HANDLE"] == "SIGQUIT"
+    assert report["variables"]["PET_SIGNALS_TO_HANDLE"] == "SIGPROF"
     assert heartbeat is not None
     assert list(heartbeat.parent.glob(f"{heartbeat.name}*")) == []
     closed = [path for path in node.attempt.run.path.rglob("*") if not path.stat().st_mode & stat.S_IWGRP]

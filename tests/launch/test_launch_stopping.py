@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
+from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
@@ -34,7 +35,7 @@ def heartbeat(tmp_path: Path) -> Iterator[HeartbeatFile]:
 
 @pytest.fixture
 def make(attempt: AttemptDirectory, heartbeat: HeartbeatFile) -> Iterator[Make]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+    numbers = (signal.SIGTERM, signal.SIGINT, *ASK_TO_END)
     before = {number: signal.getsignal(number) for number in numbers}
 
     def build(share: bool = False, clock: Callable[[], float] = time.monotonic) -> Stopping:
@@ -58,6 +59,8 @@ def send(stopping: Stopping, number: signal.Signals) -> None:
     [
         (signal.SIGTERM, "terminated"),
         (signal.SIGHUP, "terminated"),
+        (signal.SIGQUIT, "terminated"),
+        (signal.SIGXCPU, "terminated"),
         (signal.SIGUSR1, "time-limit"),
         (signal.SIGUSR2, "time-limit"),
         (signal.SIGALRM, "time-limit"),  # the warning signal of the job file
