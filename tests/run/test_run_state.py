@@ -99,7 +99,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
         ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
         ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
         ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),
-        ([], "LOST", "no record of its end"),
+        ([], "LOST", "Slurm has forgotten its job 7"),
     ],
 )  # fmt: skip
 def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
