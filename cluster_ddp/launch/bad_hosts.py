@@ -17,6 +17,7 @@ from cluster_ddp.run.ending import failures_of, refuse_ended, root_failure
 from cluster_ddp.run.events import (
     HOST_SUSPECTED,
     NODE_LOST,
+    NODE_TAKEN,
     EventWriter,
     login_writer,
 )
@@ -48,6 +49,8 @@ def suspects(history: History, upto: int) -> list[str]:
 
 
 def _culprits(history: History, number: int) -> set[str]:
+    if history.of_attempt(number, NODE_TAKEN):  # what else was recorded follows from it
+        return set()
     lost = {str(event["host"]) for event in history.of_attempt(number, NODE_LOST) if event.get("host")}
     failures = failures_of(history, number)
     if lost or not failures:

@@ -10,14 +10,15 @@ from cluster_ddp.run.events import (
     NODE_FINISHED,
     NODE_LOST,
     NODE_STARTED,
+    NODE_TAKEN,
     RANK_FAILED,
     REQUEUED,
     STOP_REQUESTED,
     EventWriter,
 )
-from cluster_ddp.run.history import History, read_history
+from cluster_ddp.run.history import Event, History, read_history
 from cluster_ddp.run.stopfile import FINAL_REASONS, TERMINATED, read_stop
-from cluster_ddp.slurm.control import boot_times, down_nodes
+from cluster_ddp.slurm.control import boot_times, down_nodes, taken_hosts
 from cluster_ddp.slurm.start import SlurmStart
 
 
@@ -35,12 +36,9 @@ def record_lost_nodes(
         needs the very nodes that failed, or all of them failed at once, they are up again by then. Of an attempt whose
         end is known it is not asked: they may have been booted after that.
     """
-    events = history.of_attempt(attempt.number)
-    if any(event["event"] == NODE_LOST for event in events):
+    if history.of_attempt(attempt.number, NODE_LOST, NODE_TAKEN):
         return False
-    finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
-    started = [event for event in events if event["event"] == NODE_STARTED and event.get("node") not in finished]
-    silent = {short_name(event["host"]): event for event in started if event.get("host")}
+    silent = _silent(history, attempt.number)
     lost = dict.fromkeys(down_nodes(sorted(silent)) if silent else [], "Slurm calls it down")
     if silent and not lost and restarted and not history.of_attempt(attempt.number, STOP_REQUESTED, REQUEUED):
         booted = boot_times(sorted(silent))
@@ -74,7 +72,7 @@ def record_failed_nodes(
     """
     history = read_history(attempt.run)
     hosts = start.hosts
-    if not job_ends:
+    if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
         _record_killed_node(history, attempt, writer, job_step)
     for node in job_step.lost:
         record_silent_node(attempt, writer, node, hosts[node] if node < len(hosts) else None)
@@ -93,6 +91,28 @@ def record_failed_nodes(
     for host in sorted(failed.keys() - spoke):
         error = f"its node program did not start: {failed[host]}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
+
+
+def _record_taken_nodes(
+    history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart
+) -> list[str]:
+    """Record the nodes that were taken from the job, whose node programs Slurm has killed: nothing is wrong with them.
+
+    The job starts again with as many nodes as it has asked for.
+    """
+    silent = _silent(history, attempt.number)
+    taken = [host for host in taken_hosts(start) if host in silent] if silent else []
+    for host in taken:
+        reason = f"node {host} was taken from the job while it ran (scontrol update NumNodes=...)"
+        writer.write(NODE_TAKEN, attempt=attempt.number, node=silent[host].get("node"), host=host, reason=reason)
+    return taken
+
+
+def _silent(history: History, number: int) -> dict[str, Event]:
+    """The nodes of an attempt that have started, and never signed off: that event, by the host."""
+    finished = {event.get("node") for event in history.of_attempt(number, NODE_FINISHED)}
+    started = [event for event in history.of_attempt(number, NODE_STARTED) if event.get("node") not in finished]
+    return {short_name(event["host"]): event for event in started if event.get("host")}
 
 
 def _record_killed_node(
@@ -125,7 +145,7 @@ def _explained(history: History, number: int) -> bool:
     waited = [event for event in history.of_attempt(number, NODE_FAILED) if not event.get("suspect")]
     return any(
         event["event"] != STOP_REQUESTED or not waited or event.get("reason") != TERMINATED
-        for event in history.of_attempt(number, STOP_REQUESTED, NODE_FAILED, NODE_LOST, RANK_FAILED, HANG)
+        for event in history.of_attempt(number, STOP_REQUESTED, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, HANG)
         if event not in waited  # a node that the others waited for is just what is looked for
     )
 

@@ -15,6 +15,7 @@ from cluster_ddp.run.events import (
     HANG,
     NODE_FAILED,
     NODE_LOST,
+    NODE_TAKEN,
     PREEMPTED,
     RANK_FAILED,
     REQUEUE_FAILED,
@@ -127,7 +128,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
         return AttemptOutcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
-    lost = "; ".join(str(event.get("reason")) for event in events if event["event"] == NODE_LOST)
+    lost = "; ".join(str(event.get("reason")) for event in events if event["event"] in (NODE_LOST, NODE_TAKEN))
     if lost and not own_fault:  # what the other nodes' ranks say follows from it
         return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
@@ -269,7 +270,7 @@ def _finished_a_step(history: History, number: int, logged: int | None) -> bool:
 def _follows_a_failure(stop_reason: str, events: list[Event], failures: list[Event]) -> bool:
     """Whether nobody wanted that stop: what was left of the attempt was ended because a part of it had failed."""
     names = {event["event"] for event in events}
-    if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and names & {NODE_FAILED, NODE_LOST}:
+    if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and names & {NODE_FAILED, NODE_LOST, NODE_TAKEN}:
         return True
     return stop_reason == AGENT_LOST and bool(failures) and STOPPED not in names  # ranks failed before all had met
 

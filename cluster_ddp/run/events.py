@@ -48,6 +48,7 @@ CANCELLED = "cancelled"
 NODE_STARTED = "node-started"
 NODE_FINISHED = "node-finished"
 NODE_LOST = "node-lost"
+NODE_TAKEN = "node-taken"  # host, reason: the job was made smaller while it ran (scontrol update NumNodes=)
 NODE_FAILED = "node-failed"
 RANK_FAILED = "rank-failed"
 HANG = "hang"

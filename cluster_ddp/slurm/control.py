@@ -9,6 +9,8 @@ from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call, call_once
 from cluster_ddp.slurm.nodelist import NodeListError, expand
 from cluster_ddp.slurm.shown import ShownJob, parse_job, unix_time
+from cluster_ddp.slurm.start import SlurmStart
+from cluster_ddp.slurm.states import LETS_RUN
 
 _SECONDS = 20.0
 _REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all the same
@@ -83,6 +85,20 @@ def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
     if new := [host for host in hosts if host not in known]:
         names = ",".join(filter(None, [excluded, *new]))
         call(["scontrol", "update", f"JobId={task}", f"ExcNodeList={names}"], seconds=_SECONDS)
+
+
+def taken_hosts(start: SlurmStart) -> list[str]:
+    """The hosts of a start that Slurm lets run, and that its job no longer has: it was made smaller.
+
+    None when it cannot be asked.
+    """
+    job = show_job(start.task, seconds=_SECONDS / 2)
+    if job is None or job.state not in LETS_RUN or job.restarts != str(start.restart_count) or not job.nodes:
+        return []
+    try:
+        return [host for host in start.hosts if host not in expand(job.nodes)]
+    except NodeListError:
+        return []
 
 
 def excluded_hosts(task: str) -> list[str]:

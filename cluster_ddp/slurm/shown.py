@@ -31,6 +31,7 @@ class ShownJob:
     # When it was preempted; ``None`` where it was not. A job that is queued again shows no such field
     preempt_time: str
     excluded: str  # the node list that the job excludes
+    nodes: str  # the node list that it has now
     qos: str
 
 
@@ -49,6 +50,7 @@ def parse_job(answer: str) -> ShownJob | None:
         end_time=fields.get("EndTime", ""),
         preempt_time=fields.get("PreemptTime", ""),
         excluded="" if excluded.startswith("(") else excluded,
+        nodes="" if (nodes := fields.get("NodeList", "")).startswith("(") else nodes,
         qos=fields.get("QOS", ""),
     )
 

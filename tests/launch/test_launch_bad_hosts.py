@@ -384,3 +384,17 @@ def test_a_node_program_that_ends_with_its_job_is_not_blamed(trained: RunDirecto
     assert recorded(trained, Ended(*KILLED_TASK), job_ends=True) == []
     request_stop(trained.attempt(0), reason="person", grace=None, by="me")
     assert recorded(trained, Ended(*KILLED_TASK)) == []
+
+
+def test_a_node_that_was_taken_from_the_job_is_told_and_not_blamed(
+    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scontrol update NumNodes=`: Slurm kills the node program there, and then the step."""
+    shown = "JobId=77 JobState=RUNNING Restarts=0 ReqNodeList=(null) NodeList=n[1,3]"
+    stand_in(tmp_path, monkeypatch, scontrol=f"echo '{shown}'")
+    for attempt in (0, 1):
+        EventWriter(trained, "rank").write("rank-failed", attempt=attempt, rank=1, host="n2", signal="SIGKILL")
+    assert recorded(trained, Ended(*KILLED_TASK)) == []
+    outcome = outcome_of(read_history(trained), 0)
+    assert outcome.ending is Ending.FAILED and outcome.why.startswith("node n2 was taken from the job while it ran")
+    assert suspects(read_history(trained), 1) == []
