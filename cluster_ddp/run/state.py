@@ -136,7 +136,7 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
         return outcome.ending.state, (
-            f"{outcome.why}; Slurm has forgotten its job {last.slurm_job_id}: that ended long ago, or Slurm's controller "
+            f"{outcome.why}; Slurm has forgotten its job {last.slurm_job_id}: that ended long ago, or the controller "
             f"was started anew without what it knew. To go on: cluster-ddp resume {history.run.id}"
         )
     if job is None or not unexplained:

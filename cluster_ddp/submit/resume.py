@@ -20,6 +20,7 @@ from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, read_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
+from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 from cluster_ddp.submit import local
@@ -143,10 +144,23 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
         )
     if status.state.alive or in_queue:
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
+        if not in_queue and (by := _asked_to_stop(read_history(run))) is not None:
+            raise SubmitError(
+                f"run {run.id} is still ending{job}: {by} has asked it to stop.\n"
+                f"Resume it once it has ended, which shows in: cluster-ddp status {run.id}"
+            )
         raise SubmitError(
             f"run {run.id} is {status.state.value}{job} and goes on by itself.\n"
             f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
         )
+
+
+def _asked_to_stop(history: History) -> str | None:
+    """Who has asked the current attempt to stop for good; None when nobody has."""
+    if history.last is None or history.last.number < history.first_number:
+        return None
+    request = read_stop(history.run.attempt(history.last.number))
+    return request.by if request is not None and request.reason in FINAL_REASONS else None
 
 
 def _claim(plan: ResumePlan, *, script: str | None) -> None:

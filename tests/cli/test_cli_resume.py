@@ -72,11 +72,24 @@ def test_a_stopped_run_goes_back_into_the_queue_in_its_own_directory(
 
 @pytest.mark.parametrize(("state", "advice"), [("RUNNING", "stop"), ("COMPLETING", "stop"), ("PENDING", "cancel")])
 def test_what_is_alive_is_not_resumed(call: Call, run: RunDirectory, slurm: Slurm, state: str, advice: str) -> None:
+    request_resume(run, by="me")
+    begin_attempt(run, slurm_job_id="101", host="n1", pid=0, nodes=2, procs=1)
     in_queue(slurm, run, state)
     said = call("resume", run.id)
     assert said.status == 2
     assert f"cluster-ddp {advice} {run.id}" in said.err
     assert len(slurm.submissions()) == 1
+
+
+def test_what_is_still_stopping_is_resumed_once_it_has_ended(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    request_resume(run, by="me")
+    attempt = begin_attempt(run, slurm_job_id="101", host="n1", pid=0, nodes=2, procs=1)
+    request_stop(attempt, reason="person", by="me@login")
+    in_queue(slurm, run, "COMPLETING")
+    said = call("resume", run.id)
+    assert said.status == 2 and len(slurm.submissions()) == 1
+    assert "is still ending (Slurm job 101): me@login has asked it to stop" in said.err
+    assert f"cluster-ddp stop {run.id}" not in said.err
 
 
 def test_a_strangers_job_with_an_id_of_ours_is_no_sign_of_life(call: Call, run: RunDirectory, slurm: Slurm) -> None:
