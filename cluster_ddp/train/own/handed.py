@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError, TrainError
-from cluster_ddp.train.own.loop import OTHER_LOOP
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.attributes import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer
-from cluster_ddp.train.state.training import Stateful
 
 _DEPTH = 4  # of an optimizer, in which others are searched
 
@@ -35,8 +33,6 @@ class Handed:
     ----------
     things
         By the names under which they are handed over; None and empty lists are left out.
-    loop
-        The state of the loop itself.
     world_size
         Ranks; with several of them what is trained has to be wrapped in DDP.
 
@@ -61,7 +57,7 @@ class Handed:
         Something cannot be kept; the message names it.
     """
 
-    def __init__(self, things: Mapping[str, Any], loop: Stateful, world_size: int) -> None:
+    def __init__(self, things: Mapping[str, Any], world_size: int) -> None:
         named = _with_scalers(_listed(things))
         self.wrapped = [ddp for thing in named.values() if (ddp := _ddp_of(thing)) is not None]
         bare = {name: _bare(thing) for name, thing in named.items()}
@@ -91,7 +87,6 @@ class Handed:
         }
         held_by = (getattr(thing, "scaler", thing) for thing in self._rest.values())  # Lightning's is in its plug-in
         self.scalers = [scaler for scaler in held_by if isinstance(scaler, torch.amp.GradScaler)]
-        self._loop = loop
         _refuse_forgotten_schedulers(optimizers, self._rest)
         for name, thing in self._rest.items():
             _see_that_it_can_be_kept(name, thing)
@@ -103,7 +98,6 @@ class Handed:
             "more": {name: _collected(state) for name, state in self.more.items()},
             "rest": {name: _without_buffers(thing) for name, thing in self._rest.items()},
             MODULE_BUFFERS: {name: _buffers(thing) for name, thing in self._rest.items()},
-            "loop": dict(self._loop.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,8 +108,6 @@ class Handed:
         TrainError
             Other things were handed over when the checkpoint was saved.
         """
-        if "loop" not in state:
-            raise TrainError(OTHER_LOOP)
         was = {*state["more"], *state["rest"]}
         differing = sorted(was ^ {*self.more, *self._rest})
         if differing:
@@ -124,7 +116,6 @@ class Handed:
                 f"{'is' if len(differing) == 1 else 'are'} in one of the two only; hand over what was handed over "
                 "before, or begin a new run"
             )
-        self._loop.load_state_dict(state["loop"])
         for name, thing in self._rest.items():
             thing.load_state_dict(state["rest"][name] | state[MODULE_BUFFERS][name])
         for name, kept in self.more.items():

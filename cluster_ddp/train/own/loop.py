@@ -12,6 +12,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
+from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.leaving import Leaving
 from cluster_ddp.train.own.left_out import LeftOutUpdates
@@ -19,7 +20,7 @@ from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, 
 from cluster_ddp.train.session import Session
 from cluster_ddp.train.stop import StopDecision
 
-OTHER_LOOP = (
+_OTHER_LOOP = (
     "the checkpoint was saved by another kind of loop (of resumable(), steps() and resume()): give this one a run of "
     "its own, or a folder of its own"
 )
@@ -39,7 +40,7 @@ class Save(Protocol):
 
 
 class Loop:
-    """One loop's steps and its own state.
+    """One loop's steps, and the state of it and of what was handed over.
 
     Parameters
     ----------
@@ -49,35 +50,35 @@ class Loop:
         Saves the state of the step that is finished.
     kept
         Numbers of the loop's own.
+    handed
+        What was handed over.
+    deal
+        How the samples of an epoch are dealt out to the ranks; None: nobody knows.
+    max_bad_steps
+        ``train.max_bad_steps``.
 
     Attributes
     ----------
     seed
         All random numbers follow from it: what the program gave `torch.manual_seed`, else the job file's.
+    batches
+        How many there have been in this attempt.
     is_closed
         Whether the code after the last batch of the epoch before has run.
-    is_finished
-        Whether the block has come to its end.
     is_over
-        Whether the checkpoint that was restored is of such an end, and there is no more to do.
-    is_dirty
-        Whether anything may have changed since the state was saved or restored.
+        Whether the checkpoint that was restored is of the end of the block, and there is no more to do.
     data
         A fingerprint of what is read first or held; None: its length says whether it has changed.
-    deal
-        How the samples of an epoch are dealt out to the ranks; None: nobody knows.
+    numbers
+        Those of the data set and its sampler when the batches of this epoch began: see `ChangedData`.
     generators
         Those that the models hold themselves, seeded with the others.
+    kept
+        Numbers of the loop's own.
     has_stopped
         Whether the block was left because all ranks agreed to stop.
     before_save
         Called before each save: brings what is kept up to date.
-    left_out
-        Sees that updates are made.
-    numbers
-        Those of the data set and its sampler when the batches of this epoch began: see `ChangedData`.
-    kept
-        Numbers of the loop's own.
     look
         Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop.
     on_update
@@ -86,24 +87,36 @@ class Loop:
         Where this rank waits for the others when it leaves an epoch or the loop.
     """
 
-    def __init__(self, session: Session, save: Save, geometry: Geometry | Draws, kept: KeptNumbers) -> None:
+    def __init__(
+        self,
+        session: Session,
+        save: Save,
+        geometry: Geometry | Draws,
+        kept: KeptNumbers,
+        handed: Handed,
+        *,
+        deal: Deal | None,
+        max_bad_steps: int,
+    ) -> None:
         self._session, self._save_state, self._geometry, self.kept = session, save, geometry, kept
+        self._handed, self._deal = handed, deal
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
-        self.is_closed = self.is_finished = self.is_over = self.has_stopped = self.is_dirty = False
+        self.generators = OwnGenerators(handed.model, *handed.optimizers)
+        self._left_out = LeftOutUpdates(handed.scalers, max_bad_steps)
+        self._seeds: StepSeeds | None = None
+        self._stop = StopDecision()
         self.batches = 0
-        self.before_save: Callable[[], None] = lambda: None
-        self.left_out = LeftOutUpdates([], 1)
-        self.leaving = Leaving(session.world, self.warn)
-        self.look: Callable[[bool], None] = lambda updated: None
-        self.on_update: Callable[[], None] = lambda: None
+        self.data: int | None = None
+        self.numbers: dict[str, Any] | None = None
+        self.is_closed = self.is_over = self.has_stopped = False
+        self._is_finished = False  # the block has come to its end
+        self._is_dirty = False  # something may have changed since the state was saved or restored
         self._is_updated = self._save_is_due = self._awaits_batches = False
         self._waited = 0  # batches that a save or a stop has waited for an update
-        self._stop = StopDecision()
-        self._seeds: StepSeeds | None = None
-        self.data: int | None = None
-        self.deal: Deal | None = None
-        self.numbers: dict[str, Any] | None = None
-        self.generators = OwnGenerators()
+        self.leaving = Leaving(session.world, self.warn)
+        self.before_save: Callable[[], None] = lambda: None
+        self.look: Callable[[bool], None] = lambda updated: None
+        self.on_update: Callable[[], None] = lambda: None
 
     @property
     def stops(self) -> bool:
@@ -115,16 +128,19 @@ class Loop:
         self._session.saving.warn(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resume needs to know of the loop."""
+        """Give what was handed over, and what a resume needs to know of the loop."""
+        return {**self._handed.state_dict(), "loop": self._own_state()}
+
+    def _own_state(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "geometry": asdict(self._geometry),
             "total": self._geometry.total,
             "data": self.data,
-            "deal": None if self.deal is None else asdict(self.deal),
+            "deal": None if self._deal is None else asdict(self._deal),
             "numbers": self.numbers,
             "closed": self.is_closed,
-            "finished": self.is_finished,
+            "finished": self._is_finished,
             "kept": self.kept.by_rank,
             "kept in place": self.kept.in_place,
         }
@@ -135,22 +151,28 @@ class Loop:
         Raises
         ------
         TrainError
-            A step has other samples now.
+            A step has other samples now, or other things were handed over.
         """
+        if "loop" not in state:
+            raise TrainError(_OTHER_LOOP)
+        self._load_own_state(state["loop"])
+        self._handed.load_state_dict(state)
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
         if state["geometry"].keys() != asdict(self._geometry).keys():
-            raise TrainError(OTHER_LOOP)
+            raise TrainError(_OTHER_LOOP)
         self._geometry.expect_same_batches(state["geometry"])
         self._expect_same_deal(state)
-        self.seed, self.is_closed, self.is_finished = state["seed"], state["closed"], state["finished"]
+        self.seed, self.is_closed, self._is_finished = state["seed"], state["closed"], state["finished"]
         self.data, self.numbers = state.get("data"), state.get("numbers")
-        self.is_over = self.is_finished and self._geometry.total <= state["total"]
+        self.is_over = self._is_finished and self._geometry.total <= state["total"]
         self.kept.restore(state["kept"], state.get("kept in place", []))
 
     def _expect_same_deal(self, state: dict[str, Any]) -> None:
         was, ranks = state.get("deal"), state["geometry"].get("world")
-        if was is None or self.deal is None or ranks == self._session.world.world_size:
+        if was is None or self._deal is None or ranks == self._session.world.world_size:
             return
-        if message := self.deal.changed(was, ranks):
+        if message := self._deal.changed(was, ranks):
             self.warn(message)
 
     def expect_data(self, first: int | None) -> None:
@@ -196,8 +218,8 @@ class Loop:
         if micro_batch == 0:
             self._session.beat.enter(Phase.TRAINING)
             self._session.begin_step()
-        self._is_updated = self.is_closed = self.is_finished = False
-        self.is_dirty = True
+        self._is_updated = self.is_closed = self._is_finished = False
+        self._is_dirty = True
         self.batches += 1
         self._awaits_batches = False
         self._seeds.apply(self._session.step, micro_batch)
@@ -222,7 +244,7 @@ class Loop:
             The GradScaler leaves out one update after another.
         """
         decision = self._session.end_step()
-        self.left_out.check(self._session.step, updated=self._is_updated)
+        self._left_out.check(self._session.step, updated=self._is_updated)
         self.look(self._is_updated)
         if decision.level > self._stop.level:
             self._stop = decision
@@ -242,7 +264,7 @@ class Loop:
         """
         self.leaving.meet()
         self._session.beat.step(step)
-        self.is_closed = self.is_dirty = True
+        self.is_closed = self._is_dirty = True
         self._save_is_due |= self._session.saving.is_wanted_by_all()
         self._save_or_leave()
 
@@ -255,8 +277,14 @@ class Loop:
         """Save the state as it is now, unless that has been done."""
         self.before_save()
         self.kept.gather()
-        self._save_state(again=self.is_dirty)
-        self.is_dirty = False
+        self._save_state(again=self._is_dirty)
+        self._is_dirty = False
+
+    def save_at_end(self) -> None:
+        """Save what the code after the last step has changed, too; a run that was over before is left as it is."""
+        if not self.is_over:
+            self._is_finished = self._is_dirty = True
+            self.save()
 
     def _save_or_leave(self) -> None:
         if not self._is_updated:

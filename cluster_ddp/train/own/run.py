@@ -31,7 +31,6 @@ from cluster_ddp.train.own.first_steps import first_steps_of
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import Kept, KeptNumbers
-from cluster_ddp.train.own.left_out import LeftOutUpdates
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import LeaveBlock, Loop
 from cluster_ddp.train.own.mode import TrainingMode
@@ -40,7 +39,6 @@ from cluster_ddp.train.own.overlooked import HAND_OVER
 from cluster_ddp.train.own.parts import Echo, Once, Own
 from cluster_ddp.train.own.taking import Taking
 from cluster_ddp.train.own.unfrozen import Unfrozen
-from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Order, Session
@@ -272,16 +270,13 @@ class ScriptRun:
         loop.look = first_steps_of(loop, self._handed, loop.warn, loader, found, remedy)
 
     def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws, deal: Deal | None = None) -> Loop:
-        loop = Loop(self._session, self._save, order, self._kept)
-        loop.deal = deal
-        self._handed = handed = Handed(things, loop, self.world.world_size)
+        self._handed = handed = Handed(things, self.world.world_size)
         for module in handed.wrapped:
             settle_layout(module, self.world.world_size)
         unfrozen = Unfrozen(handed.wrapped)
-        self._loop = loop
-        loop.left_out = LeftOutUpdates(handed.scalers, self.job.train.max_bad_steps)
-        state = State(handed.model, handed.optimizers[0], also=handed, apart=handed.apart, others=handed.more)
-        loop.generators = OwnGenerators(handed.model, *handed.optimizers)
+        bad = self.job.train.max_bad_steps
+        self._loop = loop = Loop(self._session, self._save, order, self._kept, handed, deal=deal, max_bad_steps=bad)
+        state = State(handed.model, handed.optimizers[0], also=loop, apart=handed.apart, others=handed.more)
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.stepping, order, order.total, fresh)
         for optimizer in handed.stepping:
@@ -317,7 +312,7 @@ class ScriptRun:
         if self._loop is not None:
             self._loop.leaving.meet()
             is_stopped = self._loop.has_stopped
-            self._session.end(self._loop.save if is_stopped else self._save_at_end, completed=not is_stopped)
+            self._session.end(self._loop.save if is_stopped else self._loop.save_at_end, completed=not is_stopped)
         else:
             is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
             self._session.end(self._save, completed=not is_stopped)
@@ -350,13 +345,6 @@ class ScriptRun:
         # On a GPU the weights are still being copied. The trainer waits before its update; a loop of one's own may
         # change them at any time, as the inner steps of Reptile do, and the first step of SAM.
         self._session.saving.wait_for_staging()
-
-    def _save_at_end(self) -> None:
-        """Save what the code after the last step has changed, too; a run that was over before is left as it is."""
-        assert self._loop is not None
-        if not self._loop.is_over:
-            self._loop.is_finished = self._loop.is_dirty = True
-            self._loop.save()
 
     def _resumed(self) -> Order:
         if self._order is None:
