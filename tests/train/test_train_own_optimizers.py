@@ -250,3 +250,26 @@ def test_what_a_second_optimizer_keeps_in_itself_is_told(tmp_path: Path) -> None
     (message,) = told(keeping)
     assert "training changes second.before, which" in message
     assert told(plain) == []
+
+
+def growing(place: Path) -> int:
+    """The steps that are begun when the second of two optimizers is given another model in the third."""
+    begin_attempt(place, 0)
+    begun = 0
+    with contextlib.suppress(SystemExit), join_run() as run:
+        models = [model_of() for _ in range(3)]
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models[:2])
+        things = dict(zip("abc", models, strict=True))
+        for step in run.steps(9, **things, first=first, second=second, third=torch.optim.SGD(models[2].parameters())):
+            begun += 1
+            if step == 2:
+                second.add_param_group({"params": models[2].parameters()})
+            first.step()
+            second.step()
+    return begun
+
+
+def test_a_group_that_is_added_is_refused_in_that_step_whichever_optimizer_it_is(tmp_path: Path) -> None:
+    run = new_run(tmp_path, every=99)
+    assert run_ranks(growing, 1, run.path) == [3]
+    assert "before run.resumable() or run.steps()), and let those that come later begin with" in failure(run)

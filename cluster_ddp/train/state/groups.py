@@ -34,9 +34,9 @@ class FirstGroups:
             if len(now) != len(first) or not all(map(operator.is_, now, first)):
                 raise TaskError(
                     f"group {number} of the optimizer holds other parameters, or in another order, than "
-                    "before the first step, which a resume could not repeat: let each stay where optimizer() has put "
-                    "it. One that is not to be trained any more gets requires_grad=False; settings, such as "
-                    "weight_decay, may change for a group"
+                    "before the first step, which a resume could not repeat: let each stay where it was put when the "
+                    "optimizer was made. One that is not to be trained any more gets requires_grad=False; settings, "
+                    "such as weight_decay, may change for a group"
                 )
         if not all(map(operator.is_, defaults.values(), self._defaults.values())):
             self._check_defaults(defaults)
@@ -55,8 +55,9 @@ def check_groups(optimizer: Optimizer, at_first: int) -> None:
     if len(optimizer.param_groups) != at_first:
         raise TaskError(
             f"the optimizer had {at_first} parameter groups before the first step and has "
-            f"{len(optimizer.param_groups)} now, which a resume could not repeat: give all parameters to optimizer() "
-            "from the beginning, and let those that come later begin with requires_grad=False"
+            f"{len(optimizer.param_groups)} now, which a resume could not repeat: give it all parameters "
+            "when it is made (in a loop of one's own before run.resumable() or run.steps()), and let those that come "
+            "later begin with requires_grad=False. A group of their own may have another learning rate"
         )
 
 

@@ -158,8 +158,9 @@ class State:
             self._also.load_state_dict(task_state)
 
     def check_groups(self) -> None:
-        """Raise a `TaskError` where the groups of the optimizer are not what a resume would find; for every step."""
-        self._optimizer.groups.check()
+        """Raise a `TaskError` where the groups of an optimizer are not what a resume would find; for every step."""
+        for optimizer in (self._optimizer, *self._others.values()):
+            optimizer.groups.check()
 
     def alike(self) -> dict[str, Tensor]:
         """What must have the same bits on all ranks, by name."""
