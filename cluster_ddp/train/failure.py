@@ -123,18 +123,19 @@ def explain(error: BaseException) -> str:
 def _advice(error: BaseException, text: str) -> str | None:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
         return (
-            "a batch does not fit in memory: lower train.batch_size (with train.global_batch the accumulation adapts), "
-            "or set train.grad_checkpointing or a lower train.precision"
+            "a batch does not fit in memory: lower the batch size (of a task by train.batch_size; with "
+            "train.global_batch the accumulation adapts), or set train.grad_checkpointing or a lower train.precision"
         )
     if any(sign in text for sign in _UNUSED):
         return (
-            "some parameters take no part in the loss: set train.find_unused_parameters: true, or give them "
-            "requires_grad=False"
+            "some parameters take no part in the loss: let DDP look for them (a task: train.find_unused_parameters: "
+            "true; a loop of one's own: DistributedDataParallel(..., find_unused_parameters=True); Lightning: "
+            'strategy="ddp_find_unused_parameters_true"), or give them requires_grad=False'
         )
     if "Expected more than 1 value per channel when training" in text:
         return (
-            "a BatchNorm was given a single sample: set train.drop_last: true, or choose train.batch_size so that no "
-            "rank is left with one sample of a last batch"
+            "a BatchNorm was given a single sample: leave the last batch out (a task: train.drop_last: true; a "
+            "DataLoader: drop_last=True), or choose the batch size so that no rank is left with one sample of it"
         )
     if "create_graph" in text:
         return f"the optimizer {SECOND_DERIVATIVES}"

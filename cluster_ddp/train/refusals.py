@@ -32,6 +32,7 @@ _UNSTORED = {
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"float4\w*|u?int[1-7]|bits\w+|qu?int\w+|complex32", name)
 }
 _NO_GROUP = "process group has not been initialized"  # in what torch raises
+_OTHER_OPTIMIZERS = "task.more"  # what a loop of one's own has besides its first
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
@@ -252,11 +253,7 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
         alike = torch.all(digests == digests[0], dim=0).tolist()
         different = [name for name, same in zip(tensors, alike, strict=True) if not same]
     if different and all(name.startswith("optimizer.") for name in different):
-        raise TaskError(
-            f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
-            "    the optimizer keeps a state of its own on each rank, as those that divide the work among the ranks; "
-            "a checkpoint holds what all ranks have: use one that does the same on every rank, as those of torch do"
-        )
+        _refuse_divided(what, different)
     if different:
         raise TaskError(
             f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
@@ -264,6 +261,14 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
             "that is in DistributedDataParallel (in a task: the model that loss() is given), not a part or a method "
             "of it, and let nothing that changes weights depend on the rank"
         )
+
+
+def _refuse_divided(what: str, different: list[str]) -> None:
+    raise TaskError(
+        f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
+        "    the optimizer keeps a state of its own on each rank, as those that divide the work among the ranks; "
+        "a checkpoint holds what all ranks have: use one that does the same on every rank, as those of torch do"
+    )
 
 
 def _not_on_all(names: list[str]) -> list[str]:
@@ -312,6 +317,8 @@ def refuse_own_state(
         for name in first.keys() | other.keys():
             if first.get(name) != other.get(name):
                 differing.setdefault(name, f"{name}{_shown(first.get(name), other.get(name), rank)}")
+    if differing and all(name.startswith(_OTHER_OPTIMIZERS) for name in differing):
+        _refuse_divided(f"{when} optimizers", sorted(differing))
     if differing:
         raise TaskError(
             f"{when} each rank has a state of its own: {'; '.join(sorted(differing.values())[:_SHOWN])}"

@@ -67,6 +67,13 @@ class Slow(torch.optim.SGD):
         torch._foreach_lerp_(slow, weights, 0.5)
 
 
+class Pool:
+    """The images that a CycleGAN's judge has seen."""
+
+    def __init__(self) -> None:
+        self.images: list[Tensor] = []
+
+
 def told(place: Path) -> None:
     """A loop with one of each."""
     begin_attempt(place, 0)
@@ -78,6 +85,7 @@ def told(place: Path) -> None:
         warmup = LinearLR(optimizer, total_iters=4)
         hidden = torch.zeros(3)
         memory: deque[Tensor] = deque(maxlen=5)
+        pool = Pool()
         for _ in loader.epochs():
             for inputs, labels in loader:
                 outputs = model(inputs) + hidden
@@ -90,6 +98,7 @@ def told(place: Path) -> None:
                 for copied, weight in zip(copies, model.parameters(), strict=True):
                     copied.lerp_(weight.detach(), 0.1)
                 memory.append(hidden)
+                pool.images.append(hidden)
 
 
 def not_told(place: Path) -> None:
@@ -101,13 +110,14 @@ def not_told(place: Path) -> None:
         average, clones = Kept(model), Clones(model)
         ema = [weight.detach().clone() for weight in model.parameters()]
         memory: deque[Tensor] = deque(maxlen=5)
-        kept = run.keep(hidden=torch.zeros(3), ema=ema, memory=memory)
+        pool = Pool()
+        kept = run.keep(hidden=torch.zeros(3), ema=ema, memory=memory, images=pool.images)
         scheduler = SequentialLR(optimizer, [LinearLR(optimizer), ConstantLR(optimizer)], milestones=[4])
         loader = run.resumable(
             LOADERS["shuffled"](), model=model, optimizer=optimizer, scheduler=scheduler, average=average,
             clones=clones, epochs=1,
         )  # fmt: skip
-        total, losses, recent = 0.0, [], deque([0.0], maxlen=3)
+        total, losses, recent, logged = 0.0, [], deque([0.0], maxlen=3), Pool()
         for _ in loader.epochs():
             for number, (inputs, labels) in loader.enumerate():
                 outputs = model(inputs) + kept.hidden
@@ -127,7 +137,9 @@ def not_told(place: Path) -> None:
                 recent.append(loss.item())
                 if number:
                     total += loss.item() + len(gradients) + len(before)
-                losses.append(loss.detach())
+                pool.images.append(outputs.detach()[0])
+                logged.images.append(loss.detach())
+                losses.append(outputs.detach())
 
 
 @pytest.mark.parametrize("loop", [told, not_told])
@@ -140,7 +152,7 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
         return
     copies, queues, scheduler, carried = messages
     assert "in average.shadow, copies, which no checkpoint holds" in copies
-    assert queues.startswith("steps put tensors into memory, which no checkpoint holds")
+    assert queues.startswith("steps put tensors into memory, pool.images, which no checkpoint holds")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint holds" in carried
 

@@ -273,3 +273,31 @@ def test_a_group_that_is_added_is_refused_in_that_step_whichever_optimizer_it_is
     run = new_run(tmp_path, every=99)
     assert run_ranks(growing, 1, run.path) == [3]
     assert "before run.resumable() or run.steps()), and let those that come later begin with" in failure(run)
+
+
+class Divided(torch.optim.SGD):
+    """Computes the update of all on rank 0 alone, as Muon's in modded-nanogpt are divided among the ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for weight in self.param_groups[0]["params"]:
+            if torch.distributed.get_rank() == 0:
+                self.state[weight]["before"] = weight.grad.clone()
+
+
+def divided(place: Path) -> None:
+    begin_attempt(place, 0)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = DistributedDataParallel(model_of())
+        first, second = torch.optim.SGD(model.module[:4].parameters()), Divided(model.module[4].parameters())
+        for _ in run.steps(4, model=model, first=first, second=second):
+            model(torch.randn(4, 6)).square().mean().backward()
+            first.step()
+            second.step()
+
+
+def test_a_second_optimizer_that_divides_its_state_among_the_ranks_is_named(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(divided, 2, run.path)
+    assert "after step 2 optimizers differ between the ranks: task.more" in failure(run)
+    assert "the optimizer keeps a state of its own on each rank" in failure(run)

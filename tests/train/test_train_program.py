@@ -203,7 +203,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
             """,
             {},
             "ready",
-            "lower train.batch_size",
+            "lower the batch size",
         ),
         (
             """

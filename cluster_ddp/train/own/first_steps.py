@@ -16,6 +16,7 @@ from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.other_loaders import OtherLoaders
 from cluster_ddp.train.own.overlooked import Overlooked
 from cluster_ddp.train.own.queues import Queues
+from cluster_ddp.train.own.rank_buffers import RankBuffers
 from cluster_ddp.train.own.schedulers import OtherSchedulers
 from cluster_ddp.train.randomness import OwnGenerators
 
@@ -73,6 +74,7 @@ def first_steps_of(
             Queues(handed, loop.kept, warn),
             OtherSchedulers(handed.optimizers, handed.others, warn),
             Carried(loop.kept, warn),
+            RankBuffers(handed.wrapped, warn),
         ]
     )
 

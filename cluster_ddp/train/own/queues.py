@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,15 +13,19 @@ from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import reachable, running_frames, variables_of
 from cluster_ddp.train.own.values import has_tensors
 
+_Queue = collections.deque[Any] | list[Any]
+
+_ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # its name ends so: in what an object shows to others
 _DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
 _DEPTH_OF_HANDED = 4
 
 
 class Queues:
-    """Warns, after the second step, about each `deque` with tensors or arrays that steps fill and no checkpoint holds.
+    """Warns, after the second step, about what steps fill with tensors or arrays and no checkpoint holds.
 
-    Those of numbers are not reported: they are mostly losses, for people. Nor are lists, in which a loop collects what
-    it evaluates later.
+    That is each `deque`, and each list in an attribute of an object, such as the images of a pool. Those of numbers are
+    not reported: they are mostly losses, for people. Nor are lists in variables, in which a loop collects what it
+    evaluates later.
 
     Parameters
     ----------
@@ -34,7 +39,7 @@ class Queues:
 
     def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
         self._handed, self._kept, self._warn = handed, kept, warn
-        self._before: list[tuple[collections.deque[Any], tuple[int, int]]] = []
+        self._before: list[tuple[_Queue, tuple[int, int]]] = []
 
     def first(self) -> None:
         """Call after the first step."""
@@ -48,22 +53,27 @@ class Queues:
             self._warn(
                 f"steps put tensors into {', '.join(names)}, which no checkpoint holds: a resume begins with what the "
                 "program puts there before the loop, and is exact only where no step depends on it. Keep it, as by "
-                "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop"
+                "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop; a list "
+                "in an object by run.keep(images=pool.images) before the loop, and the object may go on to change it"
             )
 
-    def _found(self) -> list[tuple[str, collections.deque[Any]]]:
+    def _found(self) -> list[tuple[str, _Queue]]:
         with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
             return list(self._of_the_loop())
         return []
 
-    def _of_the_loop(self) -> Iterator[tuple[str, collections.deque[Any]]]:
+    def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
         handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others)]
         held = {id(part) for _, part in (*reachable(handed, _DEPTH_OF_HANDED), *self._kept.values.items())}
         variables = [item for frame in running_frames() for item in variables_of(frame).items()]
         for name, found in reachable(variables, _DEPTH):
-            if type(found) is collections.deque and found and has_tensors(found[-1]) and id(found) not in held:
+            if _is_queue(name, found) and found and has_tensors(found[-1]) and id(found) not in held:
                 yield name, found
 
 
-def _end_of(queue: collections.deque[Any]) -> tuple[int, int]:
+def _is_queue(name: str, found: Any) -> bool:
+    return type(found) is collections.deque or (type(found) is list and _ATTRIBUTE.search(name) is not None)
+
+
+def _end_of(queue: _Queue) -> tuple[int, int]:
     return len(queue), id(queue[-1])

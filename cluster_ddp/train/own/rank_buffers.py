@@ -1,0 +1,55 @@
+"""Sees buffers of which each rank has its own, and a checkpoint only those of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.nn.parallel import DistributedDataParallel
+
+from cluster_ddp.train.distributed import all_gather_object
+from cluster_ddp.train.own.values import has_values, sampled
+
+_SHOWN = 5  # names
+
+
+class RankBuffers:
+    """Warns, after the second step, where DDP does not make the buffers alike before the next forward pass.
+
+    As with ``broadcast_buffers=False``, or where each forward pass is one without the exchange of gradients, as in
+    Lightning's manual optimization.
+
+    Parameters
+    ----------
+    wrapped
+        The models in DDP.
+    warn
+        Takes the message.
+    """
+
+    def __init__(self, wrapped: Sequence[DistributedDataParallel], warn: Callable[[str], None]) -> None:
+        self._wrapped, self._warn = wrapped, warn
+
+    def first(self) -> None:
+        """Nothing is compared before the second step."""
+
+    def second(self) -> None:
+        """Call after the second step, on all ranks."""
+        if not self._wrapped:
+            return
+        first, *others = all_gather_object({name: look for model in self._wrapped for name, look in _own_of(model)})
+        if differing := sorted({name for other in others for name, look in first.items() if other.get(name) != look}):
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            self._warn(
+                f"each rank has buffers of its own: {', '.join(differing[:_SHOWN])}{more}. A checkpoint holds those of "
+                "rank 0, and a resume gives them to all ranks: it is exact only where nothing depends on the others, "
+                "such as an evaluation on all ranks or an average over them. Let DDP send those of rank 0 in each "
+                "step, as it does by default, or take SyncBatchNorm (Lightning: sync_batchnorm=True)"
+            )
+
+
+def _own_of(model: DistributedDataParallel) -> Iterator[tuple[str, int]]:
+    """The buffers that no forward pass sends from rank 0, with how they look."""
+    if not (model.broadcast_buffers and model.require_forward_param_sync):
+        kind = type(model.module).__name__
+        found = ((name, held) for name, held in model.module.named_buffers() if has_values(held))
+        yield from ((f"{name} of {kind}", sampled([held])) for name, held in found)

@@ -1,0 +1,36 @@
+"""Buffers of which each rank has its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from own_loops import begin_attempt, model_of, new_run, told
+from torch.nn.parallel import DistributedDataParallel
+from train_ranks import run_ranks
+
+from cluster_ddp.train import join_run
+
+
+def train(*places: Path) -> None:
+    """A loop with BatchNorm, whose buffers DDP sends from rank 0, and one where it does not."""
+    for place, is_sent in zip(places, (True, False), strict=True):
+        begin_attempt(place, 0)
+        with join_run() as run:
+            torch.manual_seed(5)
+            model = DistributedDataParallel(model_of(), broadcast_buffers=is_sent)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in run.steps(6, model=model, optimizer=optimizer):
+                with model.no_sync():
+                    model(torch.randn(4, 6)).square().mean().backward()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_buffers_that_are_not_those_of_rank_0_are_told(tmp_path: Path) -> None:
+    sent, kept = new_run(tmp_path / "sent"), new_run(tmp_path / "kept")
+    run_ranks(train, 2, sent.path, kept.path)
+    assert told(sent) == []
+    (message,) = told(kept)
+    assert message.startswith("each rank has buffers of its own: 1.running_mean of Sequential, 1.running_var of Seq")
