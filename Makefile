@@ -67,9 +67,9 @@ clean:
 	$(PIP) -e .
 	@touch $@
 
-.venv/.everything: .venv/.package
+.venv/.everything: .venv/.torch pyproject.toml
 	$(PIP) -e '.[test,dev]'
-	@touch $@
+	@touch .venv/.package $@
 
 # What litData's boto3 asks for (python-dateutil<3) contradicts what there is; it works with it.
 .venv/.datasets: .venv/.everything

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import preload, run_ranks
 
-pytest.importorskip("lightning")
-
 KINDS = {
     "StochasticWeightAveraging": ({"swa_lrs": 0.1}, "take WeightAveraging"),
     "GradientAccumulationScheduler": ({"scheduling": {0: 1, 1: 2}}, "take accumulate_grad_batches="),
@@ -26,6 +24,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
+    pytest.importorskip("lightning")  # not above: collecting would import it in each worker
     preload("lightning")
 
 

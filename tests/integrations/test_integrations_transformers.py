@@ -17,11 +17,10 @@ from train_ranks import preload, run_ranks
 
 from cluster_ddp.run.directory import RunDirectory
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
+    pytest.importorskip("transformers")  # not above: collecting would import it in each worker
     preload("transformers.trainer")
 
 
