@@ -257,9 +257,9 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     if different:
         raise TaskError(
             f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
-            "    each rank would train a model of its own: compute everything that has a gradient by calling the model "
-            "that is in DistributedDataParallel (in a task: the model that loss() is given), not a part or a method "
-            "of it, and let nothing that changes weights depend on the rank"
+            "    each rank would train a model of its own: compute everything that has a gradient by model(...), the "
+            "model that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a "
+            "method of it, and let nothing that changes weights depend on the rank"
         )
 
 

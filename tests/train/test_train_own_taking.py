@@ -182,6 +182,41 @@ def test_next_beyond_the_batches_that_are_left_says_so_and_gradients_that_add_up
     assert "has gradients in it from before the last update" in "".join(told(run))
 
 
+def by_engine(calm: Path, broken: Path) -> list[str | None]:
+    """Takes as many batches as an epoch has by a pass that is begun once more at its end, as Ignite's engines do."""
+    ends: list[str | None] = []
+    for place, attempt, stops in ((calm, 0, False), (broken, 0, True), (broken, 1, False)):
+        begin_attempt(place, attempt)
+        ends.append(None)
+        with contextlib.suppress(SystemExit), join_run() as run:
+            torch.manual_seed(5)
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = run.resumable(DataLoader(Images(), 6), model=model, optimizer=optimizer, epochs=3)
+            for epoch in loader.epochs():
+                batches, ended, number = iter(loader), 0, 0
+                while number < len(loader) and ended < 2:
+                    try:
+                        inputs, labels = next(batches)
+                    except StopIteration:
+                        batches, ended = iter(loader), ended + 1
+                        continue
+                    number, ended = number + 1, 0
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+                    if stops and (epoch, number) == (1, 4):
+                        interrupt("stop")
+            ends[-1] = digest(model)
+    return ends
+
+
+def test_an_engine_that_counts_its_batches_goes_on_exactly(tmp_path: Path) -> None:
+    ((calm, stopped, resumed),) = run_ranks(by_engine, 1, new_run(tmp_path / "calm").path, new_run(tmp_path / "b").path)
+    assert calm is not None
+    assert (stopped, resumed) == (None, calm)
+
+
 def reset(place: Path, attempt: int, at: int | None) -> list[Any]:
     """A loop that begins its second epoch with another last layer, and with running statistics of its own."""
     begin_attempt(place, attempt)

@@ -60,7 +60,7 @@ class ResumableLoader:
         if within == 0 and step > 0 and not loop.is_closed:
             # Saved after the last batch of an epoch, before the code that follows the batches.
             self._epoch, self._first = self._epoch - 1, batches.length
-        self._is_open = self._is_through = False
+        self._is_open = self._is_through = self._is_resumed = False
 
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, by number from 0; use it in place of ``range(epochs)``.
@@ -69,7 +69,7 @@ class ResumableLoader:
         that it has changed before the save are then put back as they were restored.
         """
         while self._epoch < self._geometry.epochs:
-            self._is_open, self._is_through = True, False
+            self._is_open, self._is_through, self._is_resumed = True, False, self._first > 0
             self._loop.enter(self._epoch)
             self._put_back = [as_now() for as_now in self._as_now] if self._first else []
             try:
@@ -88,12 +88,19 @@ class ResumableLoader:
         return ((number - 1, batch) for batch, number in zip(self, self._numbers(), strict=False))
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this epoch that are left."""
+        """The batches of this epoch that are left.
+
+        In an epoch that is resumed in its middle none are left for one more pass, and that is no error: what takes
+        ``len(loader)`` batches, as an engine of Ignite does, asks once more, and ends the epoch then.
+        """
         batches = self._left()
         self._given = weakref.ref(batches)
         return batches
 
     def _left(self) -> Generator[Any, None, str | None]:
+        if self._is_open and self._is_through and self._is_resumed:
+            self._is_resumed = False
+            return None
         if not self._is_open or self._is_through:
             raise TrainError(
                 "the resumable loader is iterated "
