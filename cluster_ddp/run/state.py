@@ -62,7 +62,9 @@ def _without_slurm(
     last = history.last
     if last is None or last.number < history.first_number:
         if not ids and _should_have_begun(history, record):
-            return _ended(history, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
+            return (
+                _ended(history, record, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
+            )
         return _never_began(record, job, answered=answered, ids=ids)
     if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
         return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
@@ -76,7 +78,7 @@ def _without_slurm(
         said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
         if alive or not said_to_be_over:
             return RunState.RUNNING, _stopping(history) or remark
-    return _ended(history, last.number, job, answered=answered)
+    return _ended(history, record, last.number, job, answered=answered)
 
 
 def _should_have_begun(history: History, record: RunRecord | None) -> bool:
@@ -93,7 +95,7 @@ def _never_began(
     if job is not None:  # Slurm has ended it
         state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
         where = see_output(record, job.job_id)
-        return state, f"Slurm job {job.job_id} ended as {job.state} before an attempt began {where}"
+        return state, f"Slurm job {job.job_id} ended as {_end_by_slurm(job)} before an attempt began {where}"
     if record is not None and record.submitting is not None:
         return not_in_queue(record, answered=answered)
     if ids and answered:
@@ -107,7 +109,9 @@ def _never_began(
     return RunState.PENDING, None
 
 
-def _ended(history: History, number: int, job: SlurmJob | None, *, answered: bool) -> tuple[RunState, str | None]:
+def _ended(
+    history: History, record: RunRecord | None, number: int, job: SlurmJob | None, *, answered: bool
+) -> tuple[RunState, str | None]:
     """State and reason once the last attempt is over, from how it ended and what Slurm made of that."""
     outcome: AttemptOutcome = outcome_of(history, number)
     cancelled = job is not None and job.state == "CANCELLED"
@@ -122,7 +126,7 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
     came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
         return RunState.LOST, (
-            f"{outcome.why}; its job was queued again, and ended as {job.state} (Slurm: {job.reason}) before an "
+            f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
             f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "
             f"resume {history.run.id}"
         )
@@ -143,7 +147,15 @@ def _ended(history: History, number: int, job: SlurmJob | None, *, answered: boo
         return outcome.ending.state, outcome.why
     if cancelled:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled"
-    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state}, and training left no record of its end"
+    return RunState.LOST, (
+        f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}, and training left no record of its end "
+        f"{see_output(record, job.job_id)}"
+    )
+
+
+def _end_by_slurm(job: SlurmJob) -> str:
+    """The state in which Slurm has ended a job, with its reason where it has one."""
+    return f"{job.state} (Slurm: {job.reason})" if job.reason not in ("", "None") else job.state
 
 
 def _stopping(history: History) -> str | None:

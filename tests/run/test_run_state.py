@@ -115,6 +115,15 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
     assert found.reason is None if reason is None else reason in str(found.reason)
 
 
+def test_an_end_that_only_slurm_knows_is_told_with_its_reason_and_the_output(run: RunDirectory, say: Say) -> None:
+    """As when the run directory was renamed, and Slurm cannot open the job's output when it starts it again."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    found = describe(run, {"7": slurm_job("FAILED", "JobLaunchFailure", run_id=run.id)})
+    assert found.state is RunState.LOST
+    assert "ended as FAILED (Slurm: JobLaunchFailure)" in str(found.reason) and "(see slurm-7.out)" in str(found.reason)
+
+
 def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run: RunDirectory, say: Say) -> None:
     begin(run, slurm_job_id="7")
     hide(run, 0)
