@@ -118,14 +118,13 @@ def _silent(history: History, number: int) -> dict[str, Event]:
 def _record_killed_node(
     history: History, attempt: AttemptDirectory, writer: EventWriter, job_step: RunningJobStep
 ) -> None:
-    """Record the node whose program was the first to end, and could not sign off: nobody but a signal ends it so."""
+    """Record the node whose program was the first to end, and could not sign off.
+
+    A signal has ended it, or an error of its own, which storage that fails everywhere may cause: then the node is not
+    suspected.
+    """
     first, request = job_step.output.first_to_end(), read_stop(attempt)
-    if (
-        first is None
-        or not first.by_signal
-        or job_step.lost
-        or (request is not None and request.reason in FINAL_REASONS)
-    ):
+    if first is None or job_step.lost or (request is not None and request.reason in FINAL_REASONS):
         return
     nodes = {
         event["event"]: event.get("node")
@@ -134,10 +133,11 @@ def _record_killed_node(
     }
     if nodes.keys() != {NODE_STARTED}:
         return
-    error = f"its node program was ended from outside, as for want of memory (srun: {first.how})"
-    writer.write(
-        NODE_FAILED, attempt=attempt.number, node=nodes[NODE_STARTED], host=first.host, error=error, suspect=True
-    )
+    error = f"its node program ended without signing off: {first.describe()}"
+    if first.by_signal:
+        error = f"its node program was ended from outside, as for want of memory (srun: {first.how})"
+    node, suspect = nodes[NODE_STARTED], first.by_signal
+    writer.write(NODE_FAILED, attempt=attempt.number, node=node, host=first.host, error=error, suspect=suspect)
 
 
 def _explained(history: History, number: int) -> bool:

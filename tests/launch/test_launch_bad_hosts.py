@@ -364,6 +364,19 @@ def test_a_node_program_that_was_killed_is_named_and_the_run_goes_on(trained: Ru
     assert suspects(read_history(trained), 1) == ["n2"]
 
 
+def test_a_node_program_with_an_error_of_its_own_is_told(trained: RunDirectory) -> None:
+    EventWriter(trained, "node-1").write("stop-requested", attempt=0, node=0, reason="terminated", by="SIGTERM")
+    last_words = "1: OSError: [Errno 5] Input/output error"
+    assert recorded(trained, Ended(last_words, "srun: error: n2: task 1: Exited with exit code 1")) == []
+    outcome = outcome_of(read_history(trained), 0)
+    assert outcome.ending is Ending.FAILED
+    assert outcome.why == (
+        "node n2 failed: its node program ended without signing off: Exited with exit code 1: OSError: [Errno 5] "
+        "Input/output error"
+    )
+    assert decide(trained, trained.attempt(0)).action == "requeue"
+
+
 @pytest.mark.parametrize(
     "lines",
     [
