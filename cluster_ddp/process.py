@@ -45,6 +45,13 @@ def limit_umask(run: Path | None = None) -> None:
     os.umask((inherited | 0o022) & (~0o070 if shared else ~0))
 
 
+def host_name() -> str:
+    """The name of this host; inside a job that which Slurm has for it, by which alone it can be asked about or left."""
+    import socket  # not for a dry run
+
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def fast_exit(status: int, *, at_once: bool = False) -> NoReturn:
     """End this process with this status, its output flushed, without taking the interpreter down.
 

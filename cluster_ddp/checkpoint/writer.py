@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from cluster_ddp.checkpoint.folders import put_back_interrupted, temporary_name
 from cluster_ddp.checkpoint.format import Manifest, Shard, StoredTensor, shard_name
 from cluster_ddp.checkpoint.plan import SavePlan
 from cluster_ddp.checkpoint.retention import Retention
+from cluster_ddp.process import host_name
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import MANIFEST, AttemptDirectory, step_name
 from cluster_ddp.run.storage import Storage, created
@@ -132,7 +132,7 @@ class Writer:
                     storage.write(fd, piece)
                     storage.begin_flush(fd, at, len(piece))
         except Exception as error:  # whatever it is, rank 0 must hear of it: it waits for this receipt
-            return {**receipt, "error": _reason(error), "rank": rank, "host": socket.gethostname()}
+            return {**receipt, "error": _reason(error), "rank": rank, "host": host_name()}
         return {**receipt, "bytes": len(shard), "xxh3": hashed.hexdigest()}
 
     def _complete(self, save: Save, own: dict[str, Any]) -> bool:
@@ -176,7 +176,7 @@ class Writer:
             f"at step {save.step} rank{'s' * (len(different) > 1)} {ranks} of {len(alike)} did not hold what rank 0 "
             f"held: {' and '.join(_KINDS.get(kind, kind) for kind in kinds)}"
         )
-        raise SaveFailed({"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": socket.gethostname()})
+        raise SaveFailed({"file": MANIFEST, "rank": different[0], "error": self.diverged, "host": host_name()})
 
     def _manifest(self, save: Save, receipts: dict[int, dict[str, Any]]) -> Manifest:
         for rank, receipt in sorted(receipts.items()):
@@ -237,7 +237,7 @@ class Writer:
             self._retention.make_room(save.step)  # a folder that is not empty cannot be renamed onto
         except CheckpointOfAnotherRun as error:
             problem = f"{final} is {error.problem}, and is kept; move it out of this run's folder"
-            host = socket.gethostname()
+            host = host_name()
             raise SaveFailed({"file": MANIFEST, "rank": 0, "host": host, "error": problem}) from error
         storage.rename(temporary, final)
         storage.fsync_dir(self._directory)
@@ -263,7 +263,7 @@ class Writer:
 def _failure(error: Exception) -> dict[str, Any]:
     path = getattr(error, "filename", None)
     name = Path(os.fsdecode(path)).name if path else MANIFEST
-    return {"file": name, "error": _reason(error), "rank": 0, "host": socket.gethostname()}
+    return {"file": name, "error": _reason(error), "rank": 0, "host": host_name()}
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
+from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
@@ -120,7 +120,7 @@ class Failures:
             return  # the cause was on another node, which records it
         rank, code, error = cause.rank, self._code(cause), read_error(cause.rank)
         message = (_without_message(code) if error is None else error.message)[-_LONGEST_ERROR:]
-        host = socket.gethostname()
+        host = host_name()
         self._events.write(
             RANK_FAILED,
             attempt=self._attempt.number,

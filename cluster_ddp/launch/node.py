@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.agent_failure import explain
 from cluster_ddp.launch.program import NodeProgram
 from cluster_ddp.printing import say
-from cluster_ddp.process import limit_umask
+from cluster_ddp.process import host_name, limit_umask
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import NODE_FAILED, EventWriter, on_this_host
 
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
     """Record and print why this node cannot take part; where it cannot write, the keeper records it."""
-    host, words = socket.gethostname(), explain(error, run)
+    host, words = host_name(), explain(error, run)
     EventWriter(run, on_this_host("node")).write(
         NODE_FAILED, attempt=attempt, node=node_rank, host=host, error=f"it cannot start: {words}", suspect=True
     )

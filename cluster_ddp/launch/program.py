@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
 
@@ -30,6 +29,7 @@ from cluster_ddp.launch.vanished import RunWatch
 from cluster_ddp.launch.variables import ADDRESS_VARIABLE
 from cluster_ddp.launch.watchdog import Hang, Watchdog
 from cluster_ddp.printing import say
+from cluster_ddp.process import host_name
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.code import kept_path
@@ -68,7 +68,7 @@ class NodeProgram:
             say(f"cluster-ddp: {remark}")
         self._attempt = run.attempt(attempt)
         self._node_rank = node_rank
-        self._host = socket.gethostname()
+        self._host = host_name()
         self._endpoint = option(command, "--rdzv-endpoint")
         self._join_timeout = spec.launch.join_timeout
         self._procs = int(option(command, "--nproc-per-node"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 import traceback
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say
+from cluster_ddp.process import host_name
 from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
@@ -60,7 +60,7 @@ def record_failure(
             step=process.beat.steps if process is not None and phase is not Phase.STARTING else None,
             rank=world.rank,
             node=int(os.environ.get(NODE_VARIABLE, "0")),
-            host=socket.gethostname(),
+            host=host_name(),
             phase=phase.word,
             error=text,
             **({"comes_back": True} if comes_back else {}),

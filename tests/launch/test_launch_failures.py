@@ -81,6 +81,17 @@ def test_who_was_killed_is_named_before_who_complains(scene: Scene) -> None:
     assert "SIGKILL" in event["error"]
 
 
+def test_a_host_is_named_as_slurm_names_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own name, which may be another one, Slurm could not be asked to leave it out."""
+    monkeypatch.setenv("SLURMD_NODENAME", "queue1-st-7")
+    killed = scene.rank(5)
+    scene.failures.note([killed], agent_ended=False)
+    scene.exit_code(killed, -9)
+    scene.now += 20
+    scene.failures.note([], agent_ended=True)
+    assert scene.event()["host"] == "queue1-st-7"
+
+
 def test_who_left_with_status_0_is_named_before_who_complains(scene: Scene) -> None:
     left, complains = scene.rank(5), scene.rank(4, PEER_LOST)
     scene.exits.left.add(left.pid)
