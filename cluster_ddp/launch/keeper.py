@@ -212,6 +212,7 @@ class Keeper:
         if not job_step.has_ended():
             return
         self._end.job_step_has_ended()
+        self._end.react_to_all()  # to what came while storage kept this process waiting, too
         if start is not None:
             writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
             self._host.within(

@@ -13,6 +13,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -21,7 +22,7 @@ from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, Simulated
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.launch import end_of_job
+from cluster_ddp.launch import end_of_job, keeper
 from cluster_ddp.launch.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
@@ -215,6 +216,31 @@ def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
     live(world)
     assert world.queued
+
+
+def test_what_came_while_storage_did_not_answer_is_heard_before_the_nodes_are_judged(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node program that Slurm has ended with the job was blamed."""
+    told: list[bool] = []
+    monkeypatch.setattr(keeper, "record_failed_nodes", lambda *_, job_ends: told.append(job_ends))
+
+    def has_ended(step: SimulatedStep) -> bool:
+        hosts[0].sleep(max(0.0, 20.0 - hosts[0].now()))
+        return True
+
+    hosts: list[SimulatedHost] = []
+    start = SimulatedHost.start_job_step
+
+    def start_on(host: SimulatedHost, *of: Any, **named: Any) -> Any:
+        hosts.append(host)
+        return start(host, *of, **named)
+
+    monkeypatch.setattr(SimulatedHost, "start_job_step", start_on)
+    monkeypatch.setattr(SimulatedStep, "has_ended", has_ended)
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    live(World(run, 0, Life(((10, "requeue by Slurm"),), lasts=1000)))
+    assert told == [True]
 
 
 def test_an_interrupt_is_a_persons_stop(fast_disk: Path) -> None:
