@@ -49,6 +49,9 @@ _STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # what is signed, so that o
 _ADDRESS_NAME = "cluster_ddp.address"
 _STORE_SECONDS = 60  # torch's own read_timeout
 _BACKLOG = 2048  # torch's own: all ranks may come at once
+# Signs of life that a node may miss until the others leave it out: 150 years of them. They tell the time by their own
+# clocks: without a node whose clock is 15 s behind, or that stood still for so long, the others would train alone.
+_MISSED = 10**9
 
 
 def sign_rendezvous(argv: list[str], key_file: Path) -> None:
@@ -145,6 +148,8 @@ class Rendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """See the base class."""
         info = super().next_rendezvous()
+        if info.world_size != self.settings.min_nodes:
+            raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} nodes have met")
         if info.rank == 0:
             self._ranks_store = None  # the one before closes
             self._ranks_store = store = _listening_store(self.address, 0)
@@ -175,6 +180,7 @@ def _rendezvous(parameters: RendezvousParameters, signer: Signer) -> Rendezvous:
         RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items() if value is not None}),
     )
     assert isinstance(handler, Rendezvous)
+    object.__setattr__(handler.settings, "keep_alive_max_attempt", _MISSED)  # older torch has no argument for it
     handler.signer, handler.address = signer, parameters.local_addr
     return handler
 

@@ -7,16 +7,24 @@ import os
 import pickle
 import re
 import stat
+import threading
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
 from node_process import Node, wait_until
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousParameters,
+    RendezvousStateError,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from cluster_ddp.launch import rendezvous
+from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.rendezvous import SignedBackend, Signer
 from cluster_ddp.launch.torchrun import option
 from cluster_ddp.run.directory import AttemptDirectory
@@ -94,6 +102,48 @@ def test_a_state_is_believed_only_with_a_signature_of_its_own_kind() -> None:
     signer = Signer(b"a" * 32)
     with pytest.raises(RendezvousStateError):
         signer.checked(b"state", signer.signed(b"address", b"127.0.0.1 1"))
+
+
+def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta) -> list[int | Exception]:
+    """Let two agents meet, the clock of the second being so much behind: the world that each is told, or its error."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) - (behind if threading.current_thread().name == "behind" else timedelta())
+
+    monkeypatch.setattr(dynamic_rendezvous, "datetime", Clock)
+    signer, port = Signer(b"k" * 32), free_port()
+    found: dict[str, int | Exception] = {}
+    handlers: list[rendezvous.Rendezvous] = []  # with them their stores would end
+
+    def agent(name: str) -> None:
+        config = {"is_host": name == "host", "join_timeout": 5}
+        parameters = RendezvousParameters("c10d", f"127.0.0.1:{port}", "7.0", 2, 2, "127.0.0.1", **config)
+        try:
+            handlers.append(handler := rendezvous._rendezvous(parameters, signer))
+            found[name] = handler.next_rendezvous().world_size
+        except Exception as error:
+            found[name] = error
+
+    for name in ("host", "behind"):
+        threading.Thread(target=agent, args=(name,), name=name, daemon=True).start()
+    wait_until("the first agent has met the other", lambda: "host" in found)
+    if found["host"] == 2:
+        wait_until("so has the other", lambda: "behind" in found)
+    return [found["host"], found.get("behind", 0)]
+
+
+@pytest.mark.parametrize("hours", [-1, 1, 500_000])
+def test_a_node_whose_clock_is_wrong_is_not_left_out(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    """The others trained without it, with a world of their own."""
+    assert meet(monkeypatch, timedelta(hours=hours)) == [2, 2]
+
+
+def test_nobody_trains_in_a_smaller_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_MISSED", 3)  # torch's own
+    alone, _ = meet(monkeypatch, timedelta(hours=1))
+    assert isinstance(alone, RendezvousError) and "1 of 2 nodes have met" in str(alone)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", None])
