@@ -39,8 +39,10 @@ class OtherOptimizers:
         self._handle.remove()
 
     def _see(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._known:
+            return
         batch = self._batches()
-        if id(optimizer) in self._known or batch is None or self._seen.setdefault(optimizer, batch) == batch:
+        if batch is None or self._seen.setdefault(optimizer, batch) == batch:
             return
         if any(id(weight) in self._weights for weight in _weights_of(optimizer)):
             raise TrainError(

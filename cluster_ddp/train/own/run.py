@@ -280,7 +280,8 @@ class ScriptRun:
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.stepping, order, order.total, fresh)
         for optimizer in handed.stepping:
-            optimizer.register_step_pre_hook(lambda *_: unfrozen.check())
+            if unfrozen:
+                optimizer.register_step_pre_hook(lambda *_: unfrozen.check())
             optimizer.register_step_post_hook(loop.note_update)
         if loop.is_over:
             if self.world.is_main:

@@ -30,6 +30,9 @@ class Unfrozen:
             if not weight.requires_grad
         }
 
+    def __bool__(self) -> bool:
+        return bool(self._frozen)
+
     def check(self) -> None:
         """Call before each update, on all ranks: 30 ns for each tensor that was frozen.
 
