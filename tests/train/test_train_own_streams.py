@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import SAMPLES, Rows, failure, loop, mixed, new_run
+from own_loops import SAMPLES, Rows, failure, loop, mixed, new_run, told
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from train_ranks import run_ranks
@@ -255,13 +255,15 @@ def attempt(place: Path, number: int, urls: str, make_data: Callable[[str], Any]
 def test_webdataset_goes_on_exactly(make_data: Callable[[str], Any], ranks: int, workers: int, tmp_path: Path) -> None:
     pytest.importorskip("webdataset")
     urls = write_shards(tmp_path)
-    calm, broken = (new_run(tmp_path / name).path for name in ("calm", "broken"))
+    run = new_run(tmp_path / "broken")
+    calm, broken = new_run(tmp_path / "calm").path, run.path
     data = (urls, make_data, workers)
     whole = run_ranks(attempt, ranks, calm, 0, *data)
     interruptions: list[tuple[Any, ...]] = [((1, 1), "crash" if ranks == 1 else "stop"), ((2, 1), "stop"), ()]
     attempts = [run_ranks(attempt, ranks, broken, number, *data, *at) for number, at in enumerate(interruptions)]
-    for told, *parts in zip(whole, *attempts, strict=True):
-        assert len(parts[-1]["losses"]) < len(told["losses"]) / 2
+    for expected, *parts in zip(whole, *attempts, strict=True):
+        assert len(parts[-1]["losses"]) < len(expected["losses"]) / 2
         losses = sorted({row for part in parts for row in part["losses"]})
-        assert losses == sorted(told["losses"])
-        assert parts[-1]["digest"] == told["digest"]
+        assert losses == sorted(expected["losses"])
+        assert parts[-1]["digest"] == expected["digest"]
+    assert told(run) == []

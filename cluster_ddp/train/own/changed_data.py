@@ -98,8 +98,11 @@ class ChangedData:
 
 
 def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
-    """By name what is there in attributes of these kinds; nothing where an epoch can be set."""
-    if callable(getattr(part, "set_epoch", None)):
+    """By name what is there in attributes of these kinds; nothing where an epoch can be set.
+
+    Nor of a WebDataset, which notes when it was made; what is drawn by that is seen in its first batches.
+    """
+    if callable(getattr(part, "set_epoch", None)) or type(part).__module__.partition(".")[0] == "webdataset":
         return {}
     values = {name: value for name, value in list(getattr(part, "__dict__", {}).items()) if isinstance(value, kinds)}
     return {
