@@ -17,9 +17,9 @@ from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
     down_nodes,
     exclude_hosts,
-    excluded_hosts,
     forbid_requeue,
     grace_time,
+    hosts_by_name,
     kill_wait,
     requeue_job,
     show_job,
@@ -87,7 +87,7 @@ class Allocation(Protocol):
         """
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
-        """Whether there are enough nodes besides the bad ones."""
+        """Whether there are enough nodes besides the bad ones, and the job can do with them."""
 
     def keep_from(self, bad: Sequence[str]) -> bool:
         """Exclude the bad hosts from the job, which is queued again; returns whether that was accepted."""
@@ -198,9 +198,11 @@ class SlurmAllocation:
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         start = self._start
         try:
-            usable, excluded = usable_nodes(start.partition), excluded_hosts(start.task)
+            usable, (excluded, required) = usable_nodes(start.partition), hosts_by_name(start.task)
         except SlurmError:
             return False
+        if not set(bad).isdisjoint(required):
+            return False  # without them Slurm never starts it, and they cannot be taken off the list again
         return enough_others(usable, bad=bad, excluded=excluded, nodes=start.nodes)
 
     @_unharmed()

@@ -80,7 +80,8 @@ def forbid_requeue(task: str) -> None:
 
 def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
     """Exclude hosts from a job, besides those that it excludes already; possible only while it is queued."""
-    excluded = _excluded(task)
+    job = _job(task)
+    excluded = job.excluded if job else ""
     known = _hosts(excluded)
     if new := [host for host in hosts if host not in known]:
         names = ",".join(filter(None, [excluded, *new]))
@@ -101,9 +102,10 @@ def taken_hosts(start: SlurmStart) -> list[str]:
         return []
 
 
-def excluded_hosts(task: str) -> list[str]:
-    """The hosts that a job excludes."""
-    return _hosts(_excluded(task))
+def hosts_by_name(task: str) -> tuple[list[str], list[str]]:
+    """The hosts that a job excludes, and those that it requires."""
+    job = _job(task)
+    return (_hosts(job.excluded), _hosts(job.required)) if job else ([], [])
 
 
 def usable_nodes(partition: str) -> set[str]:
@@ -135,10 +137,8 @@ def boot_times(hosts: Sequence[str]) -> dict[str, float]:
     return {host: moment for host, moment in booted.items() if moment is not None}
 
 
-def _excluded(task: str) -> str:
-    """The node list that a job excludes, as Slurm writes it."""
-    job = parse_job(call(["scontrol", "show", "job", "-o", task], seconds=_SECONDS))
-    return job.excluded if job else ""
+def _job(task: str) -> ShownJob | None:
+    return parse_job(call(["scontrol", "show", "job", "-o", task], seconds=_SECONDS))
 
 
 def _hosts(node_list: str) -> list[str]:

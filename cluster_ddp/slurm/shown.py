@@ -31,6 +31,7 @@ class ShownJob:
     # When it was preempted; ``None`` where it was not. A job that is queued again shows no such field
     preempt_time: str
     excluded: str  # the node list that the job excludes
+    required: str  # the node list that it asks for by name
     nodes: str  # the node list that it has now
     qos: str
 
@@ -40,7 +41,8 @@ def parse_job(answer: str) -> ShownJob | None:
     fields = dict(reversed(re.findall(r"(?<!\S)(\w+)=(\S*)", answer)))  # the first counts: a comment may hold anything
     if not {"JobState", "Restarts"} <= fields.keys():
         return None
-    excluded = fields.get("ExcNodeList", "")
+    lists = {name: fields.get(name, "") for name in ("ExcNodeList", "ReqNodeList", "NodeList")}
+    excluded, required, nodes = ("" if shown.startswith("(") else shown for shown in lists.values())  # (null)
     return ShownJob(
         state=fields.get("JobState", ""),
         reason=fields.get("Reason", ""),
@@ -49,8 +51,9 @@ def parse_job(answer: str) -> ShownJob | None:
         start_time=fields.get("StartTime", ""),
         end_time=fields.get("EndTime", ""),
         preempt_time=fields.get("PreemptTime", ""),
-        excluded="" if excluded.startswith("(") else excluded,
-        nodes="" if (nodes := fields.get("NodeList", "")).startswith("(") else nodes,
+        excluded=excluded,
+        required=required,
+        nodes=nodes,
         qos=fields.get("QOS", ""),
     )
 

@@ -12,7 +12,7 @@ from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
 from cluster_ddp.slurm.control import (
     down_nodes,
     exclude_hosts,
-    excluded_hosts,
+    hosts_by_name,
     kill_wait,
     requeue_job,
     show_job,
@@ -57,13 +57,13 @@ def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]
         f"[[ $2 == job ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} X=y'\n"
         "[[ $2-$3 == hostnames-'[c-d]' ]] && printf 'c\nd\n'\ntrue",
     )
-    assert excluded_hosts("7") == hosts
+    assert hosts_by_name("7") == (hosts, [])
 
 
 def test_a_greeting_of_scontrol_is_no_host(slurm: Path) -> None:
     job = "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=c[1-2] X=y"
     stand_in(slurm, "scontrol", f"echo 'Welcome to the cluster!'; [[ $2 == job ]] && echo '{job}'\ntrue")
-    assert excluded_hosts("7") == ["c1", "c2"]
+    assert hosts_by_name("7") == (["c1", "c2"], [])
 
 
 def test_a_node_in_two_states_is_one(slurm: Path) -> None:

@@ -18,6 +18,7 @@ from cluster_ddp.slurm.reasons import in_words
         ("AssocGrpCPUMinutesLimit", "the account limits the CPU time of all its jobs together"),
         ("AssocMaxJobsLimit", "the account limits the jobs of one user"),
         ("DependencyNeverSatisfied", "never starts"),
+        ("BadConstraints", "never starts: no nodes have what it asks for"),
         ("BeginTime", "not before its begin time"),
         ("InvalidQOS", "does not start: its QOS is no longer there"),
         ("JobArrayTaskLimit", "waits for others of its array"),

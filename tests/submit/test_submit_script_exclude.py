@@ -57,6 +57,15 @@ def test_a_host_that_fails_again_is_excluded_besides_those_that_were(stage: Stag
     assert "excluded from now on: node-a" in stage.output
 
 
+def test_a_host_that_the_job_asks_for_by_name_stays(stage: Stage) -> None:
+    """Without it Slurm would never start the job again, and nothing can be taken off the list of the excluded."""
+    stage.does(job=RUNNING.format(1, "(null)") + " ReqNodeList=node-a,node-b")
+    partition(stage, "node-a", "node-b", "node-c", "node-d")
+    assert restart(stage, 1) == 0, stage.output
+    assert stage.requeues() == ["77"]
+    assert exclusions(stage) == []
+
+
 def test_several_hosts(stage: Stage) -> None:
     EventWriter(RunDirectory(stage.run), "test").write(NODE_LOST, attempt=0, host="node-b", node=0)
     again = [event("node-lost", attempt=1, host=host, node=0) for host in ("node-a", "node-b")]
