@@ -93,7 +93,8 @@ class Evaluation:
 
     def _average(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
         sums: dict[str, Tensor] = {}
-        own = OwnGenerators(self._task, model, generators_around([self._task, *model.modules()]))
+        around = generators_around([self._task, *model.modules()])
+        own = OwnGenerators(self._task, model, around=around)
         seeds = StepSeeds(self._seed, self._world.rank, self._device, own, Use.EVALUATION)
         for part, batch in self._batches():
             if len(part.indices):

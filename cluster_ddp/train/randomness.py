@@ -10,7 +10,7 @@ import contextlib
 import enum
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
 _POSITIVE_INT = (1 << 31) - 1
-_DEPTH, _WIDTH = 6, 100  # how deep in an object generators are searched, and in how long lists
+_DEPTH, _WIDTH = 10, 100  # how deep in an object generators are searched, and in how long lists
 
 
 class Use(enum.IntEnum):
@@ -165,24 +165,29 @@ class OwnGenerators:
     ----------
     holders
         Where to search; models and tensors in them are passed over.
+    around
+        Others by their names, which nobody holds. Those there are do not change how the held ones are seeded.
     depth
         How deep in them.
     """
 
-    def __init__(self, *holders: Any, depth: int = _DEPTH) -> None:
+    def __init__(self, *holders: Any, around: Mapping[str, Any] | None = None, depth: int = _DEPTH) -> None:
         known = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
         parts = parts_of(*holders, depth=depth)
-        self._found = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
+        held = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
+        self._found = dict(enumerate(held))
+        known.update(map(id, held))
+        self._found |= {derive(*name.encode()): one for name, one in (around or {}).items() if id(one) not in known}
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._found)
+        return iter(self._found.values())
 
     def seed(self, seed: int) -> None:
         """Seed each: 1 to 20 us."""
-        for number, generator in enumerate(self._found):
+        for number, generator in self._found.items():
             seed_one(generator, mix(seed + number))
 
 

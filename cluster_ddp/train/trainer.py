@@ -195,7 +195,7 @@ class Trainer:
         order = self.stream.order if isinstance(self.stream, MapStream) else None
         self.single_samples = SingleSamples(self.model, order, self.plan)
         around = generators_around([self.task, *self.model.modules(), self.optimizer])
-        own = OwnGenerators(self.task, self.model, self.optimizer, around)
+        own = OwnGenerators(self.task, self.model, self.optimizer, around=around)
         self.seeds = StepSeeds(train.seed, world.rank, device, own)
         self.evaluated = evaluated_weights(self.model, self.optimizer) if self.ema is None else None
         averages = self.ema or self.evaluated

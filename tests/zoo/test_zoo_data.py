@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from train_ranks import run_ranks
-from zoo_data import DATA, HF_DATA, REFUSED_DATA, Augmented, Stream, samples
+from zoo_data import DATA, REFUSED_DATA, Augmented, Stream, samples
+from zoo_hf import HF_DATA
 from zoo_training import Case, ZooTask, judge
 
 from cluster_ddp.train.data.fingerprint import fingerprint
@@ -56,7 +57,8 @@ def test_samples_that_depend_on_their_worker_are_refused(
 PROGRAM = """
 import sys, warnings
 from pathlib import Path
-from zoo_data import DATA, HF_DATA, augmented_row, hf_streaming
+from zoo_data import DATA
+from zoo_hf import HF_DATA, augmented_row, hf_streaming
 from zoo_training import Case, judge
 
 warnings.simplefilter("ignore")

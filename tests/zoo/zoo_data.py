@@ -130,6 +130,8 @@ class Jitter:
         self.generator = generator
 
     def __call__(self, inputs: Tensor) -> Tensor:
+        if isinstance(self.generator, list):
+            return self.generator[0][0][0](inputs)
         if isinstance(self.generator, torch.Generator):
             return inputs + torch.randn(FEATURES, generator=self.generator)
         if isinstance(self.generator, random.Random):
@@ -152,7 +154,16 @@ class OwnGenerators(Augmented):
 
 
 _AT_THE_TOP = np.random.default_rng(1)
-_HIDDEN = {"generator": np.random.default_rng(1)}
+_IN_A_DICT = {"transform": [Jitter(np.random.default_rng(1))]}
+
+
+def _noises() -> Iterator[float]:
+    generator = np.random.default_rng(1)
+    while True:
+        yield float(generator.standard_normal())
+
+
+_HIDDEN = _noises()
 
 
 class DrawsFromTheTop(Augmented):
@@ -170,18 +181,26 @@ class BatchesFromTheTop(DrawsFromTheTop):
         return [self[index] for index in indices]
 
 
+class DrawsFromADict(Augmented):
+    """Draws from a generator that a transform in a dict at the top of this module holds."""
+
+    __getitems__ = None  # as a set has it that is not to be fetched by batch
+
+    def __getitem__(self, index: int) -> Item:
+        return _IN_A_DICT["transform"][0](self.inputs[index]), self.labels[index]
+
+
 class HiddenGenerator(Augmented):
     """Draws from a generator that is nobody's attribute."""
 
     def __getitem__(self, index: int) -> Item:
-        return self.inputs[index] + float(_HIDDEN["generator"].standard_normal()), self.labels[index]
+        return self.inputs[index] + next(_HIDDEN), self.labels[index]
 
 
-class HiddenBatches(HiddenGenerator):
+class HiddenBatches(RandomBatches):
     """The same, by batch."""
 
-    def __getitems__(self, indices: list[int]) -> list[Item]:
-        return [self[index] for index in indices]
+    __getitem__ = HiddenGenerator.__getitem__
 
 
 class Returning(Stream):
@@ -265,6 +284,34 @@ class OrdersLate(Augmented):
         return self.inputs[self.order[index]], self.labels[self.order[index]]
 
 
+class NumbersWords(Augmented):
+    """Gives numbers to words in the order in which they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[str, int] = {}
+
+    def __getitem__(self, index: int) -> Item:
+        return self.inputs[index] + self.numbers.setdefault(f"word {index}", len(self.numbers)), self.labels[index]
+
+
+_OPEN: list[Tensor] = []
+
+
+class OpensOnce(Augmented):
+    """Opens its file when it is first read, which can be opened only once in a process, as that of LMDB."""
+
+    is_open = False
+
+    def __getitem__(self, index: int) -> Item:
+        if not self.is_open:
+            if any(labels is self.labels for labels in _OPEN):
+                raise OSError("it is already open in this process")
+            _OPEN.append(self.labels)
+            self.is_open = True
+        return super().__getitem__(index)
+
+
 class MixesLast(Augmented):
     """Mixes each sample with the one that was read before."""
 
@@ -288,39 +335,6 @@ class InThreads(Stream):
             yield ahead.get()
 
 
-def rows() -> dict[str, Any]:
-    """The samples as columns of numbers."""
-    inputs, labels = samples()
-    return {"inputs": inputs.tolist(), "labels": labels.tolist()}
-
-
-def hf_streaming(transform: Any = None) -> Dataset[Any]:
-    """A stream of Hugging Face's datasets: four shards, shuffled by a buffer."""
-    import datasets
-
-    stream = datasets.Dataset.from_dict(rows()).to_iterable_dataset(num_shards=4)
-    stream = stream.map(transform) if transform else stream
-    return stream.shuffle(seed=1, buffer_size=8).with_format("torch")
-
-
-def augmented_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with random augmentation."""
-    return {**row, "inputs": (torch.tensor(row["inputs"]) + noise()).tolist()}
-
-
-def augmented_rows(rows: dict[str, Any]) -> dict[str, Any]:
-    """Rows with random augmentation."""
-    return {"inputs": [torch.tensor(row) + noise() for row in rows["inputs"]], "labels": rows["labels"]}
-
-
-def hf_map(*, augmented: bool) -> Dataset[Any]:
-    """A map-style set of Hugging Face's datasets, which is fetched by batch."""
-    import datasets
-
-    made = datasets.Dataset.from_dict(rows())
-    return made.with_transform(augmented_rows) if augmented else made.with_format("torch")
-
-
 DATA: dict[str, MakeData] = {
     "tensors": lambda: TensorDataset(*samples()),
     "map": Augmented,
@@ -329,6 +343,9 @@ DATA: dict[str, MakeData] = {
     "subset of a subset": lambda: Subset(Subset(Augmented(), list(range(40))), list(range(0, 40, 2)) * 2),
     "a generator at the top of a module": DrawsFromTheTop,
     "a generator at the top of a module, __getitems__": BatchesFromTheTop,
+    "a generator in a dict at the top of a module": DrawsFromADict,
+    "a generator deep in its transforms": lambda: OwnGenerators([[[Jitter(np.random.default_rng(1))]]]),
+    "a file that can be opened only once": OpensOnce,
     "drawn by weights": ByWeights,
     "concatenated": lambda: ConcatDataset([Augmented(), Augmented()]),
     "__getitems__": ByBatch,
@@ -346,13 +363,6 @@ DATA: dict[str, MakeData] = {
     "shuffles as it begins": Shuffling,
 }
 
-# Of Hugging Face's datasets, where that is installed.
-HF_DATA: dict[str, MakeData] = {
-    "datasets, streaming": hf_streaming,
-    "datasets, map-style": lambda: hf_map(augmented=False),
-    "datasets, map-style with random augmentation": lambda: hf_map(augmented=True),
-}
-
 REFUSED_DATA: dict[str, MakeData] = {
     "a generator that is nobody's attribute": HiddenGenerator,
     "a generator that is nobody's attribute, __getitems__": HiddenBatches,
@@ -362,4 +372,5 @@ REFUSED_DATA: dict[str, MakeData] = {
     "caches what its own generator has drawn": CachesDrawn,
     "draws its order when it is read": OrdersLate,
     "mixes a sample with the one before": MixesLast,
+    "numbers words in the order in which it reads them": NumbersWords,
 }

@@ -116,7 +116,8 @@ ELSEWHERE = [
 
 def tables() -> str:
     """What stands below the mark."""
-    from zoo_data import HF_DATA, REFUSED_DATA
+    from zoo_data import REFUSED_DATA
+    from zoo_hf import HF_DATA
     from zoo_table import OF_DATA, OF_MODELS, OF_OPTIMIZERS, OF_RANKS, OF_STEPS, REFUSED
 
     def grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str]]:

@@ -323,14 +323,19 @@ class Fetcher:
         elif self._untouched is not None:
             data, self._data, own = self._data, self._untouched, self._own
             self._own = self._held_generators()
-            if fingerprint(self._read(epoch + 1, indices)) != other:
-                how = "draws random numbers once, when its first sample is read, and keeps what comes of them"
+            with contextlib.suppress(Exception):  # such as of a file that cannot be opened a second time
+                self._read(epoch, indices[: -_FEW - 1 : -1])
+                if fingerprint(self._read(epoch + 1, indices)) != other:
+                    how = (
+                        "keeps something of the samples that it reads first, such as random numbers that it draws "
+                        "once, or numbers that it gives to words in the order in which they come"
+                    )
             self._data, self._own = data, own
         if how is not None:
             raise DataError(
-                f"the training set ({type(self._data).__name__}) {how}, so that no resume could be exact: draw in "
-                "__init__, which is seeded, or for every sample; a cache has to hold samples as they are before "
-                "their augmentation"
+                f"the training set ({type(self._data).__name__}) {how}, so that no resume could be exact: draw and "
+                "number in __init__, which is seeded, or draw for every sample; a cache has to hold samples as they "
+                "are before their augmentation"
             )
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -10,6 +12,10 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.state.surroundings import is_of_user
+
+_DEPTH, _FEW = 4, 100  # how deep in a set its parts are copied, and of how many elements
+_CONTAINERS = (dict, list, set, collections.deque)
 
 
 def is_plain_rows(data: Dataset[Any]) -> bool:
@@ -25,7 +31,7 @@ def fetches_by_batch(data: Dataset[Any]) -> bool:
     """Whether a set has ``__getitems__``, and no derived class says otherwise by a ``__getitem__`` alone."""
     for kind in type(data).__mro__:
         if "__getitems__" in vars(kind):
-            return True
+            return vars(kind)["__getitems__"] is not None
         if "__getitem__" in vars(kind):
             return False
     return callable(getattr(data, "__getitems__", None))
@@ -57,8 +63,42 @@ def length_of(data: Any) -> int:
 
 
 def copied(data: Any) -> Any:
-    """A shallow copy of a data set; None where it cannot be copied."""
+    """A copy of a data set; None where it cannot be copied.
+
+    It has caches and vocabularies of its own, also in the user's objects that it holds, for they begin small. What is
+    large, and what libraries have made, the two share.
+    """
     try:
-        return copy.copy(data)
+        made = copy.copy(data)
     except Exception:
         return None
+    _part_from(made, {id(data): made}, _DEPTH)
+    return made
+
+
+def _part_from(value: Any, done: dict[int, Any], depth: int) -> None:
+    """Put copies in the place of what a copy still shares with what it was made of."""
+    if depth and isinstance(value, dict):
+        value.update({key: _copied_part(part, done, depth - 1) for key, part in value.items()})
+    elif depth and isinstance(value, (list, collections.deque)):
+        parts = [_copied_part(part, done, depth - 1) for part in value]
+        value.clear()
+        value.extend(parts)
+    elif depth and not isinstance(value, set):
+        _part_from(vars(value), done, depth)
+
+
+def _copied_part(value: Any, done: dict[int, Any], depth: int) -> Any:
+    if id(value) not in done:
+        done[id(value)] = value
+        if (len(value) <= _FEW) if isinstance(value, _CONTAINERS) else _is_of_user(value):
+            with contextlib.suppress(Exception):
+                done[id(value)] = made = copy.copy(value)
+                _part_from(made, done, depth)
+    return done[id(value)]
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether it is a plain object of the user's code; one that closes something when it goes is not copied."""
+    kind = type(value)
+    return hasattr(value, "__dict__") and not callable(getattr(kind, "__del__", None)) and is_of_user(kind.__module__)

@@ -273,7 +273,8 @@ class _OneByOne(_Seen):
 
     def __getitem__(self, key: Key) -> Any:
         if self._own[0] != os.getpid():  # a worker_init_fn may have made others
-            self._own = os.getpid(), OwnGenerators(self._data, generators_around(parts_of(self._data)))
+            around = generators_around(parts_of(self._data))
+            self._own = os.getpid(), OwnGenerators(self._data, around=around)
         epoch, chosen = key
         seed = mix(mix(self._base ^ mix(epoch)) ^ _indices(chosen)[0])
         seed_host(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import ctypes
 import functools
 import inspect
 import io
@@ -15,6 +16,7 @@ import sys
 import types
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -31,6 +33,7 @@ from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.plain import is_device
 
 _DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists part by part
@@ -46,10 +49,12 @@ _OF_KORNIA = {
     "_transform_matrix_params_snapshot", "_output_image", "transform_op",
 }  # fmt: skip
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
+_BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 # Of libraries, and yet looked into: what moves by itself, and what holds whatever is put there.
 _SEEN_INTO = (
     Optimizer, LRScheduler, _BaseDataLoaderIter,
     argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
+    collections.ChainMap,
 )  # fmt: skip
 
 
@@ -78,12 +83,15 @@ class Attributes:
             known_before = len(self.leaves)
             self._look(name, holder, 0)
             self.holders.update(dict.fromkeys(islice(self.leaves, known_before, None), name))
+        tensors = ((name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Tensor))
+        self._contents = contents(tensors)
 
     def add(self, other: Attributes) -> None:
         """Take in what was found elsewhere, under other names."""
         self.leaves |= other.leaves
         self.holders |= other.holders
         self._versions |= other._versions
+        self._contents |= other._contents
 
     def changed(self, now: Attributes) -> list[str]:
         """Names of what is another value, or has another, in what was found later, or came or went."""
@@ -91,7 +99,9 @@ class Attributes:
         same = {
             name
             for name in both
-            if is_same(self.leaves[name], now.leaves[name]) and self._versions.get(name) == now._versions.get(name)
+            if is_same(self.leaves[name], now.leaves[name])
+            and self._versions.get(name) == now._versions.get(name)
+            and self._contents.get(name) == now._contents.get(name)
         }
         return sorted((self.leaves.keys() | now.leaves.keys()) - same)
 
@@ -130,8 +140,10 @@ class Attributes:
             self._skim(name, list(islice(value, _WIDTH, _FAR)))
         elif isinstance(value, (set, frozenset)):
             self.leaves[f"{name}, its elements"] = len(value), hash(frozenset(filter(_is_plain, islice(value, _FAR))))
-        elif isinstance(value, (bytearray, array.array)):
+        elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
+        elif isinstance(value, SynchronizedBase):  # as a multiprocessing.Value, by which workers are told a level
+            self._look(name, value.get_obj(), depth)
         elif _is_iterator(value):
             self.leaves[name] = _place_of(value)
         elif isinstance(value, nn.Module):
@@ -244,7 +256,7 @@ def _is_small(part: Any, depth: int = _DEPTH) -> bool:
         return part.nbytes <= _FAR
     if isinstance(part, (str, bytes)):  # as the whole text that a language model trains on
         return len(part) <= _FAR
-    return isinstance(part, (Tensor, Dataset)) or (part is not None and type(part) in _PLAIN)
+    return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in _PLAIN)
 
 
 def _positions(parts: Collection[Any]) -> list[str]:

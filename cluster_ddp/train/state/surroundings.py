@@ -2,44 +2,95 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.randomness import GENERATORS, parts_of
 from cluster_ddp.train.state.attributes import is_library
+
+_INSTALLED = ("site-packages", "dist-packages")
+_DEPTH = 5  # how deep in a variable generators are searched
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def variables_around(objects: Iterable[object]) -> dict[str, Any]:
-    """By name, without those of what is installed, and without functions, classes and modules."""
-    kinds = (kind for one in objects for kind in ((one,) if isinstance(one, FunctionType) else type(one).__mro__))
+    """By name, of the modules of the objects' classes, and of the user's modules that these name.
+
+    Without those of what is installed, and without modules; of functions and classes what they keep.
+    """
+    kinds = dict.fromkeys(kind for one in objects for kind in (_itself(one) or type(one).__mro__))
+    classes = {kind: None for kind in kinds if isinstance(kind, type) and is_of_user(kind.__module__)}
     found: dict[str, Any] = {}
-    for kind in dict.fromkeys(kinds):
-        module = sys.modules.get(str(kind.__module__))
-        if module is None or _is_installed(module):
-            continue
-        for place, name in ((kind, kind.__name__), (module, module.__name__)):
-            found |= {f"{name}.{key}": value for key, value in _variables(vars(place)).items()}
+    for module in _reachable({str(kind.__module__): None for kind in kinds}):
+        for key, value in list(vars(module).items()):
+            if isinstance(value, (type, FunctionType)) and value.__module__ != module.__name__:
+                continue  # it is seen where it was made, if it is the user's
+            if isinstance(value, type):
+                classes[value] = None
+            elif _is_variable(key, value):
+                found[f"{module.__name__}.{key}"] = value
+    for kind in classes:
+        found |= {f"{kind.__name__}.{key}": part for key, part in list(vars(kind).items()) if _is_variable(key, part)}
     return found
 
 
 def generators_around(objects: Iterable[object]) -> dict[str, Any]:
-    """The random generators among them, each once: a script often has one at its top."""
-    found = sorted(variables_around(objects).items(), reverse=True)
-    names = {id(value): name for name, value in found if isinstance(value, GENERATORS)}
-    return {name: value for name, value in found if names.get(id(value)) == name}
+    """The random generators among them and in what they hold, each once: a script often has one at its top."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, value in sorted(variables_around(objects).items()):
+        held = [part for part in parts_of(value, depth=_DEPTH) if isinstance(part, GENERATORS) and id(part) not in seen]
+        seen.update(map(id, held))
+        found |= {f"{name}.{number}" if number else name: part for number, part in enumerate(held)}
+    return found
 
 
-def _variables(names: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in list(names.items())
-        if not name.startswith("__")
-        and not isinstance(value, (ModuleType, type))
-        and not hasattr(type(value), "__get__")
-    }
+def _itself(value: object) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, FunctionType) else ()
 
 
-def _is_installed(module: ModuleType) -> bool:
-    return is_library(module.__name__) or "site-packages" in str(getattr(module, "__file__", None))
+def is_of_user(name: str) -> bool:
+    """Whether a module is imported and the user's own, not installed."""
+    module = sys.modules.get(name)
+    if module is None or is_library(name):
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return True
+    *_, folder = Path(file).parents[: name.count(".") + 1 + hasattr(module, "__path__")]
+    return not _has_installed(folder)
+
+
+@functools.cache
+def _has_installed(folder: Path) -> bool:
+    """Whether pip has put packages there: into site-packages, or where ``--target`` says."""
+    return folder.name in _INSTALLED or any(folder.glob("*.dist-info"))
+
+
+def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:
+    """The user's modules among those of these names, and those that they import or import from."""
+    done: set[str] = set()
+    while names:
+        name, _ = names.popitem()
+        if name in done or not is_of_user(name):
+            continue
+        done.add(name)
+        yield (module := sys.modules[name])
+        for value in list(vars(module).values()):
+            if isinstance(value, ModuleType):
+                names[value.__name__] = None
+            elif isinstance(value, (type, FunctionType)):
+                names[str(value.__module__)] = None
+
+
+def _is_variable(name: str, value: Any) -> bool:
+    if name.startswith("__") or isinstance(value, (ModuleType, type)):
+        return False
+    if isinstance(value, FunctionType):  # of most there is nothing to see
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return bool(value.__closure__ or vars(value)) or not all(type(part) in _PLAIN for part in given)
+    return not hasattr(type(value), "__get__")

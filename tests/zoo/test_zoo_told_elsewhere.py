@@ -1,0 +1,101 @@
+"""What training changes is told by name also where no attribute, version or module of the task shows it."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import importlib
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo_elsewhere
+from torch import nn
+from torch.utils.data import TensorDataset
+from zoo_elsewhere import Doubles, in_attribute, in_closure, in_default
+from zoo_models import mlp
+from zoo_training import Case, ZooTask, judge
+
+from cluster_ddp.train.state.surroundings import is_of_user
+
+_SHORT = {"steps": 3, "ema_decay": None}
+
+
+def _told(make: Any, folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    judge(Case(train=_SHORT), folder, make)
+    said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    return said[0].partition("training changes ")[2].partition(", which")[0]
+
+
+class CountsInHelpers(ZooTask):
+    """Its loss depends on what functions and a class of another module count."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        zoo_elsewhere.levels["noise"] += 1.0
+        return Doubles.apply(super().loss(model, batch)) * in_attribute() * in_default() * in_closure()
+
+
+def test_what_helpers_of_the_user_count_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    named = "Doubles.calls, task.losses, zoo_elsewhere.in_attribute, zoo_elsewhere.in_closure, zoo_elsewhere.in_default"
+    assert _told(CountsInHelpers, tmp_path, capfd) == f"{named} and 1 more"
+
+
+class FollowsByData(ZooTask):
+    """Its teacher and its totals follow by ``.data`` and ``.numpy()``, which torch does not count as changes."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.totals, self.large, self.constant = torch.zeros(3), torch.zeros(1 << 19), torch.zeros(3)
+
+    def model(self) -> nn.Module:
+        model = mlp()
+        self.teacher = copy.deepcopy(model).requires_grad_(False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for mine, theirs in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+        self.totals.numpy()[1] += 1.0
+        self.large.data += 1.0
+        return super().loss(model, batch)
+
+
+def test_what_changes_by_data_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _told(FollowsByData, tmp_path, capfd) == "task.large, task.losses, task.teacher, task.totals"
+
+
+class TellsWorkers(ZooTask):
+    """Its levels are where its workers see them, one of them held by the data set."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.level, self.levels = multiprocessing.Value("i", 0), multiprocessing.RawArray("d", [0.0, 0.0])
+        self.constant = multiprocessing.Value("i", 0)
+        self.chain = collections.ChainMap({"level": 0})
+        self.data = TensorDataset(torch.zeros(3))
+        self.data.level = multiprocessing.Value("i", 0)  # type: ignore[attr-defined]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.level.value += 1  # type: ignore[attr-defined]
+        self.levels[1] += 1.0
+        self.chain["level"] += 1
+        self.data.level.value += 1  # type: ignore[attr-defined]
+        return super().loss(model, batch)
+
+
+def test_numbers_in_shared_memory_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _told(TellsWorkers, tmp_path, capfd) == "task.chain, task.data, task.level, task.levels, task.losses"
+
+
+def test_what_pip_has_put_into_a_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name in (("mine", "my_helpers"), ("theirs", "their_helpers")):
+        (tmp_path / folder / name).mkdir(parents=True)
+        for file in ("__init__.py", "inner.py"):
+            (tmp_path / folder / name / file).touch()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        importlib.import_module(f"{name}.inner")
+    (tmp_path / "theirs" / "their_helpers-1.0.dist-info").mkdir()
+    names = [f"{package}{inner}" for package in ("my_helpers", "their_helpers") for inner in ("", ".inner")]
+    assert [is_of_user(name) for name in names] == [True, True, False, False]
