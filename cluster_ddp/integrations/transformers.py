@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import dis
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from cluster_ddp.integrations.derived_trainer import DerivedTrainer
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.train.distributed import broadcast_object
@@ -32,7 +32,6 @@ from cluster_ddp.train.own.batches import MapBatches
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun
-from cluster_ddp.train.state.attributes import Attributes
 
 # Of TrainerState: what the steps have left there; the rest follows from the arguments.
 _STATE = (
@@ -47,7 +46,6 @@ _STATE = (
 # Of the trainer: the averages that are logged next and at the end, and what is added to total_flos then.
 _TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
-_LOOKED_AT = 2  # steps
 _REMEDY = "Make it a part of the model that is trained"
 
 
@@ -131,12 +129,11 @@ class _Training:
         self._trainer, self._run = trainer, run
         self._batches: MapBatches | None = None
         self._loop: Loop | None = None
-        self._kept = run.keep(trainer={}, callbacks=[], has_ended=False)
+        self._kept = run.keep(trainer={}, derived={}, callbacks=[], has_ended=False)
         self._resumes_at = _newest_step(run)
         self._epoch = self._micro_batch = 0
         self._is_settled = True
-        self._steps = 0  # of this attempt
-        self._own: Attributes | None = None
+        self._derived: DerivedTrainer | None = None
         self._has_ended = False  # early, and was saved or stopped before `train` had returned
 
     def __call__(
@@ -209,6 +206,7 @@ class _Training:
             state.stateful_callbacks = fresh.stateful_callbacks
             _put_back(self._kept, trainer)
             self._has_ended = control.should_training_stop = self._kept.has_ended
+        self._derived = DerivedTrainer(trainer, copy.deepcopy(self._kept.derived))
         self.rest()
 
     def begin_epoch(self) -> None:
@@ -249,22 +247,16 @@ class _Training:
         """Call when all that belongs to a step is done: saves when that is due, or leaves."""
         if not self._is_settled:
             self._is_settled = True
-            self._look()
+            assert self._derived is not None
+            self._tell(self._derived.end_step())
             self._going().end()
 
-    def _look(self) -> None:
-        """Tell, after the second step, what steps change in attributes that a class derived from Trainer has added."""
-        self._steps += 1
-        if self._steps > _LOOKED_AT:
-            return
-        before, self._own = self._own, Attributes(_own_attributes(self._trainer))
-        if before is None:
-            return
-        if changed := {before.holders.get(leaf) or self._own.holders[leaf] for leaf in before.changed(self._own)}:
+    def _tell(self, changed: set[str]) -> None:
+        if changed:
             self._going().warn(
                 f"steps change {', '.join(sorted(changed))} of the {type(self._trainer).__name__}, which no checkpoint "
                 "holds: it starts over at a resume, which is exact only where no step depends on it, as where it is "
-                "only logged. Take state.global_step for a count, and buffers of the model for the rest"
+                "only logged. Numbers, tensors, and lists and dicts of these are kept: take those for it"
             )
 
     def log(self, logs: Mapping[str, Any]) -> None:
@@ -284,6 +276,7 @@ class _Training:
             **{name: getattr(trainer.state, name) for name in _STATE},
             **{name: getattr(trainer, name) for name in _TRAINER if hasattr(trainer, name)},
         }
+        self._kept.derived = {} if self._derived is None else self._derived.state()
         self._kept.callbacks = [callback.state()["attributes"] for callback in _stateful(trainer)]
         is_short = trainer.state.global_step < trainer.state.max_steps
         self._kept.has_ended = trainer.control.should_training_stop and is_short
@@ -298,17 +291,6 @@ def _put_back(kept: Kept, trainer: Any) -> None:
     for callback, attributes in zip(_stateful(trainer), copy.deepcopy(kept.callbacks), strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
-
-
-def _own_attributes(trainer: Any) -> dict[str, Any]:
-    """What neither Trainer sets in itself nor this module."""
-    methods = [method for kind in Trainer.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
-    names = {at.argval for method in methods for at in dis.get_instructions(method) if at.opname == "STORE_ATTR"}
-    return {
-        name: value
-        for name, value in vars(trainer).items()
-        if name not in names and not (callable(value) and hasattr(Trainer, name))
-    }
 
 
 def _stateful(trainer: Any) -> list[Any]:

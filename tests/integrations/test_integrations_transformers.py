@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import defaultdict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,6 @@ from own_loops import begin_attempt, digest, new_run, states, told
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from train_ranks import preload, run_ranks
-
-from cluster_ddp.run.directory import RunDirectory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,8 +80,8 @@ def train(place: Path, attempt: int, stop_at: int = 0, patience: int = 99, **mor
     )
 
 
-def train_counting(place: Path) -> None:
-    """Three steps of a Trainer that counts for itself."""
+def train_counting(place: Path, attempt: int, stop_at: int = 0, strange: bool = False) -> tuple[Any, ...] | None:
+    """What a Trainer that counts for itself ends with; None when it was stopped, which it asks for in this step."""
     import transformers
 
     from cluster_ddp.integrations.transformers import ResumeExactly
@@ -91,25 +91,44 @@ def train_counting(place: Path) -> None:
 
         def compute_loss(self, *arguments: Any, **more: Any) -> Any:
             self.seen += 1
-            return super().compute_loss(*arguments, **more)
+            loss = super().compute_loss(*arguments, **more) * (1 + 0.1 * self.seen)
+            self.recent["losses"].append(loss.item())
+            self.inputs = [torch.rand(3)] if self.seen % 3 == 1 else self.inputs
+            if strange:
+                self.strange.count += 1
+            elif self.seen == stop_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return loss + self.inputs[0].sum() * loss
 
+    begin_attempt(place, attempt)
     args = transformers.TrainingArguments(
-        output_dir=str(place / "output"), max_steps=3, save_strategy="no", use_cpu=True, report_to="none",
+        output_dir=str(place / "output"), max_steps=8, save_strategy="no", use_cpu=True, report_to="none",
         disable_tqdm=True,
     )  # fmt: skip
-    for kind in (transformers.Trainer, Counting):
-        run = place if kind is Counting else new_run(place).path
-        begin_attempt(run, 0)
-        kind(Classifier(), args, train_dataset=Rows(), callbacks=[ResumeExactly()]).train()
-        if kind is not Counting:
-            assert told(RunDirectory(run)) == []
+    transformers.set_seed(1)
+    model = Classifier()
+    trainer = Counting(model, args, train_dataset=Rows(), callbacks=[ResumeExactly()])
+    trainer.recent, trainer.strange = defaultdict(lambda: deque(maxlen=4)), SimpleNamespace(count=0)
+    try:
+        trainer.train()
+    except SystemExit:
+        return None
+    return digest(model), trainer.seen, dict(trainer.recent)
 
 
-def test_what_a_derived_trainer_counts_is_told(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run_ranks(train_counting, 1, run.path)
-    (message,) = told(run)
-    assert "steps change seen of the Counting, which no checkpoint holds" in message
+def counting(calm: Path, broken: Path, strange: Path) -> list[tuple[Any, ...] | None]:
+    ends = [train_counting(calm, 0), *(train_counting(broken, number, at) for number, at in enumerate((4, 5, 0)))]
+    return [*ends, train_counting(strange, 0, strange=True)]
+
+
+def test_what_a_derived_trainer_counts_is_kept_or_told(tmp_path: Path) -> None:
+    calm, broken, strange = (new_run(tmp_path / name) for name in ("calm", "broken", "strange"))
+    ((ended, *stopped, resumed, _),) = run_ranks(counting, 1, calm.path, broken.path, strange.path)
+    assert ended is not None
+    assert (stopped, resumed) == ([None, None], ended)
+    assert told(calm) == told(broken) == []
+    (message,) = told(strange)
+    assert "steps change strange of the Counting, which no checkpoint holds" in message
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:

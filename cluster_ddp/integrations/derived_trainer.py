@@ -1,0 +1,99 @@
+"""What a class derived from transformers' Trainer keeps in attributes of its own, as TRL's trainers do."""
+
+from __future__ import annotations
+
+import collections
+import dis
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer
+
+from cluster_ddp.train.state.attributes import Attributes
+
+_LOOKED_AT = 2  # steps
+_SIMPLE = (bool, int, float, str, type(None))
+_LISTS = (list, tuple, collections.deque)
+_DICTS = (dict, collections.defaultdict)
+
+
+class DerivedTrainer:
+    """Finds, in the first two steps of an attempt, what steps change there, and keeps it where it can.
+
+    That is numbers, tensors, and lists and dicts of these.
+
+    Parameters
+    ----------
+    trainer
+        Before its first step.
+    restored
+        What `state` gave when the checkpoint was saved; empty in a fresh run.
+    """
+
+    def __init__(self, trainer: Any, restored: Mapping[str, Any]) -> None:
+        self._trainer, self._names = trainer, set(restored)
+        for name, value in restored.items():
+            setattr(trainer, name, _put_into(vars(trainer).get(name), value))
+        self._before = Attributes(_own_attributes(trainer))
+        self._steps = 0
+
+    def end_step(self) -> set[str]:
+        """Call after each step, before it may be saved; the names of what the second one changes and nothing keeps."""
+        self._steps += 1
+        if self._steps > _LOOKED_AT:
+            return set()
+        held = _own_attributes(self._trainer)
+        before, self._before = self._before, Attributes(held)
+        changed = {before.holders.get(leaf) or self._before.holders[leaf] for leaf in before.changed(self._before)}
+        self._names |= {name for name in changed if name in held and self._is_kept(held[name])}
+        return changed - self._names if self._steps == _LOOKED_AT else set()
+
+    def state(self) -> dict[str, Any]:
+        """What is kept, as it is now."""
+        held = vars(self._trainer)
+        return {name: _plain(held[name]) for name in sorted(self._names) if name in held and self._is_kept(held[name])}
+
+    def _is_kept(self, value: Any) -> bool:
+        if type(value) in _DICTS:
+            return all(type(key) is str and self._is_kept(part) for key, part in value.items())
+        if type(value) is Tensor:  # what the ranks give each other for a save would be on the GPUs of all
+            return value.device.type == "cpu" or self._trainer.args.world_size == 1
+        return type(value) in _SIMPLE or (type(value) in _LISTS and all(map(self._is_kept, value)))
+
+
+def _own_attributes(trainer: Any) -> dict[str, Any]:
+    """What neither Trainer sets in itself nor `ResumeExactly`."""
+    methods = [method for kind in Trainer.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
+    names = {at.argval for method in methods for at in dis.get_instructions(method) if at.opname == "STORE_ATTR"}
+    return {
+        name: value
+        for name, value in vars(trainer).items()
+        if name not in names and not (callable(value) and hasattr(Trainer, name))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The same in containers of its own."""
+    if type(value) in _DICTS:
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in _LISTS:
+        parts = map(_plain, value)
+        return tuple(parts) if type(value) is tuple else list(parts)
+    return value
+
+
+def _put_into(into: Any, value: Any) -> Any:
+    """What `_plain` gave in containers of the kind that the trainer has there."""
+    if type(into) in _DICTS and isinstance(value, dict):
+        makes = getattr(into, "default_factory", None) or (lambda: None)
+        found = {key: _put_into(into[key] if key in into else makes(), part) for key, part in value.items()}
+        into.clear()
+        into.update(found)
+        return into
+    if type(into) is collections.deque and isinstance(value, list):
+        into.clear()
+        into.extend(value)
+        return into
+    return value
