@@ -7,14 +7,19 @@ import ipaddress
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import say
+from cluster_ddp.process import host_name
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # of the discard service; a UDP socket that is connected sends nothing
+_NAME_PAUSE_SECONDS = 2.0
 _DOCUMENTATION_ADDRESS = "192.0.2.1"  # routed nowhere, so it goes where the default route goes
 
 
@@ -52,6 +57,37 @@ def local_address(master: str, *, nodes: int, interface: str | None = None) -> s
         f"{socket.gethostname()} has no address that other nodes can reach: the route to {master!r} and the host's own "
         "name lead to loopback only\n    name the interface to use: network.socket_ifname"
     )
+
+
+def wait_for_name(
+    host: str,
+    seconds: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until a host's name resolves: a name service that is away for a moment costs no attempt.
+
+    Raises
+    ------
+    AddressError
+        It does not, in so many seconds.
+    """
+    deadline, said = clock() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if clock() >= deadline:
+                raise AddressError(
+                    f"the address of the first node, {host}, does not resolve here, in {seconds:.0f} s: {error}\n"
+                    "    see /etc/hosts and DNS of this node"
+                ) from error
+            if not said:
+                say(f"cluster-ddp: {host} does not resolve on {host_name()} ({error}): waiting for the name service")
+            said = True
+            sleep(_NAME_PAUSE_SECONDS)
 
 
 def interface_address(pattern: str) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster_ddp.job import JobSpec, load_run_job
 from cluster_ddp.launch import hang_dump
-from cluster_ddp.launch.address import LOOPBACK, local_address
+from cluster_ddp.launch.address import LOOPBACK, local_address, wait_for_name
 from cluster_ddp.launch.agent import SURVIVED, Agent
 from cluster_ddp.launch.agent_failure import agent_failure
 from cluster_ddp.launch.environment import node_environment
@@ -41,6 +41,7 @@ TICK_SECONDS = 0.2
 _WATCHDOG_SECONDS = 1.0
 _NEWER_SECONDS = 2.0
 _STANDSTILL_SECONDS = 5.0
+_NAME_SECONDS = 120.0
 _AGENT_LOST_SECONDS = 60.0  # for ranks without an agent to save
 
 
@@ -306,4 +307,8 @@ def _own_address(spec: JobSpec, command: Sequence[str]) -> str:
     master = option(command, "--rdzv-endpoint").rpartition(":")[0].strip("[]")
     nodes = int(option(command, "--nnodes").rpartition(":")[2])
     interface = os.environ.get("NCCL_SOCKET_IFNAME") or spec.network.socket_ifname
+    if nodes > 1:
+        wait_for_name(
+            master or LOOPBACK, min(_NAME_SECONDS, spec.launch.join_timeout / 2)
+        )  # the others wait for this one
     return local_address(master or LOOPBACK, nodes=nodes, interface=interface)

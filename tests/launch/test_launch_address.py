@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster_ddp.launch.address import AddressError, interface_address, local_address
+from cluster_ddp.launch.address import AddressError, interface_address, local_address, wait_for_name
 
 
 def name_service(monkeypatch: pytest.MonkeyPatch, own: list[str]) -> None:
@@ -30,6 +30,29 @@ def test_a_loopback_route_is_not_taken_for_an_address(monkeypatch: pytest.Monkey
     """Debian gives a host's own name 127.0.1.1: asked for itself, a host must look further."""
     name_service(monkeypatch, ["127.0.1.1", "::1", "10.1.2.3"])
     assert local_address("127.0.1.1", nodes=2) == "10.1.2.3"
+
+
+def test_a_name_service_that_is_away_for_a_moment_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At once the run failed three times within half a minute, and was STALLED."""
+    now = [0.0]
+
+    def answer(host: str, port: int | None, **hints: Any) -> list[Any]:
+        if now[0] < 60:
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return []
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    wait_for_name("n1", 120.0, clock=lambda: now[0], sleep=sleep)
+    assert 60 <= now[0] < 70
+    assert capfd.readouterr().err.count("n1 does not resolve on") == 1
+    now[0] = 0.0
+    with pytest.raises(AddressError, match=r"the first node, n1, does not resolve here, in 30 s: .*resolution"):
+        wait_for_name("n1", 30.0, clock=lambda: now[0], sleep=sleep)
 
 
 def test_no_address_at_all_is_an_error_that_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
