@@ -15,11 +15,11 @@ from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
+    closed_hosts,
     down_nodes,
     exclude_hosts,
     forbid_requeue,
     grace_time,
-    hosts_by_name,
     kill_wait,
     requeue_job,
     show_job,
@@ -198,12 +198,12 @@ class SlurmAllocation:
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         start = self._start
         try:
-            usable, (excluded, required) = usable_nodes(start.partition), hosts_by_name(start.task)
+            usable, (closed, required) = usable_nodes(start.partition), closed_hosts(start)
         except SlurmError:
             return False
         if not set(bad).isdisjoint(required):
             return False  # without them Slurm never starts it, and they cannot be taken off the list again
-        return enough_others(usable, bad=bad, excluded=excluded, nodes=start.nodes)
+        return enough_others(usable, bad=bad, excluded=closed, nodes=start.nodes)
 
     @_unharmed()
     def keep_from(self, bad: Sequence[str]) -> bool:

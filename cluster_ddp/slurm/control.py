@@ -102,10 +102,31 @@ def taken_hosts(start: SlurmStart) -> list[str]:
         return []
 
 
-def hosts_by_name(task: str) -> tuple[list[str], list[str]]:
-    """The hosts that a job excludes, and those that it requires."""
-    job = _job(task)
-    return (_hosts(job.excluded), _hosts(job.required)) if job else ([], [])
+def closed_hosts(start: SlurmStart) -> tuple[list[str], list[str]]:
+    """The hosts that are closed to a job, and those that it requires by name.
+
+    Closed are those that it excludes, and the nodes of its partition that are unlike all of its present ones in what it
+    asks for: the features that it names, or the GPUs where it asks for some.
+    """
+    job = _job(start.task)
+    if job is None:
+        return [], []
+    named, closed = set(re.findall(r"[\w.-]+", job.features)), _hosts(job.excluded)
+    if named or job.gres:
+        kinds = {
+            host: (named & set(features.split(",")), re.sub(r"\(.*?\)", "", gres) if job.gres else "")
+            for host, features, gres in _kinds(start.partition)
+        }
+        present = [kinds[host] for host in start.hosts if host in kinds]
+        closed += [host for host, kind in kinds.items() if kind not in present]
+    return closed, _hosts(job.required)
+
+
+def _kinds(partition: str) -> list[list[str]]:
+    """The nodes of a partition, each with its features and its generic resources."""
+    command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f|%G"]
+    lines = (line.strip().split("|") for line in call(command, seconds=_SECONDS).splitlines())
+    return [fields for fields in lines if len(fields) == 3]
 
 
 def usable_nodes(partition: str) -> set[str]:

@@ -33,6 +33,8 @@ class ShownJob:
     excluded: str  # the node list that the job excludes
     required: str  # the node list that it asks for by name
     nodes: str  # the node list that it has now
+    features: str  # the expression of --constraint
+    gres: str  # what it asks for on each node, such as ``gres/gpu:a100:4``
     qos: str
 
 
@@ -54,6 +56,8 @@ def parse_job(answer: str) -> ShownJob | None:
         excluded=excluded,
         required=required,
         nodes=nodes,
+        features="" if (features := fields.get("Features", "")).startswith("(null") else features,
+        gres=fields.get("TresPerNode", ""),
         qos=fields.get("QOS", ""),
     )
 

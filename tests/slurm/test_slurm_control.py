@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,18 @@ from slurm_stand_ins import calls, stand_in
 
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
 from cluster_ddp.slurm.control import (
+    closed_hosts,
     down_nodes,
     exclude_hosts,
-    hosts_by_name,
     kill_wait,
     requeue_job,
     show_job,
     usable_nodes,
 )
+from cluster_ddp.slurm.start import SlurmStart
 
 pytestmark = pytest.mark.usefixtures("slurm")
+START = SlurmStart("7", "7", restart_count=0, nodes=1, node_list="n1", partition="p", batch_host="n1")
 
 
 def test_kill_wait(slurm: Path) -> None:
@@ -57,13 +60,37 @@ def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]
         f"[[ $2 == job ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} X=y'\n"
         "[[ $2-$3 == hostnames-'[c-d]' ]] && printf 'c\nd\n'\ntrue",
     )
-    assert hosts_by_name("7") == (hosts, [])
+    assert closed_hosts(START) == (hosts, [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "closed"),
+    [
+        ("Features=(null)", ["old"]),
+        ("Features=a100&nvlink", ["old", "v1", "b1"]),
+        ("Features=a100|v100", ["old", "v1", "b1"]),
+        ("Features=(null) TresPerNode=gres:gpu:4", ["old", "s1"]),
+        ("Features=[rack1*2] TresPerNode=gres/gpu:a100:4", ["old", "v1", "s1"]),
+    ],
+)
+def test_hosts_that_lack_what_a_job_asks_for_are_closed_to_it(slurm: Path, asked: str, closed: list[str]) -> None:
+    """They are no others to go to, when a bad one of the job's own is left: it would never start again."""
+    shown = f"JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=old {asked} X=y"
+    stand_in(slurm, "scontrol", f"[[ $2 == job ]] && echo '{shown}'\ntrue")
+    nodes = (
+        "n1|a100,nvlink,rack1|gpu:a100:4(S:0-1)", "n2|a100,nvlink,rack1|gpu:a100:4(S:0-1)",
+        "n3|a100,nvlink,rack1|gpu:a100:4(S:0)", "v1|v100,rack2|gpu:a100:4", "b1|rack1|gpu:a100:4(S:0-1)",
+        "s1|a100,nvlink,rack1|gpu:a100:2",
+    )  # fmt: skip
+    stand_in(slurm, "sinfo", "echo 'Welcome!'\n" + "\n".join(f"echo '{node}'" for node in nodes))
+    start = replace(START, node_list="n[1-2]", nodes=2)
+    assert closed_hosts(start) == (closed, [])
 
 
 def test_a_greeting_of_scontrol_is_no_host(slurm: Path) -> None:
     job = "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=c[1-2] X=y"
     stand_in(slurm, "scontrol", f"echo 'Welcome to the cluster!'; [[ $2 == job ]] && echo '{job}'\ntrue")
-    assert hosts_by_name("7") == (["c1", "c2"], [])
+    assert closed_hosts(START) == (["c1", "c2"], [])
 
 
 def test_a_node_in_two_states_is_one(slurm: Path) -> None:
