@@ -185,6 +185,25 @@ def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> N
     assert old.shape == (2,)
 
 
+class Env:
+    """Stands for gymnasium's."""
+
+
+class CartPole(Env):
+    pass
+
+
+def test_an_environment_that_goes_on_is_named() -> None:
+    messages: list[str] = []
+    envs, next_obs = CartPole(), torch.zeros(2)
+    for batch in batches(FirstSteps([Carried(KeptNumbers(), messages.append)]).end_step):
+        next_obs = next_obs + batch + 1
+    (message,) = messages
+    assert "in next_obs, which" in message
+    assert "The state of envs starts over as well" in message
+    del envs
+
+
 def test_to_look_at_variables_does_not_keep_what_they_are() -> None:
     gone = []
     for value in batches(lambda: None):

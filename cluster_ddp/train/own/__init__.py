@@ -6,7 +6,8 @@ batches, loader_copy, stream_batches,    the batches of its DataLoader, from any
 geometry, held_data
 first_steps, program, values             looking at what the program holds while its first steps run
 carried, copies, overlooked, queues,     warnings about what steps change and no checkpoint holds
-schedulers, gradients, rank_buffers
+schedulers, gradients, rank_buffers,
+sources
 taking, other_loaders, changed_data,     warnings about how it reads its data, and about its model's mode
 mode
 other_optimizers, unfrozen, left_out     what is refused, and what ends the training

@@ -13,6 +13,7 @@ from cluster_ddp.train.own.program import running_frames, variables_of
 from cluster_ddp.train.own.values import has_tensors, look_of
 
 _ACCESS = re.compile("LOAD|STORE|DELETE")
+_ENVIRONMENTS = {"Env", "VectorEnv"}
 _ENDS = (
     "JUMP_FORWARD",
     "JUMP_ABSOLUTE",
@@ -53,7 +54,7 @@ class Carried:
             self._warn(
                 f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
                 "checkpoint holds: a resume is exact only where no step depends on them. Keep them: "
-                f"kept = run.keep({names[0]}=None), and read and set kept.{names[0]} in the loop"
+                f"kept = run.keep({names[0]}=None), and read and set kept.{names[0]} in the loop{_of_environments()}"
             )
 
     def _now(self) -> dict[str, int]:
@@ -67,6 +68,22 @@ class Carried:
                 strange = {name: value for name, value in carried.items() if id(value) not in kept}
                 found |= {name: look_of(value) for name, value in strange.items() if has_tensors(value)}
         return found
+
+
+def _of_environments() -> str:
+    """What is to be said of the environments of the loop, of gymnasium's kind, that it goes on with as well."""
+    found = {
+        name
+        for frame in running_frames()
+        for name, value in variables_of(frame).items()
+        if not _ENVIRONMENTS.isdisjoint(kind.__name__ for kind in type(value).__mro__)
+    }
+    if not found:
+        return ""
+    names = ", ".join(sorted(found))
+    return (
+        f". The state of {names} starts over as well: begin each step with reset(seed=...), by a seed from its number"
+    )
 
 
 def _carried(code: CodeType, at: int) -> list[str]:

@@ -18,6 +18,7 @@ from cluster_ddp.train.own.overlooked import Overlooked
 from cluster_ddp.train.own.queues import Queues
 from cluster_ddp.train.own.rank_buffers import RankBuffers
 from cluster_ddp.train.own.schedulers import OtherSchedulers
+from cluster_ddp.train.own.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
 
 
@@ -66,8 +67,10 @@ def first_steps_of(
         return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
 
     gradients = CarriedGradients(handed.stepping, warn)
+    draws_itself = loader is None
     first = FirstSteps(
         [
+            *([Sources(loop.kept, warn)] if draws_itself else []),
             OtherLoaders(None if batches is None else batches.data, warn),
             Overlooked(kept, seeded, warn, remedy),
             Copies(handed, loop.kept, warn),

@@ -1,0 +1,86 @@
+"""Sees the place in the data that a loop which draws its batches itself keeps in an object of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+from typing import Any
+
+import torch.utils.data as torch_data
+from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.program import reachable, running_frames, variables_of
+
+_DEPTH = 2  # of a variable: its value, and that one's attributes
+_GIVES = ("__next__", "next_batch")
+_TOLD_ELSEWHERE = (nn.Module, torch_data.DataLoader, _BaseDataLoaderIter)  # see OtherLoaders
+
+
+class Sources:
+    """Warns, after the second step, about generators and readers that `run.steps` takes its batches from.
+
+    Such as ``train_loader.next_batch()``, which counts where it is, or ``next(batches)``: they start over at a resume.
+    A reader whose changing numbers are all kept is none.
+
+    Parameters
+    ----------
+    kept
+        What the loop keeps by `ScriptRun.keep`.
+    warn
+        Takes the message.
+    """
+
+    def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+        self._kept, self._warn = kept, warn
+        self._before: list[tuple[Any, dict[str, Any]]] = []
+
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = [(source, _place(source)) for _, source in self._found()]
+
+    def second(self) -> None:
+        """Call after the second."""
+        before, self._before = {id(source): place for source, place in self._before}, []
+        kept = {value for value in self._kept.values.values() if type(value) is int}
+        moved: list[str] = []
+        for name, source in self._found():
+            place, was = _place(source), before.get(id(source), {})
+            changed = [value for key, value in place.items() if was.get(key, value) != value]
+            if not kept.issuperset(changed):
+                moved.append(name)
+        if moved:
+            self._warn(
+                f"steps take batches from {', '.join(sorted(moved))}, whose place in the data no checkpoint holds: it "
+                "starts over at a resume, which is exact only where the program brings it to the place of run.step. "
+                "Keep the place: kept = run.keep(position=0), set kept.position after each batch, and begin from it; "
+                "or let the batch follow from the number of the step, or from random numbers, which are seeded for it"
+            )
+
+    def _found(self) -> list[tuple[str, Any]]:
+        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
+            return list(self._of_the_loop())
+        return []
+
+    def _of_the_loop(self) -> Iterator[tuple[str, Any]]:
+        variables = [item for frame in running_frames() for item in variables_of(frame).items()]
+        for name, found in reachable(variables, _DEPTH):
+            if isinstance(found, GeneratorType):
+                if not found.gi_running and not any(isinstance(part, _TOLD_ELSEWHERE) for part in _held(found)):
+                    yield name, found
+            elif any(hasattr(type(found), method) for method in _GIVES) and not isinstance(found, _TOLD_ELSEWHERE):
+                yield name, found
+
+
+def _held(generator: GeneratorType[Any, Any, Any]) -> list[Any]:
+    return [] if generator.gi_frame is None else list(generator.gi_frame.f_locals.values())
+
+
+def _place(source: Any) -> dict[str, Any]:
+    """What says where it is: of a reader its numbers, of a generator its variables as well."""
+    if isinstance(source, GeneratorType):
+        variables = {} if source.gi_frame is None else dict(source.gi_frame.f_locals)
+        return {name: value if type(value) is int else id(value) for name, value in variables.items()}
+    return {name: value for name, value in getattr(source, "__dict__", {}).items() if type(value) is int}
