@@ -45,6 +45,7 @@ class Batches(Protocol):
     batch: int | None
     samplers: list[Any]
     deal: Deal | None
+    remark: str | None  # what `arrange` has found that is to be told
 
     @property
     def data(self) -> Any:
@@ -114,6 +115,7 @@ class MapBatches:
         self.batch = size or getattr(of.inner.batch_sampler, "batch_size", None)
         self.samplers = self._order.chain
         self.deal: Deal | None = Deal(_name_of_order(self.samplers), self._dealt(world_size))
+        self.remark: str | None = None
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
 

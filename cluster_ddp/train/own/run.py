@@ -127,6 +127,8 @@ class ScriptRun:
             geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
             loop = self._take_over(things, geometry, deal)
             loop.expect_data(found.arrange(loop.seed))
+            if found.remark is not None:
+                loop.warn(found.remark)
             self.watch(loop, loader, found)
             warn = self._session.saving.warn
             taking = Taking(self._handed.optimizers, self._handed.scalers, warn)

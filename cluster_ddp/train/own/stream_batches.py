@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from cluster_ddp.printing import say
 from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
-from cluster_ddp.train.distributed import all_gather_object, find_world
+from cluster_ddp.train.distributed import all_gather_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.own.loader_copy import LoaderCopy
@@ -31,6 +30,8 @@ class StreamBatches:
     ----------
     data
         The data set that is read.
+    remark
+        What is to be told once it has been tried.
     """
 
     def __init__(self, of: LoaderCopy, length: int) -> None:
@@ -39,6 +40,7 @@ class StreamBatches:
         self.batch: int | None = None
         self.samplers: list[Any] = []
         self.deal: Deal | None = None
+        self.remark: str | None = None
         self.generators: list[Any] = []
         self.data: Any = of.inner.dataset
         self._own = OwnGenerators(self.data)
@@ -60,10 +62,10 @@ class StreamBatches:
         # Workers that stay would go on with the generators of the epoch before.
         self._copy.put(generator=torch.Generator(), persistent_workers=False)
         seen = all_gather_object(self._try())
-        if len(seen) > 1 and len(set(seen)) == 1 and find_world().is_main:
-            say(
-                f"cluster_ddp: all ranks read the same items from the {self._name}, so that each trains on all of them "
-                "where each should have its part: divide the stream by rank, as split_dataset_by_node of datasets does"
+        if len(seen) > 1 and len(set(seen)) == 1:
+            self.remark = (
+                f"all ranks read the same items from the {self._name}, so that each trains on all of them where each "
+                "should have its part: divide the stream by rank, as split_dataset_by_node of datasets does"
             )
         return fingerprint(seen)
 
