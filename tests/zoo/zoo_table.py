@@ -72,7 +72,7 @@ OF_STEPS = [
 
 # Each with a part of the message; all are refused before the third step is done.
 REFUSED = [
-    (Case("a group added later"), "give all parameters to optimizer() from the beginning"),
+    (Case("a group added later"), "give it all parameters when it is made"),
     (Case("a parameter moved to another group"), "holds other parameters, or in another order"),
     (Case("a parameter taken out of its group"), "holds other parameters, or in another order"),
     (Case("no learning rate"), "give it lr, and turn its own schedule off"),
