@@ -318,8 +318,8 @@ def _refuse_unwrapped(trained: Mapping[str, nn.Module], named: Mapping[str, Any]
         if _ddp_of(named[name]) is None:
             raise TrainError(
                 f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train weights "
-                f"of its own; hand over the wrapped {name}, which sums the gradients, so that an all_reduce() "
-                "of them in the loop goes"
+                f"of its own; hand over the wrapped {name}, which sums the gradients, and drop any all_reduce() of "
+                "them from the loop"
             )
 
 
