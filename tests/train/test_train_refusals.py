@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,13 @@ class Divided(SGD):
         pass
 
 
+class Pickles(SGD):
+    """As those of heavyball, whose state has a function that is pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "schedule": pickle.dumps(len)}
+
+
 class InBackward(SGD):
     """As LOMO and AdaLOMO, which change weights while the backward pass runs."""
 
@@ -163,6 +171,7 @@ class Normed(Plain):
         (With(Gap), {}, "Gap, whose step() needs a closure"),
         (With(Divided), {}, "Divided, which divides its state among the ranks"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
+        (With(Pickles), {}, "optimizer.own.schedule is of bytes"),
         (With(InBackward), {}, "InBackward, which changes weights while its fused_backward() runs"),
         (With(Gathers), {}, "a single rank has no process group"),
         (With(Gathers), {"precision": "fp16"}, "a single rank has no process group"),

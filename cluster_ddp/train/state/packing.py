@@ -64,6 +64,12 @@ class Packer:
             return {_MARK: "deque", "of": self.pack(list(value), name), "most": value.maxlen}
         if kind is torch.dtype:
             return {_MARK: "dtype", "of": str(value).removeprefix("torch.")}
+        if kind is bytes:  # as the optimizers of heavyball give their schedule
+            raise TaskError(
+                f"{name} is of bytes, which a checkpoint does not hold, for most are pickled and could run code when "
+                "they are read: keep tensors, numbers or strings; in the place of an optimizer of a library that keeps "
+                "such bytes give another"
+            )
         if kind not in _KINDS:
             raise TaskError(
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: keep tensors, "
