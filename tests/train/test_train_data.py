@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import random
 import signal
@@ -81,6 +82,23 @@ def test_small_batches_fetched_together_begin_where_one_alone_would(shape: tuple
     for (_, indices), (found, numbers) in zip(plans, batches, strict=True):
         assert torch.equal(found, rows[indices]) and numbers.tolist() == indices
         assert found.data_ptr() % 64 == numbers.data_ptr() % 64 == 0
+
+
+class Weighs(Noisy):
+    """Weighs its samples by what was counted when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = collections.Counter(a=3)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = super().__getitem__(index)
+        return inputs * self.counts["a"], label
+
+
+@pytest.mark.parametrize("data", [Weighs(), tuple(zip(*samples(), strict=True))], ids=["counter", "tuple"])
+def test_a_set_of_which_a_copy_is_tried_is_not_refused_for_the_copy(data: Any) -> None:
+    assert len(Fetcher(data, default_collate, 1, exact=True)(0, np.arange(10))[0]) == 10
 
 
 class CachesAtTheEnd(Noisy):

@@ -70,35 +70,36 @@ def copied(data: Any) -> Any:
     """
     try:
         made = copy.copy(data)
+        _part_from(made, {id(data): made}, _DEPTH)
     except Exception:
         return None
-    _part_from(made, {id(data): made}, _DEPTH)
     return made
 
 
 def _part_from(value: Any, done: dict[int, Any], depth: int) -> None:
     """Put copies in the place of what a copy still shares with what it was made of."""
     if depth and isinstance(value, dict):
-        value.update({key: _copied_part(part, done, depth - 1) for key, part in value.items()})
+        parts_by_key = {key: _copied_part(part, done, depth - 1) for key, part in value.items()}
+        dict.update(value, parts_by_key)  # a Counter's own would add them to those that are there
     elif depth and isinstance(value, (list, collections.deque)):
         parts = [_copied_part(part, done, depth - 1) for part in value]
         value.clear()
         value.extend(parts)
-    elif depth and not isinstance(value, set):
+    elif depth and hasattr(value, "__dict__"):
         _part_from(vars(value), done, depth)
 
 
 def _copied_part(value: Any, done: dict[int, Any], depth: int) -> Any:
     if id(value) not in done:
         done[id(value)] = value
-        if (len(value) <= _FEW) if isinstance(value, _CONTAINERS) else _is_of_user(value):
+        if (len(value) <= _FEW) if isinstance(value, _CONTAINERS) else _is_object_of_user(value):
             with contextlib.suppress(Exception):
                 done[id(value)] = made = copy.copy(value)
                 _part_from(made, done, depth)
     return done[id(value)]
 
 
-def _is_of_user(value: Any) -> bool:
+def _is_object_of_user(value: Any) -> bool:
     """Whether it is a plain object of the user's code; one that closes something when it goes is not copied."""
     kind = type(value)
     return hasattr(value, "__dict__") and not callable(getattr(kind, "__del__", None)) and is_of_user(kind.__module__)
