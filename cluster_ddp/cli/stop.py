@@ -45,19 +45,21 @@ def command(run: RunOrSweep) -> None:
 
 def stop_run(found: RunDirectory, status: RunStatus) -> None:
     """Ask one run to save and end, as its state was a moment ago; a `RunError` where nothing of it is alive."""
-    if not status.state.alive:
-        raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
     history = read_history(found)
     last = history.last
+    goes_on = last is not None and last.number >= history.first_number  # with its last attempt, or after it
+    waits = goes_on and status.state in (RunState.REQUEUED, RunState.HELD)
+    if not status.state.alive and not waits:
+        raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
     over = last is None or attempt_is_alive(history, last) is False
-    if last is None or (over and not is_undecided(history)):
+    if last is None or (over and not goes_on and not is_undecided(history)):
         raise RunError(
             f"the job of run {found.id} is starting and has not begun to train; try again in a moment, or end it for "
             f"good: cluster-ddp cancel {found.id}"
         )
     number = _ask(found, last.number)
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
-    _take_out_the_rest(found, last.slurm_job_id)
+    _take_out_of_queue(found, last.slurm_job_id, waits=waits)
     see = f"(see: cluster-ddp status {found.id}; go on later: {how_to_go_on(found.id, status.record)})"
     if over:
         tell(f"asked that attempt {number} of {found.id}, which has ended, not be followed by another {see}")
@@ -81,20 +83,25 @@ def _ask(run: RunDirectory, number: int) -> int:
         number = newest
 
 
-def _take_out_the_rest(run: RunDirectory, alive: str | None) -> None:
-    """The other jobs of a chain would go on with the run, or wait and keep it from being resumed."""
-    job_ids = [job_id for job_id in slurm_job_ids(run) if job_id != alive]
-    if alive is None or not job_ids:
+def _take_out_of_queue(run: RunDirectory, last: str | None, *, waits: bool) -> None:
+    """Take out the jobs that would go on with the run, or wait and keep it from being resumed.
+
+    The job of the last attempt is one of them if it waits to start again. One that has started meanwhile is left alone:
+    it ends by itself, since no attempt follows one that a person has stopped.
+    """
+    job_ids = [job_id for job_id in slurm_job_ids(run) if waits or job_id != last]
+    if last is None or not job_ids:
         return
     try:
         own, _ = living_jobs(run, query_jobs(job_ids))
         for job in own:
-            if job.job_id == alive:
+            again = job.job_id == last
+            if again and not waits:
                 continue
-            cancel_job(job.job_id)
-            tell(f"took Slurm job {job.job_id} of its chain out of the queue")
+            cancel_job(job.job_id, only_waiting=again)
+            tell(f"took Slurm job {job.job_id}{'' if again else ' of its chain'} out of the queue")
     except SlurmError as error:
-        tell(f"cluster-ddp: other jobs of its chain may still wait in the queue: {error}")
+        tell(f"cluster-ddp: other jobs of it may still wait in the queue, and end when they start: {error}")
 
 
 def _advice(status: RunStatus) -> str:

@@ -120,7 +120,7 @@ def _ended(
     requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
-    if job is not None and cancelled and requeued:
+    if job is not None and cancelled and requeued and outcome.ending is not Ending.STOPPED_BY_PERSON:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
     last = history.attempts[-1]
     came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun

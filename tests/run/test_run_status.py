@@ -78,6 +78,24 @@ def test_nodes_that_give_no_sign_of_life_are_told_while_it_trains(run: RunDirect
     assert describe(run, {"12": slurm_job("PENDING")}).reason != told
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_storage_whose_clock_is_not_this_machines_makes_no_node_silent_and_hides_none(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    attempt = begin(run, slurm_job_id="12")
+    say("started", 0, at=0, step=0)
+    for node in range(2):
+        say("node-started", 0, node=node, host=f"n{node}")
+        attempt.alive_file(node).parent.mkdir(exist_ok=True)
+        attempt.alive_file(node).touch()
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + 3600 * hours)
+    assert describe(run, {"12": slurm_job("RUNNING")}).reason is None
+    os.utime(attempt.alive_file(1), (here() - 190,) * 2)
+    told = describe(run, {"12": slurm_job("RUNNING")}).reason
+    assert told is not None and told.startswith("no sign of life from n1 for 3 min")
+
+
 def test_when_slurm_expects_a_job_to_start_is_told(run: RunDirectory) -> None:
     add_slurm_job(run, "7")
     jobs = parse_queue("7|7|PENDING||Resources@2026-11-22T13:05:00|cluster_ddp x\n8|8|PENDING||Priority@N/A|\n")

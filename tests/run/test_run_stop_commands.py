@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_builders import begin, begin_dead, fake_slurm, hide
+from run_builders import begin, begin_dead, fake_slurm, hide, slurm_job
 
 from cluster_ddp.cli import stop as cli_stop
 from cluster_ddp.run.attempt import request_resume
@@ -75,6 +75,27 @@ def test_an_attempt_whose_nodes_have_ended_hears_that_it_is_not_to_be_queued_aga
     assert request is not None and request.reason == reason
     if command == "stop":
         assert f"attempt 0 of {run.id}, which has ended, not be followed by another" in done.stderr
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_run_that_waits_to_start_again_or_starts_is_stopped(
+    ddp: Ddp, run: RunDirectory, say: Say, tmp_path: Path, state: str
+) -> None:
+    """It was refused, with `cancel` as the only advice, though a stop a moment before would have held."""
+    attempt = begin_dead(run, slurm_job_id="7")
+    say("checkpoint", 0, step=10)
+    end_attempt(attempt)
+    say("requeued", 0, reason="preempted")
+    fake_slurm(tmp_path, "squeue", f"echo '7|7|{state}||BeginTime|cluster_ddp {run.id}'")
+    calls = fake_slurm(tmp_path, "scancel", "")
+    done = ddp("stop", run.id)
+    assert done.returncode == 0 and "which has ended, not be followed by another" in done.stderr, done.stderr
+    assert (calls.read_text() if calls.exists() else "") == ("--state=PENDING 7\n" if state == "PENDING" else "")
+    with pytest.raises(RunEnded, match="was stopped by a person"):
+        begin(run, slurm_job_id="7", restart_count=1)
+    assert describe(run, {"7": slurm_job("CANCELLED", run_id=run.id)}).state.value == "STOPPED"
+    request_resume(run, by="me")
+    begin(run, slurm_job_id="8")
 
 
 def test_stop_reaches_a_job_of_slurms_on_another_machine(ddp: Ddp, run: RunDirectory, tmp_path: Path) -> None:
