@@ -6,6 +6,7 @@ training is asked to save and end at once, and whether the job may be queued aga
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 from collections.abc import Callable
@@ -65,6 +66,8 @@ class EndOfJob:
         self._decide_at: float | None = None  # on the monotonic clock, when SIGKILL is near
         self._step_ended_at: float | None = None  # on the monotonic clock
         self._found_out_at: float | None = None  # on the monotonic clock, when it was clear what has ended the step
+        # What there was no room for, with when it ends on the monotonic clock: the stop request as it was last wanted.
+        self._unwritten: tuple[AttemptDirectory, str, float | None] | None = None
         self.reason: str | None = None
         self.lets_it_run = False
 
@@ -101,11 +104,13 @@ class EndOfJob:
     def job_step_has_ended(self) -> None:
         """Nobody is left who could be asked to stop: what comes from now on may end the job, but not the training."""
         self._step_ended_at = self._host.now()
+        self._unwritten = None
 
     def react_to_next(self, wait: float = _POLL_SECONDS) -> None:
         """React to the next news, if there is any before something else is due."""
         if self._ask_ahead_at is not None and self._host.now() >= self._ask_ahead_at:
             self.ask_ahead()
+        self._ask_again()
         if self._decide_at is not None:
             wait = min(wait, self._decide_at - self._host.now())
         news = self._host.next_news(wait)
@@ -197,11 +202,26 @@ class EndOfJob:
         self._leave_request(self._attempt, reason, seconds)
 
     def _leave_request(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
-        who = "SIGINT to the keeper" if reason == PERSON else "the keeper"
+        self._unwritten = None
         try:
-            request_stop(attempt, reason=reason, grace=seconds, by=f"{who} on {socket.gethostname()}")
+            self._request(attempt, reason, seconds)
         except OSError as error:
-            say(f"cannot ask training to stop: {error}")
+            say(f"cannot ask training to stop, and keeps trying: {error}")
+            self._unwritten = attempt, reason, None if seconds is None else self._host.now() + seconds
+
+    def _ask_again(self) -> None:
+        """Ask training to stop where there was no room for it before: it would hear of the end too late to save."""
+        if self._unwritten is None:
+            return
+        attempt, reason, ends_at = self._unwritten
+        with contextlib.suppress(OSError):
+            self._request(attempt, reason, None if ends_at is None else max(0.0, ends_at - self._host.now()))
+            self._unwritten = None
+            say("training has been asked to stop")
+
+    def _request(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
+        who = "SIGINT to the keeper" if reason == PERSON else "the keeper"
+        request_stop(attempt, reason=reason, grace=seconds, by=f"{who} on {socket.gethostname()}")
 
     @property
     def _asking(self) -> str:

@@ -297,6 +297,24 @@ def test_a_full_disk_that_takes_no_stop_file_loses_no_requeue(
     assert world.queued is queued and not world.faults
 
 
+def test_a_stop_for_which_there_is_no_room_is_asked_for_again(fast_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the warning: nothing else would tell training of the end before Slurm's SIGTERM."""
+    asked, ask = list[float](), end_of_job.request_stop
+
+    def full_for_a_while(*arguments: Any, **named: Any) -> Any:
+        if world.now < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        asked.append(world.now)
+        return ask(*arguments, **named)
+
+    monkeypatch.setattr(end_of_job, "request_stop", full_for_a_while)
+    life = Life(((10, "warning"), (100, "time limit")), lasts=1000, saves_in=60.0)
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
+    live(world)
+    assert world.queued and not world.faults
+    assert len(asked) == 1 and asked[0] <= 30 and world.now < 100
+
+
 def test_a_run_that_is_stopped_while_slurm_queues_it_again_leaves_the_queue(fast_disk: Path) -> None:
     _, worlds, status = play(fast_disk, [Life(((10, "requeue by Slurm"), (12, "stop")), saves_in=5.0)])
     assert (status.state.value, len(worlds)) == ("STOPPED", 1)
