@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dis
+import functools
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -65,13 +66,19 @@ class DerivedTrainer:
 
 def _own_attributes(trainer: Any) -> dict[str, Any]:
     """What neither Trainer sets in itself nor `ResumeExactly`."""
-    methods = [method for kind in Trainer.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
-    names = {at.argval for method in methods for at in dis.get_instructions(method) if at.opname == "STORE_ATTR"}
+    of_trainer = _set_by_trainer()
     return {
         name: value
         for name, value in vars(trainer).items()
-        if name not in names and not (callable(value) and hasattr(Trainer, name))
+        if name not in of_trainer and not (callable(value) and hasattr(Trainer, name))
     }
+
+
+@functools.cache
+def _set_by_trainer() -> frozenset[str]:
+    methods = [method for kind in Trainer.__mro__ for method in vars(kind).values() if isinstance(method, FunctionType)]
+    code = [at for method in methods for at in dis.get_instructions(method)]
+    return frozenset(at.argval for at in code if at.opname == "STORE_ATTR")
 
 
 def _plain(value: Any) -> Any:

@@ -71,7 +71,7 @@ def wait_for_name(
     Raises
     ------
     AddressError
-        It does not, in so many seconds.
+        It does not within so many seconds.
     """
     deadline, said = clock() + seconds, False
     while True:
@@ -81,8 +81,8 @@ def wait_for_name(
         except OSError as error:
             if clock() >= deadline:
                 raise AddressError(
-                    f"the address of the first node, {host}, does not resolve here, in {seconds:.0f} s: {error}\n"
-                    "    see /etc/hosts and DNS of this node"
+                    f"the address of the first node, {host}, did not resolve on {host_name()} within {seconds:.0f} s: "
+                    f"{error}\n    see /etc/hosts and DNS there"
                 ) from error
             if not said:
                 say(f"cluster-ddp: {host} does not resolve on {host_name()} ({error}): waiting for the name service")

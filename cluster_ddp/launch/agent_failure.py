@@ -53,7 +53,7 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             suspect=False,
         )
     if re.search(r"\d+ of \d+ nodes have met", words):
-        return AgentFailure(f"{words}; the others went on without it, or have failed", suspect=False)
+        return AgentFailure(f"{words}; the others went on without this node, or have failed", suspect=False)
     if status is not None and status < 0 and not own:
         return AgentFailure(f"torchrun was killed by signal {-status} before there were ranks", suspect=True)
     return AgentFailure(f"torchrun gave up before there were ranks: {words or 'its log is empty'}", suspect=True)

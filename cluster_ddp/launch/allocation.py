@@ -22,6 +22,7 @@ from cluster_ddp.slurm.control import (
     grace_time,
     kill_wait,
     requeue_job,
+    required_hosts,
     show_job,
     usable_nodes,
 )
@@ -198,11 +199,11 @@ class SlurmAllocation:
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         start = self._start
         try:
-            usable, (closed, required) = usable_nodes(start.partition), closed_hosts(start)
+            if not set(bad).isdisjoint(required_hosts(start.task)):
+                return False  # without them Slurm never starts it, and they cannot be taken off the list again
+            usable, closed = usable_nodes(start.partition), closed_hosts(start)
         except SlurmError:
             return False
-        if not set(bad).isdisjoint(required):
-            return False  # without them Slurm never starts it, and they cannot be taken off the list again
         return enough_others(usable, bad=bad, excluded=closed, nodes=start.nodes)
 
     @_unharmed()

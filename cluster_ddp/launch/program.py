@@ -304,11 +304,9 @@ def _own_address(spec: JobSpec, command: Sequence[str]) -> str:
     known = os.environ.get(ADDRESS_VARIABLE)
     if known:
         return known
-    master = option(command, "--rdzv-endpoint").rpartition(":")[0].strip("[]")
+    master = option(command, "--rdzv-endpoint").rpartition(":")[0].strip("[]") or LOOPBACK
     nodes = int(option(command, "--nnodes").rpartition(":")[2])
     interface = os.environ.get("NCCL_SOCKET_IFNAME") or spec.network.socket_ifname
-    if nodes > 1:
-        wait_for_name(
-            master or LOOPBACK, min(_NAME_SECONDS, spec.launch.join_timeout / 2)
-        )  # the others wait for this one
-    return local_address(master or LOOPBACK, nodes=nodes, interface=interface)
+    if nodes > 1:  # not to the end of join_timeout, for which the others wait for this one
+        wait_for_name(master, min(_NAME_SECONDS, spec.launch.join_timeout / 2))
+    return local_address(master, nodes=nodes, interface=interface)

@@ -140,8 +140,8 @@ def _ended(
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
         return outcome.ending.state, (
-            f"{outcome.why}; Slurm has forgotten its job {last.slurm_job_id}: that ended long ago, or the controller "
-            f"was started anew without what it knew. To go on: cluster-ddp resume {history.run.id}"
+            f"{outcome.why}; Slurm has forgotten its job {last.slurm_job_id}: it ended long ago, or slurmctld "
+            f"was restarted without its saved state. To go on: cluster-ddp resume {history.run.id}"
         )
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why

@@ -97,29 +97,36 @@ def taken_hosts(start: SlurmStart) -> list[str]:
     if job is None or job.state not in LETS_RUN or job.restarts != str(start.restart_count) or not job.nodes:
         return []
     try:
-        return [host for host in start.hosts if host not in expand(job.nodes)]
+        has_now = set(expand(job.nodes))
     except NodeListError:
         return []
+    return [host for host in start.hosts if host not in has_now]
 
 
-def closed_hosts(start: SlurmStart) -> tuple[list[str], list[str]]:
-    """The hosts that are closed to a job, and those that it requires by name.
+def required_hosts(task: str) -> list[str]:
+    """The hosts that a job asks for by name."""
+    job = _job(task)
+    return _hosts(job.required) if job else []
 
-    Closed are those that it excludes, and the nodes of its partition that are unlike all of its present ones in what it
-    asks for: the features that it names, or the GPUs where it asks for some.
+
+def closed_hosts(start: SlurmStart) -> list[str]:
+    """The hosts that are closed to a job.
+
+    Those that it excludes, and the nodes of its partition that are unlike all of its present ones in what it asks for:
+    the features that it names, or the GPUs where it asks for some.
     """
     job = _job(start.task)
     if job is None:
-        return [], []
-    named, closed = set(re.findall(r"[\w.-]+", job.features)), _hosts(job.excluded)
+        return []
+    named, closed = frozenset(re.findall(r"[\w.-]+", job.features)), _hosts(job.excluded)
     if named or job.gres:
-        kinds = {
-            host: (named & set(features.split(",")), re.sub(r"\(.*?\)", "", gres) if job.gres else "")
+        kinds = {  # of GPUs without their sockets, as in gpu:a100:4(S:0-1)
+            host: (named.intersection(features.split(",")), re.sub(r"\(.*?\)", "", gres) if job.gres else "")
             for host, features, gres in _kinds(start.partition)
         }
-        present = [kinds[host] for host in start.hosts if host in kinds]
+        present = {kinds[host] for host in start.hosts if host in kinds}
         closed += [host for host, kind in kinds.items() if kind not in present]
-    return closed, _hosts(job.required)
+    return closed
 
 
 def _kinds(partition: str) -> list[list[str]]:

@@ -13,8 +13,8 @@ _PLAIN = {
     "DependencyNeverSatisfied": "never starts: the job that it depends on has not ended as it should",
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes",
     "PartitionTimeLimit": "does not start: the partition allows less time",
-    "BadConstraints": "never starts: no nodes have what it asks for, left aside those that it excludes; cancel it, and "
-    "resume the run in another job",
+    "BadConstraints": "never starts: no nodes have what it asks for, apart from those that it excludes; cancel the run "
+    "and resume it, as a new job",
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
     "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
     "InvalidAccount": "does not start: its account is no longer there; ask whoever runs the cluster",

@@ -44,6 +44,7 @@ def parse_job(answer: str) -> ShownJob | None:
     if not {"JobState", "Restarts"} <= fields.keys():
         return None
     lists = {name: fields.get(name, "") for name in ("ExcNodeList", "ReqNodeList", "NodeList")}
+    features = fields.get("Features", "")  # may begin with a bracket of its own, as in (a|b)&c
     excluded, required, nodes = ("" if shown.startswith("(") else shown for shown in lists.values())  # (null)
     return ShownJob(
         state=fields.get("JobState", ""),
@@ -56,7 +57,7 @@ def parse_job(answer: str) -> ShownJob | None:
         excluded=excluded,
         required=required,
         nodes=nodes,
-        features="" if (features := fields.get("Features", "")).startswith("(null") else features,
+        features="" if features.startswith("(null") else features,
         gres=fields.get("TresPerNode", ""),
         qos=fields.get("QOS", ""),
     )

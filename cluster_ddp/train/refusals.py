@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -263,7 +263,7 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refuse_divided(what: str, different: list[str]) -> None:
+def _refuse_divided(what: str, different: list[str]) -> NoReturn:
     raise TaskError(
         f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
         "    the optimizer keeps a state of its own on each rank, as those that divide the work among the ranks; "

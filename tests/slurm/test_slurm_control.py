@@ -60,7 +60,7 @@ def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]
         f"[[ $2 == job ]] && echo 'JobId=7 JobState=RUNNING Restarts=0 ExcNodeList={known} X=y'\n"
         "[[ $2-$3 == hostnames-'[c-d]' ]] && printf 'c\nd\n'\ntrue",
     )
-    assert closed_hosts(START) == (hosts, [])
+    assert closed_hosts(START) == hosts
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_hosts_that_lack_what_a_job_asks_for_are_closed_to_it(slurm: Path, asked
     )  # fmt: skip
     stand_in(slurm, "sinfo", "echo 'Welcome!'\n" + "\n".join(f"echo '{node}'" for node in nodes))
     start = replace(START, node_list="n[1-2]", nodes=2)
-    assert closed_hosts(start) == (closed, [])
+    assert closed_hosts(start) == closed
 
 
 def test_a_greeting_of_scontrol_is_no_host(slurm: Path) -> None:
     job = "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=c[1-2] X=y"
     stand_in(slurm, "scontrol", f"echo 'Welcome to the cluster!'; [[ $2 == job ]] && echo '{job}'\ntrue")
-    assert closed_hosts(START) == (["c1", "c2"], [])
+    assert closed_hosts(START) == ["c1", "c2"]
 
 
 def test_a_node_in_two_states_is_one(slurm: Path) -> None:

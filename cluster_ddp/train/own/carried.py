@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.program import running_frames, running_variables, variables_of
 from cluster_ddp.train.own.values import has_tensors, look_of
 
 _ACCESS = re.compile("LOAD|STORE|DELETE")
@@ -74,16 +74,13 @@ def _of_environments() -> str:
     """What is to be said of the environments of the loop, of gymnasium's kind, that it goes on with as well."""
     found = {
         name
-        for frame in running_frames()
-        for name, value in variables_of(frame).items()
+        for name, value in running_variables()
         if not _ENVIRONMENTS.isdisjoint(kind.__name__ for kind in type(value).__mro__)
     }
     if not found:
         return ""
     names = ", ".join(sorted(found))
-    return (
-        f". The state of {names} starts over as well: begin each step with reset(seed=...), by a seed from its number"
-    )
+    return f". The state of {names} starts over as well: begin each step with reset(seed=...), seeded by its number"
 
 
 def _carried(code: CodeType, at: int) -> list[str]:

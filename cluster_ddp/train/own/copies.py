@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import reachable, running_frames, variables_of
+from cluster_ddp.train.own.program import reachable, running_variables
 from cluster_ddp.train.own.values import has_values, sampled
 
 _DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
@@ -71,8 +71,7 @@ class Copies:
         of_optimizers = {
             id(part) for _, part in reachable((("", own) for own in self._handed.optimizers), _IN_OPTIMIZER)
         }
-        variables = [item for frame in running_frames() for item in variables_of(frame).items()]
-        for name, holder in reachable(variables, _DEPTH):
+        for name, holder in reachable(running_variables(), _DEPTH):
             values = holder.values() if isinstance(holder, dict) else holder
             if not isinstance(holder, (dict, list)) or len(values) < len(self._weights) or id(holder) in of_optimizers:
                 continue

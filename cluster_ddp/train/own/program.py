@@ -40,6 +40,11 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def running_variables() -> list[tuple[str, Any]]:
+    """The variables of all functions that run now, by name."""
+    return [item for frame in running_frames() for item in variables_of(frame).items()]
+
+
 def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[str, Any]]:
     """What objects hold in attributes, lists and dicts, by a name for people, and they themselves.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import reachable, running_frames, variables_of
+from cluster_ddp.train.own.program import reachable, running_variables
 from cluster_ddp.train.own.values import has_tensors
 
 _Queue = collections.deque[Any] | list[Any]
@@ -53,8 +53,8 @@ class Queues:
             self._warn(
                 f"steps put tensors into {', '.join(names)}, which no checkpoint holds: a resume begins with what the "
                 "program puts there before the loop, and is exact only where no step depends on it. Keep it, as by "
-                "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop; a list "
-                "in an object by run.keep(images=pool.images) before the loop, and the object may go on to change it"
+                "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop; a "
+                "list that an object fills by run.keep(images=pool.images) before the loop, where it stays in place"
             )
 
     def _found(self) -> list[tuple[str, _Queue]]:
@@ -65,8 +65,7 @@ class Queues:
     def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
         handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others)]
         held = {id(part) for _, part in (*reachable(handed, _DEPTH_OF_HANDED), *self._kept.values.items())}
-        variables = [item for frame in running_frames() for item in variables_of(frame).items()]
-        for name, found in reachable(variables, _DEPTH):
+        for name, found in reachable(running_variables(), _DEPTH):
             if _is_queue(name, found) and found and has_tensors(found[-1]) and id(found) not in held:
                 yield name, found
 

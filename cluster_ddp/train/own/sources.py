@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import reachable, running_frames, variables_of
+from cluster_ddp.train.own.program import reachable, running_variables
 
 _DEPTH = 2  # of a variable: its value, and that one's attributes
 _GIVES = ("__next__", "next_batch")
@@ -65,8 +65,7 @@ class Sources:
         return []
 
     def _of_the_loop(self) -> Iterator[tuple[str, Any]]:
-        variables = [item for frame in running_frames() for item in variables_of(frame).items()]
-        for name, found in reachable(variables, _DEPTH):
+        for name, found in reachable(running_variables(), _DEPTH):
             if isinstance(found, GeneratorType):
                 if not found.gi_running and not any(isinstance(part, _TOLD_ELSEWHERE) for part in _held(found)):
                     yield name, found

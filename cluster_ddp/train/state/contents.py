@@ -15,9 +15,9 @@ _SAMPLE = 4096  # elements of a larger one
 
 
 def contents(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """A number for each, by its name, that is another when its elements are; of large ones on the CPU, when many are.
+    """A digest of the elements of each tensor, by its name; of a large one on the CPU that of a sample of them.
 
-    Those of which nothing can be seen are left out.
+    Tensors whose elements cannot be read so are left out.
     """
     found: dict[str, int] = {}
     elsewhere: dict[torch.device, dict[str, Tensor]] = collections.defaultdict(dict)

@@ -66,9 +66,9 @@ class Packer:
             return {_MARK: "dtype", "of": str(value).removeprefix("torch.")}
         if kind is bytes:  # as the optimizers of heavyball give their schedule
             raise TaskError(
-                f"{name} is of bytes, which a checkpoint does not hold, for most are pickled and could run code when "
-                "they are read: keep tensors, numbers or strings; in the place of an optimizer of a library that keeps "
-                "such bytes give another"
+                f"{name} is of bytes, which a checkpoint does not hold, since they are mostly pickled and could run "
+                "code when they are read: keep tensors, numbers or strings. Where a library's optimizer keeps them, "
+                "take another optimizer"
             )
         if kind not in _KINDS:
             raise TaskError(
