@@ -20,12 +20,16 @@ def silent_nodes(history: History) -> str | None:
     if history.last is None:
         return None
     attempt = history.run.attempt(history.last.number)
-    silent: dict[str, float] = {}
+    touched: dict[str, float] = {}
     for event in history.of_attempt(attempt.number, NODE_STARTED):
         node = event.get("node")
-        seconds = _silent_for(attempt, node) if isinstance(node, int) else 0.0
-        if seconds > _SILENT_SECONDS:
-            silent[str(event.get("host") or f"node {node}")] = seconds
+        if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
+            host = str(event.get("host") or f"node {node}")
+            touched[host] = min(moment, touched.get(host, moment))
+    now = time.time()
+    if not all(-_SAME_CLOCK_SECONDS < now - moment <= _SILENT_SECONDS for moment in touched.values()):
+        now = _storage_time(attempt)
+    silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
     if not silent:
         return None
     names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
@@ -35,16 +39,12 @@ def silent_nodes(history: History) -> str | None:
     )
 
 
-def _silent_for(attempt: AttemptDirectory, node: int) -> float:
-    """Seconds since a node program touched its file; 0 where it has signed off or not started yet."""
+def _touched(attempt: AttemptDirectory, node: int) -> float | None:
+    """When a node program has touched its file; None where it has signed off or not started yet."""
     try:
-        touched = attempt.alive_file(node).lstat().st_mtime
+        return attempt.alive_file(node).lstat().st_mtime
     except OSError:
-        return 0.0
-    seconds = time.time() - touched
-    if -_SAME_CLOCK_SECONDS < seconds <= _SILENT_SECONDS:
-        return seconds
-    return _storage_time(attempt) - touched
+        return None
 
 
 def _storage_time(attempt: AttemptDirectory) -> float:

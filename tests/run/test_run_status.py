@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -88,9 +89,11 @@ def test_a_storage_whose_clock_is_not_this_machines_makes_no_node_silent_and_hid
         say("node-started", 0, node=node, host=f"n{node}")
         attempt.alive_file(node).parent.mkdir(exist_ok=True)
         attempt.alive_file(node).touch()
-    here = time.time
+    here, made, temporary_file = time.time, [], tempfile.TemporaryFile
     monkeypatch.setattr(time, "time", lambda: here() + 3600 * hours)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **where: made.append(where) or temporary_file(**where))
     assert describe(run, {"12": slurm_job("RUNNING")}).reason is None
+    assert len(made) == 1  # and not one for each node
     os.utime(attempt.alive_file(1), (here() - 190,) * 2)
     told = describe(run, {"12": slurm_job("RUNNING")}).reason
     assert told is not None and told.startswith("no sign of life from n1 for 3 min")
