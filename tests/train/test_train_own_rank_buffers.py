@@ -19,8 +19,9 @@ def train(*places: Path) -> None:
         with join_run() as run:
             torch.manual_seed(5)
             model = DistributedDataParallel(model_of(), broadcast_buffers=is_sent)
+            unused = DistributedDataParallel(model_of(), broadcast_buffers=is_sent)  # whose buffers have the same names
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in run.steps(6, model=model, optimizer=optimizer):
+            for _ in run.steps(6, model=model, unused=unused, optimizer=optimizer):
                 with model.no_sync():
                     model(torch.randn(4, 6)).square().mean().backward()
                 model(torch.randn(4, 6)).square().mean().backward()

@@ -36,8 +36,9 @@ class RankBuffers:
         """Call after the second step, on all ranks."""
         if not self._wrapped:
             return
-        first, *others = all_gather_object({name: look for model in self._wrapped for name, look in _own_of(model)})
-        if differing := sorted({name for other in others for name, look in first.items() if other.get(name) != look}):
+        own = {(at, name): look for at, model in enumerate(self._wrapped) for name, look in _own_of(model)}
+        first, *others = all_gather_object(own)
+        if differing := sorted({key[1] for other in others for key, look in first.items() if other.get(key) != look}):
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
             self._warn(
                 f"each rank has buffers of its own: {', '.join(differing[:_SHOWN])}{more}. A checkpoint holds those of "
