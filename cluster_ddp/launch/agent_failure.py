@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_ddp.launch.logs import last_lines
+from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 
 _MAX_WORDS = 400
@@ -16,6 +19,8 @@ _LOG_LINES = 200
 _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
 # torchrun's own summaries of an error that stands above them.
 _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
+_TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
+_MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             f"the address of the first node, {host}, does not resolve here: {words}; see its /etc/hosts and DNS",
             suspect=True,
         )
+    if _TOO_MANY_FILES.search(words):
+        return AgentFailure(
+            f"torchrun gave up before there were ranks: {words}; {_MORE_FILES}", node_allows_fewer_files()
+        )
     if re.search(r"RendezvousTimeoutError|waiting for clients|client socket has timed out", everything):
         return AgentFailure(
             f"not all nodes came to {endpoint} within {join_timeout:.0f} s (launch.join_timeout): {words}; a node that "
@@ -67,6 +76,14 @@ def explain(error: Exception, run: RunDirectory) -> str:
         return str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error}; make room there (a quota counts, too), or set TMPDIR to another folder"
+    if error.errno == errno.EMFILE:
+        return f"{error}; {_MORE_FILES}"
     if str(error.filename or "").startswith(str(run.path)):
         return f"{error}; the runs folder {_SHARED}"
     return str(error)
+
+
+def node_allows_fewer_files() -> bool:
+    """Whether a process may open fewer files here than the job's keeper may: else the limit is the job's own."""
+    keepers = os.environ.get(OPEN_FILES_VARIABLE, "")
+    return keepers.isdecimal() and resource.getrlimit(resource.RLIMIT_NOFILE)[0] < int(keepers)

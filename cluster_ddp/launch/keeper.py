@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ from cluster_ddp.launch.lost_nodes import record_failed_nodes
 from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
+from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
@@ -191,6 +193,7 @@ class Keeper:
         """Run the step until it ends, or until there is no time left to wait for it."""
         command, environment = self._job_step, self._allocation.environment()
         start = self._allocation.start
+        environment[OPEN_FILES_VARIABLE] = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         try:
             port = None
             if leaves_port_open(command):

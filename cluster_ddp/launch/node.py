@@ -7,13 +7,14 @@ lost agents, and records what happened. Slurm, submitit, local and manual starts
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.launch.agent_failure import explain
+from cluster_ddp.launch.agent_failure import explain, node_allows_fewer_files
 from cluster_ddp.launch.program import NodeProgram
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name, limit_umask
@@ -60,8 +61,14 @@ def main(arguments: Sequence[str]) -> int:
 def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
     """Record and print why this node cannot take part; where it cannot write, the keeper records it."""
     host, words = host_name(), explain(error, run)
+    of_the_job = isinstance(error, OSError) and error.errno == errno.EMFILE and not node_allows_fewer_files()
     EventWriter(run, on_this_host("node")).write(
-        NODE_FAILED, attempt=attempt, node=node_rank, host=host, error=f"it cannot start: {words}", suspect=True
+        NODE_FAILED,
+        attempt=attempt,
+        node=node_rank,
+        host=host,
+        error=f"it cannot start: {words}",
+        suspect=not of_the_job,
     )
     say(f"cluster-ddp: node {host} cannot start: {words}")  # the last line is what the keeper tells
     return 1 if isinstance(error, OSError) else error.exit_status

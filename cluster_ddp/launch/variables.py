@@ -7,3 +7,4 @@ HEARTBEAT_VARIABLE = "CLUSTER_DDP_HEARTBEAT"  # the node's heartbeat file; also 
 ADDRESS_VARIABLE = "CLUSTER_DDP_LOCAL_ADDR"  # the address that the other nodes reach this one by, if it is known
 TERMINAL_VARIABLE = "CLUSTER_DDP_TERMINAL"  # the terminal that rank 0 may draw a progress bar on
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"  # set: nothing is imported from the current folder (Python 3.11)
+OPEN_FILES_VARIABLE = "CLUSTER_DDP_OPEN_FILES"  # how many files the keeper may open, a limit that Slurm passes on

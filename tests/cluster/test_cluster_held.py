@@ -58,3 +58,21 @@ def test_held_after_a_prolog_that_failed(cluster: SlurmCluster, tmp_path: Path, 
     with cluster.configured("Prolog=/bin/false"):
         training = submit(cluster, tmp_path, "--via", via, launch=NOTHING_TRAINS)
         assert "(launch failed requeued held)" in held(training)
+
+
+@both_ways
+def test_held_after_starts_that_a_node_refused(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
+    """MaxBatchRequeue, which Slurm has since 24.05; before, it holds such a job at once."""
+    limit = ["MaxBatchRequeue=1"] if cluster.version >= (24, 5) else []
+    with cluster.configured(*limit):
+        training = submit(cluster, tmp_path, "--via", via, launch=NOTHING_TRAINS, slurm={"extra": {"hold": True}})
+        folders = [cluster.folder / f"spool-{node}" / f"job{training.job:05}" for node in cluster.nodes]
+        for folder in folders:
+            folder.write_text("a file where slurmd makes the job's folder")
+        try:
+            cluster.run("scontrol", "release", str(training.job))
+            cluster.wait_for(lambda: cluster.job_info(training.job)["Restarts"] != "0", PATIENCE, "it is queued again")
+            assert ("(launch failure limit exceeded" if limit else "(launch failed") in held(training)
+        finally:
+            for folder in folders:
+                folder.unlink()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from cluster_ddp.launch.agent_failure import agent_failure, explain
 from cluster_ddp.launch.job_step_output import JobStepOutput
+from cluster_ddp.launch.node import _did_not_start
 from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
 from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
 
 
 def test_people_see_the_lines_without_labels_and_the_last_of_each_task_is_kept() -> None:
@@ -152,6 +155,24 @@ def test_why_an_agent_gave_up(tmp_path: Path, log: str, words: str, suspect: boo
     found = agent_failure(tmp_path / "agent.log", 1, "n1:20077", 20)
     assert words in found.error
     assert found.suspect is suspect
+
+
+@pytest.mark.parametrize(("more", "suspect"), [(0, False), (1, True)])
+def test_a_node_that_may_open_as_few_files_as_the_job_is_not_suspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, suspect: bool
+) -> None:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    monkeypatch.setenv("CLUSTER_DDP_OPEN_FILES", str(allowed + more))
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/tmp/0/stdout.log")
+    (tmp_path / "agent.log").write_text(f"OSError: {error}\n")
+    run = RunDirectory(tmp_path / "runs" / "a")
+    run.events.mkdir(parents=True)
+    run.record_file.touch()
+    found = agent_failure(tmp_path / "agent.log", 1, "n1:20077", 20)
+    _did_not_start(run, 0, 0, error)
+    told = read_events(run)[-1]
+    assert "ulimit -n" in found.error and "ulimit -n" in told["error"]
+    assert (found.suspect, told["suspect"]) == (suspect, suspect)
 
 
 def test_what_a_node_says_that_cannot_use_the_runs_folder(tmp_path: Path) -> None:
