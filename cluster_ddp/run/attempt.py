@@ -16,6 +16,7 @@ from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import add_slurm_job, update_record
+from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
 
 KEY_BYTES = 32  # of the key by which the nodes of an attempt know each other
@@ -89,7 +90,20 @@ def begin_attempt(
     if slurm_job_id is not None:
         add_slurm_job(run, slurm_job_id)
     update_record(run, nodes=nodes, procs=procs)
+    if last is not None and last.number >= history.first_number:
+        _take_over_stop(run.attempt(last.number), run.attempt(number))
     return run.attempt(number)
+
+
+def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
+    """Let a stop hold that a person has asked for while the attempt began, and that may have gone to the one before."""
+    asked = read_stop(last)
+    if asked is None or asked.reason not in FINAL_REASONS:
+        return
+    try:
+        request_stop(attempt, reason=asked.reason, level=asked.level, by=asked.by)
+    except OSError as error:
+        raise RunError(f"the run was asked to stop, which cannot be written to {attempt.path}: {error}") from error
 
 
 def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:

@@ -12,6 +12,7 @@ import pytest
 from run_builders import begin, begin_dead, fake_slurm, hide, slurm_job
 
 from cluster_ddp.cli import stop as cli_stop
+from cluster_ddp.run import attempt as run_attempt
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -53,6 +54,20 @@ def test_stop_reaches_an_attempt_that_begins_meanwhile(run: RunDirectory, monkey
     cli_stop.stop_run(run, status)
     request = read_stop(run.attempt(1))
     assert request is not None and request.reason == "person"
+
+
+def test_a_stop_that_comes_while_the_next_attempt_begins_holds(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, publish = begin_dead(run, slurm_job_id="7"), run_attempt._publish
+
+    def after_a_stop(*arguments: Any) -> bool:
+        request_stop(ended, reason="person", by="me")
+        return publish(*arguments)
+
+    monkeypatch.setattr(run_attempt, "_publish", after_a_stop)
+    request = read_stop(begin(run, slurm_job_id="7", restart_count=1))
+    assert request is not None and (request.reason, request.by) == ("person", "me")
 
 
 @pytest.mark.parametrize("delayed", [False, True])
