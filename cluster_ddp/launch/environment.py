@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _OF_ANOTHER_TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|TORCHELASTIC_\w+|PET_\w+"
 )
-# The agent handles SIGPROF only, which nobody sends: it must survive the others (see agent.py).
+# The agent handles SIGPROF only, which hardly anybody sends: it must survive the others (see agent.py).
 _AGENT_SIGNALS = "SIGPROF"
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SHORTEST_SHUTDOWN_SECONDS = 30  # torchrun's own default

@@ -93,19 +93,17 @@ def record_failed_nodes(
         writer.write(NODE_FAILED, attempt=attempt.number, host=host, error=error, suspect=True)
 
 
-def _record_taken_nodes(
-    history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart
-) -> list[str]:
-    """Record the nodes that were taken from the job, whose node programs Slurm has killed: nothing is wrong with them.
+def _record_taken_nodes(history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart) -> bool:
+    """Record nodes that were taken from the job, whose node programs Slurm has killed; False when none was.
 
-    The job starts again with as many nodes as it has asked for.
+    Nothing is wrong with them. The job starts again with as many nodes as it has asked for.
     """
     silent = _silent(history, attempt.number)
     taken = [host for host in taken_hosts(start) if host in silent] if silent else []
     for host in taken:
         reason = f"node {host} was taken from the job while it ran (scontrol update NumNodes=...)"
         writer.write(NODE_TAKEN, attempt=attempt.number, node=silent[host].get("node"), host=host, reason=reason)
-    return taken
+    return bool(taken)
 
 
 def _silent(history: History, number: int) -> dict[str, Event]:

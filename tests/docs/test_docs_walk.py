@@ -67,7 +67,8 @@ def test_the_walk(cluster: SlurmCluster, tmp_path: Path) -> None:
         return [row["state"] for row in (found if isinstance(found, list) else [found])]
 
     def evaluated() -> bool:
-        return any("val/accuracy" in file.read_text() for file in tmp_path.glob("cluster_ddp_runs/job-*/metrics.jsonl"))
+        logs = tmp_path.glob("cluster_ddp_runs/job-*/attempts/*/node-0.log")  # a moment after metrics.jsonl
+        return any("val/accuracy" in log.read_text() for log in logs)
 
     by_hand: list[tuple[Typed, subprocess.Popen[str]]] = []
     for command in typed():

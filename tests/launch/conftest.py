@@ -15,10 +15,17 @@ from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.processes import is_alive, kill_all
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.run.attempt import begin_attempt
-from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.runs import create_run
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> RunDirectory:
+    """A run that nothing has happened to."""
+    job = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits")
+    return create_run(job, runs_dir=tmp_path, via="sbatch", script="#!/bin/bash\n")
 
 
 @pytest.fixture
