@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,5 +84,7 @@ def explain(error: Exception, run: RunDirectory) -> str:
 
 def node_allows_fewer_files() -> bool:
     """Whether a process may open fewer files here than the job's keeper may: else the limit is the job's own."""
+    import resource  # not on Windows, where this package is a library only
+
     keepers = os.environ.get(OPEN_FILES_VARIABLE, "")
     return keepers.isdecimal() and resource.getrlimit(resource.RLIMIT_NOFILE)[0] < int(keepers)

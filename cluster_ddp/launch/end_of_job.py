@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 from collections.abc import Callable
 
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.launch.batch_host import Answer, BatchHost, News, Signal, say
 from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.launch.queueing import ENDLESS_SECONDS
+from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
 from cluster_ddp.run.history import read_history
@@ -221,7 +221,7 @@ class EndOfJob:
 
     def _request(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
         who = "SIGINT to the keeper" if reason == PERSON else "the keeper"
-        request_stop(attempt, reason=reason, grace=seconds, by=f"{who} on {socket.gethostname()}")
+        request_stop(attempt, reason=reason, grace=seconds, by=f"{who} on {host_name()}")
 
     @property
     def _asking(self) -> str:

@@ -17,7 +17,6 @@ import argparse
 import os
 import resource
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from cluster_ddp.launch.notice import NOTICE_SECONDS, give_notice
 from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
-from cluster_ddp.process import fast_exit, limit_umask
+from cluster_ddp.process import fast_exit, host_name, limit_umask
 from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -247,7 +246,7 @@ class Keeper:
     def _host_name(self) -> str:
         """What Slurm calls this host."""
         start = self._allocation.start
-        return (start.batch_host if start else "") or socket.gethostname()
+        return (start.batch_host if start else "") or host_name()
 
     @property
     def _writer(self) -> str:

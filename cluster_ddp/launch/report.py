@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
-import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from cluster_ddp.job.secrets import is_secret_name, without_password
 from cluster_ddp.launch.environment import NodeEnvironment, usable_cpus
 from cluster_ddp.launch.ranks import LocalRanks
+from cluster_ddp.process import host_name
 from cluster_ddp.run.record import package_versions
 from cluster_ddp.run.storage import Storage, write_json
 
@@ -66,7 +66,7 @@ def report(
 ) -> dict[str, Any]:
     shown = {name: value for name, value in sorted(environment.variables.items()) if name.startswith(_REPORTED)}
     return {
-        "host": socket.gethostname(),
+        "host": host_name(),
         "node_rank": node_rank,
         "system": platform.platform(),
         "cpus": usable_cpus(),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import ASK_TO_END, present
+from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter
 from cluster_ddp.run.stopfile import (
@@ -70,7 +70,7 @@ class Stopping:
             **dict.fromkeys((*present("SIGUSR1", "SIGUSR2"), warning), TIME_LIMIT),
             signal.SIGINT: PERSON,
         }
-        self._by = f"node {node_rank} ({socket.gethostname()})"
+        self._by = f"node {node_rank} ({host_name()})"
         self.reason: str | None = None
         self.level = 0
         self.since: float | None = None

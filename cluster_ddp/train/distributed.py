@@ -32,6 +32,7 @@ from cluster_ddp.job import load_resolved
 from cluster_ddp.launch.ports import job_port
 from cluster_ddp.launch.variables import RUN_VARIABLE
 from cluster_ddp.network import DEFAULT_TIMEOUT, resolve
+from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.errors import DistributedError
 
@@ -278,7 +279,7 @@ def describe_ranks(world: World) -> list[str]:
     device = world.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     hosts: dict[tuple[str, str], list[str]] = {}
-    for rank, place in enumerate(all_gather_object((platform.node(), kind))):
+    for rank, place in enumerate(all_gather_object((host_name(), kind))):
         hosts.setdefault(place, []).append(str(rank))
     return [f"rank {', '.join(ranks)}: {kind} on {host}" for (host, kind), ranks in hosts.items()]
 
