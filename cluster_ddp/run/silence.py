@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 
 from cluster_ddp.run.directory import AttemptDirectory
@@ -11,7 +9,6 @@ from cluster_ddp.run.events import NODE_STARTED
 from cluster_ddp.run.history import History
 
 _SILENT_SECONDS = 120.0  # they give one every few seconds; network storage may show it a minute late
-_SAME_CLOCK_SECONDS = 5.0
 _NAMED = 3
 
 
@@ -26,9 +23,7 @@ def silent_nodes(history: History) -> str | None:
         if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
             host = str(event.get("host") or f"node {node}")
             touched[host] = min(moment, touched.get(host, moment))
-    now = time.time()
-    if not all(-_SAME_CLOCK_SECONDS < now - moment <= _SILENT_SECONDS for moment in touched.values()):
-        now = _storage_time(attempt)
+    now = max([time.time(), *touched.values()])  # the storage has a clock of its own, which may be ahead
     silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
     if not silent:
         return None
@@ -45,12 +40,3 @@ def _touched(attempt: AttemptDirectory, node: int) -> float | None:
         return attempt.alive_file(node).lstat().st_mtime
     except OSError:
         return None
-
-
-def _storage_time(attempt: AttemptDirectory) -> float:
-    """The time by the clock that gives files theirs; this machine's, where nothing can be written."""
-    try:
-        with tempfile.TemporaryFile(dir=attempt.path) as file:
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return time.time()
