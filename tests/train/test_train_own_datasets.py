@@ -17,7 +17,8 @@ from train_ranks import preload, run_ranks
 
 from cluster_ddp.train.distributed import find_world
 
-pytestmark = pytest.mark.datasets
+# Each takes seconds. With pyarrow's threads a fork of CPython 3.11 hangs now and then.
+pytestmark = [pytest.mark.datasets, pytest.mark.timeout(120)]
 SHARDS, ROWS = 8, 12  # of a file
 
 
