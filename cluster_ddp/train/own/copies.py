@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import reachable, running_variables
+from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import has_values, sampled
 
 _DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
@@ -59,9 +58,7 @@ class Copies:
             )
 
     def _found(self) -> list[tuple[str, Any, list[Tensor]]]:
-        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
-            return list(self._like_the_weights())
-        return []
+        return found_or_nothing(self._like_the_weights())
 
     def _like_the_weights(self) -> Iterator[tuple[str, Any, list[Tensor]]]:
         wanted = Counter(weight.shape for weight in self._weights)

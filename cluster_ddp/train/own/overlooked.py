@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import drawn_to
-from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.own.program import found_or_nothing, running_frames, variables_of
 from cluster_ddp.train.own.twins import COPIES
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
@@ -82,9 +82,7 @@ class Overlooked:
         holders: list[Any] = []
         for frame in running_frames():
             holders += [*variables_of(frame).values(), *frame.f_globals.values()]
-        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
-            return [found for found in OwnGenerators(*holders, depth=_DEPTH) if id(found) not in seeded]
-        return []
+        return [found for found in found_or_nothing(_generators_in(holders)) if id(found) not in seeded]
 
     def _tell_modules(self, changed: list[nn.Module]) -> None:
         inner = {id(part) for module in changed for part in module.modules() if part is not module}
@@ -101,6 +99,10 @@ class Overlooked:
                 "holds: a resume is exact only where no step depends on it. Draw from the global generators of torch, "
                 "random and NumPy, which are seeded for each step, or make one in each step, seeded by run.step"
             )
+
+
+def _generators_in(holders: list[Any]) -> Iterator[Any]:
+    yield from OwnGenerators(*holders, depth=_DEPTH)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.utils.data as torch_data
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from cluster_ddp.train.inner_parts import inner_parts
 
 _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, torch_data.DataLoader, str, int, float)
+_Found = TypeVar("_Found")
 _OURS = __name__.partition(".")[0]
 _WIDTH = 2000  # parts of a list or dict that are looked through
 _MOST = 50_000  # parts of one depth: 0.1 s
@@ -43,6 +45,13 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 def running_variables() -> list[tuple[str, Any]]:
     """The variables of all functions that run now, by name."""
     return [item for frame in running_frames() for item in variables_of(frame).items()]
+
+
+def found_or_nothing(search: Iterator[_Found]) -> list[_Found]:
+    """What a search through a program finds; nothing where a proxy fails, which does much when asked what it is."""
+    with contextlib.suppress(Exception):
+        return list(search)
+    return []
 
 
 def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import reachable, running_variables
+from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import has_tensors
 
 _Queue = collections.deque[Any] | list[Any]
@@ -58,9 +57,7 @@ class Queues:
             )
 
     def _found(self) -> list[tuple[str, _Queue]]:
-        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
-            return list(self._of_the_loop())
-        return []
+        return found_or_nothing(self._of_the_loop())
 
     def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
         handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.own.kept import KeptNumbers
-from cluster_ddp.train.own.program import reachable, running_variables
+from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 
 _DEPTH = 2  # of a variable: its value, and that one's attributes
 _GIVES = ("__next__", "next_batch")
@@ -60,9 +59,7 @@ class Sources:
             )
 
     def _found(self) -> list[tuple[str, Any]]:
-        with contextlib.suppress(Exception):  # of proxies, which do much when they are asked what they are
-            return list(self._of_the_loop())
-        return []
+        return found_or_nothing(self._of_the_loop())
 
     def _of_the_loop(self) -> Iterator[tuple[str, Any]]:
         for name, found in reachable(running_variables(), _DEPTH):
