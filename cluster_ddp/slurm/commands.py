@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.slurm.refusals import advice
-from cluster_ddp.slurm.shell_options import without_overridden
+from cluster_ddp.slurm.shell_options import without_filters, without_overridden
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
 QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
@@ -173,7 +173,7 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
 def query_own_jobs(*, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
     """All jobs of this user that Slurm knows, by one call of squeue; `SlurmError` as from `query_jobs`."""
     require("squeue")
-    command = ["squeue", "--noheader", "--states=all", "--array", "--me", f"--format={QUEUE_FORMAT}"]
+    command = ["squeue", "--noheader", "--states=all", "--all", "--array", "--me", f"--format={QUEUE_FORMAT}"]
     return parse_queue(call(command, seconds=seconds))
 
 
@@ -313,7 +313,7 @@ def call_once(
     try:
         done = subprocess.run(
             command,
-            env=environment,
+            env=without_filters(os.environ if environment is None else environment),
             input=text,
             capture_output=True,
             text=True,

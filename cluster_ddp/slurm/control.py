@@ -61,7 +61,7 @@ def grace_time(partition: str, qos: str) -> float:
         ):
             shown = call_once(["sacctmgr", "-nP", "show", "qos", qos, "format=GraceTime"], seconds=seconds)
             return float(parse_slurm_time(shown.strip()))
-        answer = call_once(["scontrol", "show", "partition", "-o", partition], seconds=seconds)
+        answer = call_once(["scontrol", "show", "partition", "--all", "-o", partition], seconds=seconds)
     except (SlurmError, ValueError):
         return 0.0
     found = re.search(r"(?<!\S)GraceTime=(\d+)", answer)

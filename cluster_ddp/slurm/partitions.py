@@ -42,8 +42,8 @@ class Partition:
 
 
 def ask_partitions(*, seconds: float) -> list[Partition]:
-    """All partitions that this user sees; `SlurmError` without an answer in so many seconds."""
-    return parse_partitions(call_once(["scontrol", "show", "partition", "-o"], seconds=seconds))
+    """All partitions, the hidden ones too; `SlurmError` without an answer in so many seconds."""
+    return parse_partitions(call_once(["scontrol", "show", "partition", "--all", "-o"], seconds=seconds))
 
 
 def ask_nodes(partition: str, *, seconds: float) -> list[NodeKind]:

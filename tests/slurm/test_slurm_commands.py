@@ -15,9 +15,12 @@ from cluster_ddp.slurm.commands import (
     parse_job_id,
     query_ended_jobs,
     query_jobs,
+    query_own_jobs,
     submit_script,
     try_script,
 )
+from cluster_ddp.slurm.control import grace_time
+from cluster_ddp.slurm.partitions import ask_partitions
 
 
 def test_sbatch_gets_options_before_the_script_and_arguments_behind(slurm: Path) -> None:
@@ -173,7 +176,8 @@ def test_what_a_script_says_is_not_replaced_by_what_the_shell_holds(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sbatch itself would send the job to partition "theirs", once, and without a warning."""
-    said = {"PARTITION": "theirs", "SIGNAL": "B:KILL@1", "NO_REQUEUE": "1", "ARRAY_INX": "0-9", "WAIT": "1"}
+    said = {"PARTITION": "theirs", "SIGNAL": "B:KILL@1", "NO_REQUEUE": "1"}
+    said |= dict.fromkeys(("ARRAY_INX", "INPUT", "OUTPUT", "WAIT"), "1")
     kept = {"ACCOUNT": "mine", "CLUSTERS": "big"}
     for name, value in {**said, **kept}.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
@@ -183,3 +187,25 @@ def test_what_a_script_says_is_not_replaced_by_what_the_shell_holds(
     submit_script(script)
     try_script(script.read_text(), seconds=20)
     assert (tmp_path / "held").read_text() == "SBATCH_ACCOUNT=mine\nSBATCH_CLUSTERS=big\n" * 2
+
+
+@pytest.mark.parametrize("name", ["squeue", "scancel"])
+def test_what_a_shell_has_set_for_a_person_to_read_changes_no_answer(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With SQUEUE_PARTITION a run in another partition was LOST; with SLURM_TIME_FORMAT none was queued again."""
+    of_the_eye = ("SQUEUE_PARTITION", "SQUEUE_USERS", "SCANCEL_STATE", "SCANCEL_BATCH", "SLURM_TIME_FORMAT")
+    where_to_look = ("SLURM_CLUSTERS", "SQUEUE_ALL", "SQUEUE_FEDERATION")
+    for variable in (*of_the_eye, *where_to_look):
+        monkeypatch.setenv(variable, "x")
+    stand_in(slurm, name, f"/usr/bin/env | /usr/bin/grep =x$ | /usr/bin/sort >{tmp_path}/held")
+    query_jobs(["11"]) if name == "squeue" else cancel_job("11")
+    assert (tmp_path / "held").read_text().split() == [f"{variable}=x" for variable in where_to_look]
+
+
+def test_hidden_partitions_are_asked_about_too(slurm: Path) -> None:
+    stand_in(slurm, "squeue", "[[ $* == *--all* ]] && echo '11|11|RUNNING|n1|None|'")
+    stand_in(slurm, "scontrol", "[[ $* == *--all* ]] && echo 'PartitionName=test State=UP GraceTime=60'; exit 0")
+    assert "11" in query_own_jobs()
+    assert [partition.name for partition in ask_partitions(seconds=5)] == ["test"]
+    assert grace_time("test", "normal") == 60
