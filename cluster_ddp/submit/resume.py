@@ -17,7 +17,7 @@ from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_whole, read_json_object
-from cluster_ddp.run.record import RunRecord, read_record
+from cluster_ddp.run.record import RunRecord, announce_submission, read_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
@@ -176,6 +176,8 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
                 _write_job(run, plan.spec)
                 if script is not None:
                     keep_script(Storage(), run.script, script, mode=run.script_mode())
+            if not isinstance(plan.start, local.LocalStart):
+                announce_submission(run)  # first: whoever sees the wish sees as well that somebody acts on it
             wanted_by = caller()
             request_resume(run, by=wanted_by, seen=plan.seen)
             by = wanted_by

@@ -350,6 +350,21 @@ def test_of_four_calls_at_once_one_submits_and_the_others_say_so(
     assert sum(event["event"] == "resume-requested" for event in read_events(run)) == 1
 
 
+def test_a_call_that_comes_before_the_winner_has_called_sbatch_submits_nothing(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, said = SbatchSubmission.send, []
+
+    def with_another_call_before(submission: SbatchSubmission, to: RunDirectory) -> str:
+        if not said:
+            said.append(call("resume", run.id))
+        return send(submission, to)
+
+    monkeypatch.setattr(SbatchSubmission, "send", with_another_call_before)
+    assert call("resume", run.id).status == 0 and len(slurm.submissions()) == 2
+    assert said[0].status == 2 and "is being submitted by process" in said[0].err
+
+
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
     made = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
     update_record(made, global_batch=48, nodes=1, procs=2)
