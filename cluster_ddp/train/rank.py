@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import os
 import signal
+import sys
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -58,6 +60,7 @@ class RankProcess:
 def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
     """Set this process up as a rank; where there is an attempt and a heartbeat, it writes its stacks when asked to."""
     die_with_parent(number=signal.SIGTERM)
+    _fork_between_threads()
     heartbeat = _open_heartbeat()
     stop = StopSignals(heartbeat)
     stop.install(warning_signal)
@@ -78,6 +81,17 @@ def join_ranks(job: JobSpec) -> None:
     if dist.is_initialized() and job.network.timeout is not None:
         _set_pg_timeout(datetime.timedelta(seconds=timeout))  # private: nothing public changes it
     setup_distributed(backend, timeout=timeout)
+
+
+@functools.cache
+def _fork_between_threads() -> None:
+    """Let no worker be forked in the moment in which a thread of Gloo's or pyarrow's makes itself known to Python.
+
+    That takes a lock, and before 3.12 (3.11.10, 3.10.15) a worker that is forked meanwhile waits for it for ever:
+    python/cpython#112275. To tell of all threads Python takes the same lock: it waits until no other has it.
+    """
+    if sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=sys._current_frames)
 
 
 def _open_heartbeat() -> HeartbeatFile | None:

@@ -17,7 +17,7 @@ from train_ranks import preload, run_ranks
 
 from cluster_ddp.train.distributed import find_world
 
-# Each takes seconds. With pyarrow's threads a fork of CPython 3.11 hangs now and then.
+# Each takes seconds; a worker that hangs is not waited for for five minutes.
 pytestmark = [pytest.mark.datasets, pytest.mark.timeout(120)]
 SHARDS, ROWS = 8, 12  # of a file
 
