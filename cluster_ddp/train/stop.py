@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import present
 from cluster_ddp.run import stopfile
 from cluster_ddp.train.distributed import host_group
+from cluster_ddp.train.errors import TrainError
 
 SAVE_AND_END = stopfile.SAVE_AND_END
 AT_ONCE = stopfile.AT_ONCE
@@ -40,7 +42,8 @@ def handlers_put_back() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # one that C has set cannot be set again
+            # One that C has set cannot be set again, and in a thread none can.
+            if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
 
@@ -65,7 +68,18 @@ class StopSignals:
         self._first = 0.0
 
     def install(self, *names: str) -> None:
-        """Raise the flag, and do nothing else, on SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the signals named."""
+        """Raise the flag, and do nothing else, on SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the signals named.
+
+        Raises
+        ------
+        TrainError
+            Python gives signals to the main thread alone, and this is another one.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise TrainError(
+                "this is not the main thread of the program, and no other thread can hear the signals that ask a run "
+                "to stop: call join_run(), or StopSignals.install(), in the main thread"
+            )
         for number in set(present(*_SIGNALS, *(f"SIG{name}" for name in names))):
             signal.signal(number, self._receive)
 

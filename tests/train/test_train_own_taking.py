@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from own_loops import LOADERS, Images, begin_attempt, digest, failure, interrupt, model_of, new_run, told
+from own_loops import LOADERS, Images, begin_attempt, digest, failure, interrupt, model_of, new_run, states, told
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -75,6 +76,25 @@ def test_a_generator_that_goes_over_the_batches_again_and_again_is_refused_at_th
         with pytest.raises(TrainError, match=r"the generator endless\w*\(\) goes over the resumable loader again"):
             told_of(wrap)
     assert told_of(by_epochs) == []
+
+
+def test_a_thread_that_takes_the_batches_ahead_of_the_loop_is_refused_at_the_first_update() -> None:
+    messages: list[str] = []
+
+    def in_a_thread(call: Callable[[], None]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    taking = Taking([], [], messages.append)
+    in_a_thread(taking.begin)
+    with pytest.raises(TrainError, match="a thread of the program's own takes the batches"):
+        taking.update(iter(()))
+    taking.begin()
+    in_a_thread(lambda: taking.update(iter(())))  # as autograd does on a GPU, where a hook of a gradient updates
+    whole = Taking([], [], messages.append)
+    in_a_thread(lambda: (whole.begin(), whole.update(iter(()))))  # type: ignore[func-returns-value]
+    assert messages == []
 
 
 def asked_before(what: str) -> list[str]:
@@ -248,3 +268,39 @@ def test_weights_that_are_set_before_the_batches_of_an_epoch_are_as_they_were_sa
     assert run_ranks(reset, 1, cut.path, 0, 9) == [[]]
     (found,) = run_ranks(reset, 1, cut.path, 1, None)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def evaluates_on_it(place: Path, attempt: int, at: int | None) -> list[Any]:
+    """A loop that goes over the given loader within an epoch as well, and swallows whatever ends its batches."""
+    begin_attempt(place, attempt)
+    seen: list[Any] = []
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(5)
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = DataLoader(Images(), 6, shuffle=True)
+        loader = run.resumable(given, model=model, optimizer=optimizer, epochs=3)
+        for epoch in loader.epochs():
+            try:
+                for number, (inputs, labels) in loader.enumerate():
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(inputs), labels).backward()
+                    optimizer.step()
+                    if number in (2, 5):
+                        seen.append((epoch, number, next(iter(given))[0].tolist()))
+                    if run.step == at:
+                        interrupt("stop")
+            except:  # noqa: E722 - as people write it
+                pass
+        seen.append(digest(model))
+    return seen
+
+
+def test_passes_over_the_given_loader_are_exact_and_a_bare_except_keeps_no_stop_off(tmp_path: Path) -> None:
+    whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
+    (expected,) = run_ranks(evaluates_on_it, 1, whole.path, 0, None)
+    (first,) = run_ranks(evaluates_on_it, 1, cut.path, 0, 12)  # between the two passes of the second epoch
+    (second,) = run_ranks(evaluates_on_it, 1, cut.path, 1, None)
+    assert states(cut) == ["started", "stopped", "resumed", "completed"]
+    assert len(first) == 3
+    assert first + second == expected

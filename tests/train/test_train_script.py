@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,26 @@ def test_failure_is_recorded_by_the_rank_that_failed_and_by_no_other(run: RunDir
     failed = [event for event in read_events(run) if event["event"] == "failed"]
     assert [(event["rank"], event["step"], event["phase"]) for event in failed] == [(1, 4, "training")]
     assert failed[0]["error"] == "ValueError: this script is wrong"
+
+
+def in_a_thread(folder: Path) -> list[Any]:
+    """How a block ends that is begun in another thread than the main one."""
+    ends: list[Any] = []
+
+    def begin() -> None:
+        try:
+            with join_run(folder):
+                pass
+        except BaseException as error:
+            ends.append((type(error), str(error.__cause__)))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    return ends
+
+
+def test_a_block_in_another_thread_than_the_main_one_is_refused_in_words(tmp_path: Path) -> None:
+    (((kind, cause),),) = run_ranks(in_a_thread, 1, tmp_path)
+    assert kind is SystemExit
+    assert "this is not the main thread of the program" in cause

@@ -212,9 +212,22 @@ class _Order:
                 "by it. Let the sampler give as many in each, or say by batches= how many are taken of each"
             )
         if self._is_known:
-            return self.sampler  # type: ignore[no-any-return]
+            return self._begun()
         seed_host(key)
         return list(itertools.islice(self.sampler, self._length))  # at once: it may draw from the global generators
+
+    def _begun(self) -> Iterator[Any]:
+        """The elements of a sampler that has drawn them, and draws from the global generators when it is asked again.
+
+        The loader that the program has given has this sampler, too: where the program itself goes over it, as for an
+        evaluation within an epoch, its order would otherwise depend on how often it has done so in this attempt.
+        """
+        chosen = iter(self.sampler)
+        first = list(itertools.islice(chosen, 1))
+        for part in self.chain:
+            if "generator" in getattr(part, "__dict__", {}):
+                part.generator = None
+        return itertools.chain(first, chosen)
 
     def _first(self) -> list[list[int]]:
         return [_indices(chosen) for chosen in itertools.islice(self(0), _TRIED)]

@@ -115,6 +115,7 @@ class ResumableLoader:
         length, accumulate = self._batches.length, self._geometry.accumulate
         left = range(self._first, length)
         self._is_through = True
+        self._taking.begin()
         self._loop.numbers = self._changed.compare(self._loop.numbers if first else None)
         batches = self._batches.begin(self._epoch, self._first) if left else _none()
         with contextlib.closing(batches):

@@ -262,6 +262,8 @@ class Loop:
         LeaveBlock
             All ranks agreed to stop.
         """
+        if self.has_stopped:  # and a bare `except:` around the batches has caught that
+            raise LeaveBlock
         self.leaving.meet()
         self._session.beat.step(step)
         self.is_closed = self._is_dirty = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from types import GeneratorType
 from typing import Any
@@ -44,6 +45,11 @@ class Taking:
     ) -> None:
         self._optimizers, self._scalers, self._warn = optimizers, scalers, warn
         self._is_asked = self._is_updated = False
+        self._made_in = self._taken_in = threading.get_ident()
+
+    def begin(self) -> None:
+        """Call where the batches of an epoch are asked for first."""
+        self._taken_in = threading.get_ident()
 
     def ask(self) -> None:
         """Call when a batch is done with, for another is asked for; the first is looked at."""
@@ -63,10 +69,17 @@ class Taking:
         Raises
         ------
         TrainError
-            A generator goes over the batches of an epoch again and again.
+            A generator goes over the batches of an epoch again and again, or another thread takes them than trains.
         """
         if self._is_updated:
             return
+        if self._taken_in not in (self._made_in, threading.get_ident()):  # autograd may update in a thread of its own
+            raise TrainError(
+                "a thread of the program's own takes the batches from the resumable loader, ahead of the loop that "
+                "trains on them: a save would count batches that are not yet trained on, and a stop would end that "
+                "thread and not the loop. Let the loop take them itself; the DataLoader's workers, collate_fn and "
+                "pin_memory read ahead exactly"
+            )
         self._is_updated = True
         for held in (held for held in gc.get_objects() if type(held) is GeneratorType):
             if _is_endless(held, batches):
