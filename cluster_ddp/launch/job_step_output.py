@@ -22,6 +22,8 @@ _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
 _OWN = re.compile(r"srun: error: (?P<what>.+)")
+_DAEMON = re.compile(r"slurmstepd\S*: ")
+_CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # what Slurm does because of what came before
 _SIGNALLED = ("Terminated", "Killed")  # what srun does to the others once one has failed
 
 
@@ -94,7 +96,7 @@ class JobStepOutput:
         elif self.own_error is None and (own := _OWN.match(line)):
             self.own_error = own["what"]
         elif self._labelled and (task := _LABELLED.fullmatch(line)):
-            if task[2].strip():
+            if task[2].strip() and not _CANCELLED.match(task[2]):
                 self._last.setdefault(task[1], deque(maxlen=_KEPT_LINES)).append(task[2].strip())
             return task[2]
         return line
@@ -105,7 +107,7 @@ class JobStepOutput:
 
     def _last_line(self, task: str) -> str:
         lines = self._last.get(task.lstrip("0") or "0") or self._last.get(task) or ()
-        own = [line for line in lines if not line.startswith("slurmstepd:")]
+        own = [line for line in lines if not _DAEMON.match(line)]
         return (own or list(lines) or [""])[-1]
 
 

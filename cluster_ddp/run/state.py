@@ -125,10 +125,11 @@ def _ended(
     last = history.attempts[-1]
     came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
+        # Newer Slurms call a job PREEMPTED that has once been so, however its last start has ended.
+        storage = "" if job.state == "DEADLINE" else "The batch host may not have been able to use the run directory. "
         return RunState.LOST, (
             f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
-            f"attempt began. The batch host may not have been able to use the run directory. To go on: cluster-ddp "
-            f"resume {history.run.id}"
+            f"attempt began. {storage}To go on: cluster-ddp resume {history.run.id}"
         )
     decided = requeued or last.ended is not None or not (answered or outcome.stop_reason == TERMINATED)
     if outcome.ending is Ending.STOPPED and not cancelled and last.slurm_job_id and not decided:

@@ -159,7 +159,7 @@ def job_options(spec: JobSpec) -> dict[str, str | None]:
         if name == "gres" and "gres" in options:
             options["gres"] = f"{options['gres']},{setting}"  # sbatch takes the last --gres only
         elif setting is not False:
-            options[name] = None if setting in (None, True) else str(setting)
+            options[name] = None if setting is None or setting is True else str(setting)  # 1 equals True, too
     return options
 
 

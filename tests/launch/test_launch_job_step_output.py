@@ -27,6 +27,19 @@ def test_people_see_the_lines_without_labels_and_the_last_of_each_task_is_kept()
     assert failure.describe() == "Exited with exit code 127: bash: no python3"
 
 
+def test_a_task_that_slurm_could_not_start_is_told_by_slurms_reason() -> None:
+    output = JobStepOutput(labelled=True)
+    for line in (
+        "1: slurmstepd: error: run_command: TaskProlog can not be executed (/etc/prolog) No such file or directory",
+        "1: slurmstepd: error: TaskProlog failed status=1",
+        "1: slurmstepd: error: *** STEP 23.0 ON n2 CANCELLED AT 2026-11-23T23:37:46 ***",
+        "srun: error: n2: task 1: Exited with exit code 1",
+    ):
+        output.note(line)
+    (failure,) = output.failures()
+    assert failure.describe() == "Exited with exit code 1: slurmstepd: error: TaskProlog failed status=1"
+
+
 def test_a_line_that_only_looks_labelled_stays_where_nothing_labels() -> None:
     assert JobStepOutput(labelled=False).note("1: first") == "1: first"
     assert JobStepOutput(labelled=True).note("a: b") == "a: b"

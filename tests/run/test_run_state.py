@@ -139,7 +139,7 @@ def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run:
     assert state_of(run, None) == "FAILED"
 
 
-@pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "PREEMPTED", "COMPLETED"])
+@pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "PREEMPTED", "COMPLETED", "DEADLINE"])
 def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     run: RunDirectory, say: Say, state: str
 ) -> None:
@@ -155,6 +155,7 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     found = describe(run, {"7": slurm_job(state, "NonZeroExitCode", run_id=run.id)})
     assert found.state is RunState.LOST
     assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt began" in str(found.reason)
+    assert ("run directory" in str(found.reason)) == (state != "DEADLINE")
     assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
 

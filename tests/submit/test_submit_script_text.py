@@ -227,6 +227,7 @@ def directives(**slurm: Any) -> list[str]:
         ({"gpus_per_node": 2, "gpu_option": "gres", "extra": {"gres": "tmp:100"}}, "gres=gpu:2,tmp:100"),
         ({"time": "1-12:00:00"}, "time=1-12:00:00"),
         ({"extra": {"exclusive": True}}, "exclusive"),
+        ({"extra": {"switches": 1}}, "switches=1"),
         ({"extra": {"mail-type": "END,FAIL"}}, "mail-type=END,FAIL"),
         ({}, "signal=B:USR1@120"),
         ({}, "open-mode=append"),
