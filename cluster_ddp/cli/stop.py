@@ -46,13 +46,14 @@ def command(run: RunOrSweep) -> None:
 def stop_run(found: RunDirectory, status: RunStatus) -> None:
     """Ask one run to save and end, as its state was a moment ago; a `RunError` where nothing of it is alive."""
     history = read_history(found)
-    last = history.last
-    goes_on = last is not None and last.number >= history.first_number  # with its last attempt, or after it
-    waits = goes_on and status.state in (RunState.REQUEUED, RunState.HELD)
+    last, current = history.last, history.current_attempt
+    waits = current is not None and status.state in (RunState.REQUEUED, RunState.HELD)
     if not status.state.alive and not waits:
         raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
     over = last is None or attempt_is_alive(history, last) is False
-    if last is None or (over and not goes_on and not is_undecided(history)):
+    # An attempt from before a `resume` is no more the run's, unless it is alive or its keeper may start it again.
+    begun = current is not None or not over or is_undecided(history)
+    if last is None or not begun:
         raise RunError(
             f"the job of run {found.id} is starting and has not begun to train; try again in a moment, or end it for "
             f"good: cluster-ddp cancel {found.id}"

@@ -12,6 +12,8 @@ from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 
+HAVE_MET = "nodes have met"  # after how many of how many: what an agent says that would train with fewer
+
 _MAX_WORDS = 400
 _SHARED = "has to be the same and writable on every node (runs_dir)"
 _LOG_LINES = 200
@@ -60,7 +62,7 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             "joins them",
             suspect=False,
         )
-    if re.search(r"\d+ of \d+ nodes have met", words):
+    if HAVE_MET in words:
         return AgentFailure(f"{words}; the others went on without this node, or have failed", suspect=False)
     if status is not None and status < 0 and not own:
         return AgentFailure(f"torchrun was killed by signal {-status} before there were ranks", suspect=True)

@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from cluster_ddp.launch.agent_failure import HAVE_MET
 from cluster_ddp.run.attempt import KEY_BYTES
 from cluster_ddp.run.reading import read_file
 
@@ -149,7 +150,7 @@ class Rendezvous(DynamicRendezvousHandler):
         """See the base class."""
         info = super().next_rendezvous()
         if info.world_size != self.settings.min_nodes:
-            raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} nodes have met")
+            raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} {HAVE_MET}")
         if info.rank == 0:
             self._ranks_store = None  # the one before closes
             self._ranks_store = store = _listening_store(self.address, 0)

@@ -144,10 +144,9 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
 
 def outcome_so_far(history: History) -> AttemptOutcome | None:
     """How the run stands since a person last asked to resume it; None when it has not begun an attempt since."""
-    last = history.last
-    if history.cancelled is None and (last is None or last.number < history.first_number):
+    if history.cancelled is None and history.current_attempt is None:
         return None
-    return outcome_of(history, last.number if last is not None else 0)
+    return outcome_of(history, history.last.number if history.last is not None else 0)
 
 
 def refuse_ended(history: History) -> None:

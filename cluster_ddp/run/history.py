@@ -25,6 +25,7 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.lineage import Lineage, read_lineage
 from cluster_ddp.run.metrics import LatestMetrics, read_latest
 from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.stopfile import StopRequest, read_stop
 
 Event = dict[str, Any]
 
@@ -44,6 +45,16 @@ class History:
     @property
     def last_number(self) -> int | None:
         return self.last.number if self.last else None
+
+    @property
+    def current_attempt(self) -> AttemptRecord | None:
+        """The last attempt, unless a person has asked to resume since."""
+        return self.last if self.last is not None and self.last.number >= self.first_number else None
+
+    @cached_property
+    def stop_request(self) -> StopRequest | None:
+        """What the last attempt was asked to do, by whomever."""
+        return read_stop(self.run.attempt(self.last.number)) if self.last is not None else None
 
     # What people asked for is ordered by what they had seen, not by time: the clocks of two hosts may differ by more
     # than lies between a `cancel` on one and a `resume` on the other.

@@ -49,9 +49,8 @@ def failed_start(history: History, record: RunRecord | None, job_id: str, *, que
 
 def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | None:
     """What keeps a job that runs from training; None once its ranks do, and when that is not known."""
-    last = history.last
-    before = last is not None and (last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, REQUEUED))
-    if last is None or last.number < history.first_number or before:
+    last = history.current_attempt
+    if last is None or last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, REQUEUED):
         return f"starting: no attempt has begun yet, only launch.setup and Python {see_output(record, job_id)}"
     if last.nodes is None or history.of_attempt(last.number, STARTED, RESUMED):
         return None

@@ -12,7 +12,7 @@ from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import moment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.starting import failed_start, not_in_queue, see_output, waits_for
-from cluster_ddp.run.stopfile import TERMINATED, read_stop
+from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.run.undecided import is_being_decided, waits_for_requeue, why_delayed
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 from cluster_ddp.slurm.reasons import in_words
@@ -59,11 +59,14 @@ def _without_slurm(
     history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
     """The state of a run that Slurm is no part of or knows no living job of, or where it could not be asked."""
-    last = history.last
-    if last is None or last.number < history.first_number:
+    last = history.current_attempt
+    if last is None:
         if not ids and _should_have_begun(history, record):
+            before = history.last
             return (
-                _ended(history, record, last.number, job, answered=answered) if last else (RunState.LOST, _NEVER_BEGAN)
+                _ended(history, record, before.number, job, answered=answered)
+                if before
+                else (RunState.LOST, _NEVER_BEGAN)
             )
         return _never_began(record, job, answered=answered, ids=ids)
     if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
@@ -160,9 +163,8 @@ def _end_by_slurm(job: SlurmJob) -> str:
 
 
 def _stopping(history: History) -> str | None:
-    last = history.last
-    request = read_stop(history.run.attempt(last.number)) if last and last.ended is None else None
-    return f"stopping: {request.reason}" if request else None
+    request, over = history.stop_request, history.last is None or history.last.ended is not None
+    return f"stopping: {request.reason}" if request is not None and not over else None
 
 
 def _unseen(job_id: str | None, host: str) -> str:

@@ -13,7 +13,7 @@ from cluster_ddp.run.events import (
     STALLED,
 )
 from cluster_ddp.run.history import History
-from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS
 
 _DECIDED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which may take a minute
 
@@ -31,7 +31,7 @@ def why_delayed(history: History) -> str | None:
     said = history.of_attempt(history.last.number, REQUEUE_DELAYED, REQUEUED, REQUEUE_FAILED)
     if not said or said[-1]["event"] != REQUEUE_DELAYED:
         return None
-    request = read_stop(history.run.attempt(history.last.number))
+    request = history.stop_request
     if request is not None and request.reason in FINAL_REASONS:  # somebody has ended the waiting
         return None
     return str(said[-1].get("reason"))

@@ -20,7 +20,7 @@ from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, announce_submission, read_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
-from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 from cluster_ddp.submit import local
@@ -157,9 +157,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
 
 def _asked_to_stop(history: History) -> str | None:
     """Who has asked the current attempt to stop for good; None when nobody has."""
-    if history.last is None or history.last.number < history.first_number:
-        return None
-    request = read_stop(history.run.attempt(history.last.number))
+    request = history.stop_request if history.current_attempt is not None else None
     return request.by if request is not None and request.reason in FINAL_REASONS else None
 
 
