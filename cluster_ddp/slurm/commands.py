@@ -10,10 +10,11 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.printing import say
 from cluster_ddp.slurm.refusals import advice
 from cluster_ddp.slurm.shell_options import without_filters, without_overridden
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
@@ -84,7 +85,9 @@ class SubmissionUnclear(SlurmError):
 
 
 def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) -> str:
-    """Hand a batch script to sbatch and return the job id.
+    """Hand a batch script to sbatch and return the job id; what sbatch or the site remarks is passed on.
+
+    It is tried only once: after a time-out the job may be in the queue all the same.
 
     Parameters
     ----------
@@ -102,8 +105,9 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
     text = ""
     with contextlib.suppress(OSError, ValueError):  # sbatch says what is wrong with it
         text = script.read_text()
+    command = ["sbatch", "--parsable", *options, str(script), *arguments]
     try:
-        answer = call(["sbatch", "--parsable", *options, str(script), *arguments], environment=environment_for(text))
+        answer = call_once(command, environment=environment_for(text), remark=say)
     except SlurmRefused as error:
         raise SlurmRefused(f"{error}{advice(str(error))}") from error
     return parse_job_id(answer)
@@ -269,27 +273,24 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def call(command: list[str], *, environment: Mapping[str, str] | None = None, seconds: float = _COMMAND_TIMEOUT) -> str:
+def call(command: list[str], *, seconds: float = _COMMAND_TIMEOUT) -> str:
     """Standard output of a command of Slurm's; tried again while the controller is too busy to answer.
-
-    A submission is tried only once: after a time-out sbatch's job may be in the queue all the same.
 
     Parameters
     ----------
     seconds
         For all tries together: with the controller away each may take a quarter of a minute.
     """
-    pauses = () if command[0] == "sbatch" else PAUSES
     deadline = time.monotonic() + seconds
-    for pause in pauses:
+    for pause in PAUSES:
         left = deadline - time.monotonic()
         try:
-            return call_once(command, environment=environment, seconds=left)
+            return call_once(command, seconds=left)
         except SlurmError as error:
             if not any(word in str(error) for word in _BUSY) or time.monotonic() + pause >= deadline:
                 raise
         time.sleep(pause)
-    return call_once(command, environment=environment, seconds=max(1.0, deadline - time.monotonic()))
+    return call_once(command, seconds=max(1.0, deadline - time.monotonic()))
 
 
 def call_once(
@@ -298,8 +299,14 @@ def call_once(
     environment: Mapping[str, str] | None = None,
     seconds: float = _COMMAND_TIMEOUT,
     text: str = "",
+    remark: Callable[[str], None] | None = None,
 ) -> str:
     """Standard output of a command of Slurm's, which reads `text` from its standard input.
+
+    Parameters
+    ----------
+    remark
+        Called with what it says on standard error all the same when it succeeds: a warning, or words of the site.
 
     Raises
     ------
@@ -331,4 +338,6 @@ def call_once(
         words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MAX_ANSWER:]
         kind = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
         raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
+    if remark is not None and (words := done.stderr.strip()):
+        remark(words[-_MAX_ANSWER:])
     return done.stdout

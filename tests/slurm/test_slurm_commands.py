@@ -29,6 +29,14 @@ def test_sbatch_gets_options_before_the_script_and_arguments_behind(slurm: Path)
     assert calls(slurm) == ["sbatch --parsable --output=/x/o /x/job.sbatch /x"]
 
 
+def test_what_the_site_remarks_when_it_takes_a_job_is_passed_on(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(slurm, "sbatch", "echo 'sbatch: Your job was moved to partition long' >&2; echo 123")
+    assert submit_script(Path("/x/job.sbatch")) == "123"
+    assert capsys.readouterr() == ("", "sbatch: Your job was moved to partition long\n")
+
+
 def test_a_refusal_has_slurms_own_words(slurm: Path) -> None:
     stand_in(slurm, "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
     with pytest.raises(SlurmError, match="Invalid account") as caught:
