@@ -121,8 +121,7 @@ class Writer:
         path = self._temporary(save) / shard_name(rank)
         receipt = {"file": path.name}
         try:
-            with contextlib.suppress(FileExistsError):
-                storage.mkdir(path.parent)
+            self._make_folder(path.parent)
             hashed = xxhash.xxh3_128()
             with created(storage, path) as fd:
                 for at in range(0, len(shard), PIECE):
@@ -134,6 +133,17 @@ class Writer:
         except Exception as error:  # whatever it is, rank 0 must hear of it: it waits for this receipt
             return {**receipt, "error": _reason(error), "rank": rank, "host": host_name()}
         return {**receipt, "bytes": len(shard), "xxh3": hashed.hexdigest()}
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a save's folder, and that of all checkpoints where it has been removed while the run was training."""
+        with contextlib.suppress(FileExistsError):
+            try:
+                self._storage.mkdir(folder)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    self._storage.mkdir(self._directory)
+                    self._storage.fsync_dir(self._directory.parent)
+                self._storage.mkdir(folder)
 
     def _complete(self, save: Save, own: dict[str, Any]) -> bool:
         """Rank 0: wait for all ranks, then give the checkpoint its manifest and its name, and report."""

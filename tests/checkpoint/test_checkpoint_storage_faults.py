@@ -64,6 +64,23 @@ def test_full_disk(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert restored is not None and restored.step == 4 and same(live, big(4, 4))
 
 
+def test_a_checkpoints_folder_that_is_removed_is_made_again_but_no_run_directory(tmp_path: Path) -> None:
+    """A person clears the run's checkpoints while it trains; a run directory that is gone may be a lost mount."""
+    run = tmp_path / "run"
+    run.mkdir()
+    target = checkpointer(run / "checkpoints", Recorder())
+    save(target, 1, state(1))
+    assert target.finish()
+    shutil.rmtree(run / "checkpoints")
+    save(target, 2, state(2))
+    assert target.finish() and target.last_saved == 2
+    restored, live = restore(run / "checkpoints", state(0))
+    assert restored is not None and restored.step == 2 and same(live, state(2))
+    shutil.rmtree(run)
+    save(target, 3, state(3))
+    assert not target.finish() and not run.exists()
+
+
 def test_no_room_for_the_manifest(small_disk: Path) -> None:
     """The disk fills up after the shard: the folder must not get its final name."""
 
