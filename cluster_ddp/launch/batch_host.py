@@ -82,8 +82,11 @@ class BatchHost:
             return None
 
     def beside(self, do: Callable[[], None]) -> None:
-        """Do something that may take long in the background."""
-        threading.Thread(target=do, daemon=True).start()
+        """Do something that may take long in the background; here and now where the system gives no more threads."""
+        try:
+            threading.Thread(target=do, daemon=True).start()
+        except RuntimeError:
+            do()
 
     def within(self, seconds: float, do: Callable[[], T]) -> T | None:
         """What `do` returns, or None when it takes longer: shared storage may keep a process waiting without end."""

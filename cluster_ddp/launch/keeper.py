@@ -201,7 +201,7 @@ class Keeper:
             command = with_attempt(command, attempt.number, port)
             nodes = start.nodes if start else 1
             job_step = self._host.start_job_step(command, environment, attempt, nodes, parent=os.getpid())
-        except (OSError, NoFreePort) as error:
+        except (OSError, NoFreePort, RuntimeError) as error:  # RuntimeError: no more threads
             why = f"the job step cannot be started: {error}"
             say(why)
             self._write(NODE_FAILED, host=self._host_name, error=why, suspect=True)

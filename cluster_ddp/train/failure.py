@@ -24,6 +24,7 @@ from cluster_ddp.train.refusals import SECOND_DERIVATIVES
 
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0
+_NO_MORE_PROCESSES = ("Resource temporarily unavailable", "can't start new thread")
 _UNUSED = ("Expected to have finished reduction", "did not receive grad")
 
 
@@ -113,6 +114,8 @@ def _let_others_ask(world: World) -> None:
 def explain(error: BaseException) -> str:
     """What went wrong and, where it is known, the setting to change."""
     text = str(error) or type(error).__name__
+    if any(sign in text for sign in _NO_MORE_PROCESSES):
+        text += "; perhaps you have as many processes and threads there as you may (ulimit -u), in other jobs too"
     if isinstance(error, ClusterDDPError):
         return text
     named = f"{type(error).__name__}: {text}"

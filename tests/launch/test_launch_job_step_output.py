@@ -40,6 +40,13 @@ def test_a_task_that_slurm_could_not_start_is_told_by_slurms_reason() -> None:
     assert failure.describe() == "Exited with exit code 1: slurmstepd: error: TaskProlog failed status=1"
 
 
+@pytest.mark.parametrize("kind", ["error", "fatal"])
+def test_what_srun_says_of_itself_is_told(kind: str) -> None:
+    output = JobStepOutput(labelled=True)
+    output.note(f"srun: {kind}: pthread_create error Resource temporarily unavailable")
+    assert output.own_error == "pthread_create error Resource temporarily unavailable"
+
+
 def test_a_line_that_only_looks_labelled_stays_where_nothing_labels() -> None:
     assert JobStepOutput(labelled=False).note("1: first") == "1: first"
     assert JobStepOutput(labelled=True).note("a: b") == "a: b"

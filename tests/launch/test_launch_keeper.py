@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,16 @@ PROJECT = Path(__file__).parents[2]
 )
 def test_what_follows(action: str | None, reason: str | None, cannot_decide: bool, follows: str) -> None:
     assert what_follows(action, reason=reason, cannot_decide=cannot_decide) == follows
+
+
+def test_a_keeper_that_gets_no_more_threads_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has as many processes as ulimit -u allows: it ended in a traceback, and the run was LOST."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert BatchHost().within(60, lambda: "decided") == "decided"
 
 
 class _Clock(BatchHost):

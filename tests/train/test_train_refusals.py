@@ -22,7 +22,7 @@ from train_tasks import CLASSES, FEATURES, SAMPLES, Plain, job, samples, train
 from cluster_ddp.job import JobSpec
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Task, TaskError, load_task
-from cluster_ddp.train.errors import DataError
+from cluster_ddp.train.errors import DataError, DistributedError
 from cluster_ddp.train.failure import explain
 
 
@@ -251,6 +251,11 @@ def test_a_graph_that_the_trainer_does_not_keep_is_explained() -> None:
     """torch_optimizer's Adahessian shows what it needs only by an error of its first step."""
     error = RuntimeError("When calling loss.backward(), make sure the option create_graph is set to True.")
     assert "the optimizer needs second derivatives" in explain(error)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, DistributedError])
+def test_a_limit_of_processes_is_explained(kind: type[Exception]) -> None:
+    assert "ulimit -u" in explain(kind("can't start new thread"))
 
 
 def test_compiled_blocks_are_not_computed_again() -> None:
