@@ -125,6 +125,33 @@ def renew(worker: int) -> None:
     info.dataset.renew(worker)
 
 
+class Endless(DataLoader[Any]):
+    """Takes all epochs from one iterator, made with it, as ultralytics' does; timm's makes it in the first epoch."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Repeated:
+    """Its sampler again and again: without a length."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(Images(), batch_size=6, shuffle=True),
     "workers": lambda: DataLoader(
@@ -134,6 +161,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         Images(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True, drop_last=True
     ),
     "tensors": lambda: DataLoader(tensors(), batch_size=6, shuffle=True, drop_last=True),
+    "endless": lambda: Endless(Images(), batch_size=6, shuffle=True),
     "subset": lambda: DataLoader(Subset(Images(), range(3, 39)), batch_size=6, sampler=SubsetRandomSampler(range(36))),
     "weighted": lambda: DataLoader(Images(), batch_size=6, sampler=WeightedRandomSampler(torch.rand(SAMPLES) + 1, 40)),
     "own sampler": lambda: DataLoader(Images(), batch_size=6, sampler=Shuffled()),

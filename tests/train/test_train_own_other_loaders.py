@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import LOADERS, begin_attempt, new_run, tensors
+from own_loops import LOADERS, Endless, begin_attempt, new_run, tensors
 from torch import nn
 from torch.utils.data import DataLoader
 from train_ranks import run_ranks
@@ -44,6 +44,11 @@ def fork(workers: int) -> str | None:
 def test_the_loop_s_own_loader_is_none() -> None:
     data = tensors()
     assert told(iter(DataLoader(data, 4)), data) == []
+
+
+def test_an_iterator_without_a_length_goes_on_too() -> None:
+    (message,) = told(Endless(tensors(), 4).iterator)
+    assert message.startswith("the steps read on in another DataLoader (of a TensorDataset)")
 
 
 def test_a_pass_within_a_step_is_none() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from train_ranks import run_ranks
 
-from cluster_ddp.train import join_run
+from cluster_ddp.train import ScriptRun, join_run
 
 
 class Restless(Sampler[int]):
@@ -52,6 +52,33 @@ class Clocked(Images):
 
 def plain(data: Any = None, **more: Any) -> DataLoader[Any]:
     return DataLoader(data or Images(), batch_size=6, **more)
+
+
+class Step(NamedTuple):
+    """What a replay buffer holds."""
+
+    state: int
+    action: int
+
+
+class PastItsSampler(DataLoader[Any]):
+    """Makes its batches itself."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from ([torch.zeros(6, 6), torch.zeros(6)] for _ in range(len(self)))
+
+
+class CopiesItself(nn.Linear):
+    """As the models of Keras do."""
+
+    def __deepcopy__(self, memo: Any) -> CopiesItself:
+        return CopiesItself(self.in_features, self.out_features)
+
+
+def fill(run: ScriptRun, kept: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Steps that put something into what is kept."""
+    for step in run.steps(2, model=model, optimizer=optimizer):
+        kept.memory.append(Step(step, 1))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -84,6 +111,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "kept elsewhere": (lambda run, model, opt: updates(run.resumable(
         plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
         "optimizer.before.0.weight: does not come back"),
+    "named tuples kept later": (lambda run, model, opt: fill(run, run.keep(memory=[]), model, opt),
+        "run.keep(memory=...): memory.0 is a test_train_own_refusals.Step, which a checkpoint cannot hold: keep "
+        "tensors, numbers, strings, or lists and dicts of these, and a plain tuple(...) in place of one with names"),
+    "past its sampler": (lambda run, model, opt: loop_over(
+        run.resumable(PastItsSampler(Images(), 6), model=model, optimizer=opt, epochs=1)),
+        "the PastItsSampler gives batches without asking its sampler"),
+    "another optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=Forgetful(), epochs=1),
+        "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is handed over"),
+    "a copy of its own": (lambda run, model, opt: run.resumable(
+        plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
+        "a CopiesItself copies itself by a __deepcopy__() of its own, as the models of Keras do"),
     "two loops": (lambda run, model, opt: [
         run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
 }  # fmt: skip

@@ -238,7 +238,10 @@ def test_an_engine_that_counts_its_batches_goes_on_exactly(tmp_path: Path) -> No
 
 
 def reset(place: Path, attempt: int, at: int | None) -> list[Any]:
-    """A loop that begins its second epoch with another last layer, and with running statistics of its own."""
+    """A loop that begins its second epoch with another last layer, and with running statistics of its own.
+
+    Before its epochs it sets a layer and counts, as one does that loads a snapshot of its own.
+    """
     begin_attempt(place, attempt)
     try:
         with join_run() as run:
@@ -246,7 +249,11 @@ def reset(place: Path, attempt: int, at: int | None) -> list[Any]:
             model = model_of()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=optimizer, epochs=2)
+            kept = run.keep(epochs=[])
+            torch.nn.init.ones_(model[0].weight.data)
+            kept.epochs.append(-1)
             for epoch in loader.epochs():
+                kept.epochs.append(epoch)
                 if epoch == 1:
                     torch.nn.init.normal_(model[4].weight.data)
                     model(torch.rand(8, 6))
@@ -256,16 +263,17 @@ def reset(place: Path, attempt: int, at: int | None) -> list[Any]:
                     optimizer.step()
                     if run.step == at:
                         interrupt("stop")
-            return list(model.state_dict().values())
+            return [*model.state_dict().values(), torch.tensor(kept.epochs)]
     except SystemExit:
         pass
     return []
 
 
-def test_weights_that_are_set_before_the_batches_of_an_epoch_are_as_they_were_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [6, 9], ids=["between epochs", "within an epoch"])
+def test_weights_that_are_set_before_the_batches_of_an_epoch_are_as_they_were_saved(at: int, tmp_path: Path) -> None:
     whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
     (expected,) = run_ranks(reset, 1, whole.path, 0, None)
-    assert run_ranks(reset, 1, cut.path, 0, 9) == [[]]
+    assert run_ranks(reset, 1, cut.path, 0, at) == [[]]
     (found,) = run_ranks(reset, 1, cut.path, 1, None)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

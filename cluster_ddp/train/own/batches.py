@@ -18,7 +18,7 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import DataError, TrainError
 from cluster_ddp.train.own.geometry import Deal
 from cluster_ddp.train.own.held_data import held_data
-from cluster_ddp.train.own.loader_copy import LoaderCopy
+from cluster_ddp.train.own.loader_copy import LoaderCopy, inside
 from cluster_ddp.train.own.stream_batches import StreamBatches
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, parts_of, seed_host
 from cluster_ddp.train.state.surroundings import generators_around
@@ -83,7 +83,7 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
     TrainError
         Its order cannot be made a function of the epoch.
     """
-    inner = getattr(loader, "base_dataloader", loader)  # in Accelerate's
+    inner = inside(loader)
     if not isinstance(inner, DataLoader):
         raise TrainError(
             f"resumable() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}: make one of the data set"
@@ -153,11 +153,16 @@ class MapBatches:
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
         """Give the batches of an epoch from number `first` on; those before are not read."""
-        self._keys.epoch, self._keys.first = epoch, first
+        self._keys.epoch, self._keys.first, self._keys.is_read = epoch, first, False
         with contextlib.closing(iter(self._copy)) as batches:
             for batch in batches:
                 if isinstance(batch, DataError):
                     raise batch
+                if not self._keys.is_read:
+                    raise TrainError(
+                        f"the {type(self._copy.inner).__name__} gives batches without asking its sampler, so that no "
+                        "resume could be exact: give a torch.utils.data.DataLoader"
+                    )
                 if self._fetcher is not None:
                     self._fetcher.is_tried = True  # for the workers of the next epoch
                 yield batch
@@ -239,8 +244,10 @@ class _Keys:
     def __init__(self, order: _Order) -> None:
         self._order = order
         self.epoch = self.first = 0
+        self.is_read = False
 
     def __iter__(self) -> Iterator[Key]:
+        self.is_read = True
         for chosen in itertools.islice(self._order(self.epoch), self.first, None):
             yield self.epoch, chosen
 

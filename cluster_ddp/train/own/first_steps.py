@@ -23,7 +23,7 @@ from cluster_ddp.train.randomness import OwnGenerators
 
 
 class Look(Protocol):
-    """Sees something that steps change and no checkpoint holds."""
+    """Sees something that steps change and no checkpoint holds, or can hold."""
 
     def first(self) -> None:
         """Call after the first step: note what is there."""
@@ -70,6 +70,7 @@ def first_steps_of(
     draws_itself = loader is None
     first = FirstSteps(
         [
+            loop.kept,
             *([Sources(loop.kept, warn)] if draws_itself else []),
             OtherLoaders(None if batches is None else batches.data, warn),
             Overlooked(kept, seeded, warn, remedy),

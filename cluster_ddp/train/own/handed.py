@@ -21,6 +21,7 @@ from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer
 
 _DEPTH = 4  # of an optimizer, in which others are searched
+_FABRIC = ("lightning", "lightning_fabric")
 
 
 class Handed:
@@ -63,7 +64,9 @@ class Handed:
         bare = {name: _bare(thing) for name, thing in named.items()}
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
         if not optimizers:
-            raise TrainError("no optimizer is handed over: give optimizer=")
+            given = next((thing for name, thing in bare.items() if "optim" in name), None)
+            of = "" if given is None else f" of torch.optim, but a {type(given).__module__}.{type(given).__name__}"
+            raise TrainError(f"no optimizer{of} is handed over: give optimizer=")
         held = {id(weight) for opt in optimizers.values() for group in opt.param_groups for weight in group["params"]}
         trained = {
             name: thing
@@ -190,7 +193,8 @@ class Handed:
             if any(id(weight) not in known for group in optimizer.param_groups for weight in group["params"]):
                 raise TrainError(
                     f"{name} trains parameters that are in no module that is handed over: give that module too, under "
-                    "a name of its own (head=head)"
+                    "a name of its own (head=head), and of parameters alone, such as an image, a "
+                    "torch.nn.ParameterList (image=ParameterList([image]))"
                 )
 
 
@@ -279,12 +283,16 @@ def _with_scalers(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inner(thing: Any) -> Any:
-    """What is inside a wrapper of torch or Accelerate; None: it is no wrapper."""
+    """What is inside a wrapper of torch, Accelerate or Lightning's Fabric; None: it is no wrapper."""
+    library = type(thing).__module__.partition(".")[0]
     if isinstance(thing, DistributedDataParallel):
         return thing.module
     if isinstance(thing, nn.Module):
-        return getattr(thing, "_orig_mod", None)  # torch.compile
-    if type(thing).__module__.partition(".")[0] == "accelerate":
+        name = "_forward_module" if library in _FABRIC else "_orig_mod"  # torch.compile
+        return thing._modules.get(name)
+    if library in _FABRIC:
+        return getattr(thing, "_optimizer", None) if isinstance(thing, Optimizer) else None
+    if library == "accelerate":
         return getattr(thing, "optimizer" if isinstance(thing, Optimizer) else "scheduler", None)
     return None
 

@@ -54,18 +54,34 @@ class KeptNumbers:
     def add(self, initial: dict[str, Any]) -> Kept:
         """Keep these, with what was restored in place of the initial values."""
         for name, value in initial.items():
-            try:
-                Packer({}).pack(value, name)
-            except TaskError as error:
-                raise TrainError(f"run.keep({name}=...): {error}") from error
+            _expect_that_it_can_be_kept(name, value)
             self._given[name] = self.values[name] = value
             self._put_back(name)
         return self._kept
 
+    def first(self) -> None:
+        """See, after the first step, that what it has put there can be kept, and not at the first save, which is later.
+
+        Raises
+        ------
+        TrainError
+            Something cannot.
+        """
+        for name, value in self.values.items():
+            _expect_that_it_can_be_kept(name, value)
+
+    second = first
+
     def as_now(self) -> Callable[[], None]:
-        """What puts the values back as they are now."""
-        objects, now = dict(self.values), copy.deepcopy(self.values)
-        return lambda: self.values.update({name: _filled_deep(objects[name], value) for name, value in now.items()})
+        """What puts the values back as they are now; what is kept from later on, as it was restored."""
+        objects, now = dict(self.values), copy.deepcopy({**self._restored, **self.values})
+
+        def put_back() -> None:
+            for name, value in now.items():
+                if name in self.values:
+                    self.values[name] = _filled_deep(objects.get(name, self.values[name]), value)
+
+        return put_back
 
     def gather(self) -> None:
         """Collect the values of all ranks, which call it together, before a save.
@@ -95,6 +111,13 @@ class KeptNumbers:
         if name in self._restored:
             value = self._restored[name]
             self.values[name] = _filled(self._given[name], value) if name in self._restored_in_place else value
+
+
+def _expect_that_it_can_be_kept(name: str, value: Any) -> None:
+    try:
+        Packer({}).pack(value, name)
+    except TaskError as error:
+        raise TrainError(f"run.keep({name}=...): {error}") from error
 
 
 def _filled(into: Any, value: Any) -> Any:

@@ -36,7 +36,8 @@ class ResumableLoader:
     changed
         Sees what the code after the batches changes.
     as_now
-        Each gives what puts back, as it was then, something that the code before the batches of an epoch may change.
+        Each gives what puts back, as it was then, something that the code before the first batches of a resume may
+        change, such as by a snapshot of the program's own.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class ResumableLoader:
         as_now: Sequence[Callable[[], Callable[[], None]]],
     ) -> None:
         self._loader, self._batches, self._loop, self._geometry = loader, batches, loop, geometry
-        self._taking, self._changed, self._as_now = taking, changed, as_now
-        self._put_back: list[Callable[[], None]] = []
+        self._taking, self._changed = taking, changed
+        self._put_back = [restored() for restored in as_now] if step else []
         self._given: Callable[[], Any] = lambda: None
         loop.on_update = lambda: taking.update(self._given())
         self._epoch, within = divmod(step, geometry.steps)
@@ -65,13 +66,14 @@ class ResumableLoader:
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, by number from 0; use it in place of ``range(epochs)``.
 
-        What precedes the batches of an epoch is run again where it is resumed in its middle: weights and settings
-        that it has changed before the save are then put back as they were restored.
+        What precedes the epochs is run again at a resume, and what precedes the batches of an epoch where it is resumed
+        in its middle: weights and settings that are changed there are put back as they were restored.
         """
         while self._epoch < self._geometry.epochs:
             self._is_open, self._is_through, self._is_resumed = True, False, self._first > 0
             self._loop.enter(self._epoch)
-            self._put_back = [as_now() for as_now in self._as_now] if self._first else []
+            if not self._first:
+                self._restore()
             try:
                 yield self._epoch
             finally:
@@ -108,9 +110,7 @@ class ResumableLoader:
                 + ": `for epoch in loader.epochs():` and in it, once, `for batch in loader:`. For anything else, such "
                 "as statistics of the data, keep the DataLoader that was given to resumable()"
             )
-        for put_back in self._put_back:
-            put_back()
-        self._put_back = []
+        self._restore()
         epoch, first = self._epoch, self._first
         length, accumulate = self._batches.length, self._geometry.accumulate
         left = range(self._first, length)
@@ -147,6 +147,11 @@ class ResumableLoader:
             f"the batches of epoch {epoch} are through: of {length} there were {length - first} left at this resume. "
             "Take them by `for batch in loader`, or by next(batches, None), and not len(loader) times"
         )
+
+    def _restore(self) -> None:
+        for put_back in self._put_back:
+            put_back()
+        self._put_back = []
 
     def __len__(self) -> int:
         return self._batches.length

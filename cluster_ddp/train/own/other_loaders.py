@@ -35,7 +35,8 @@ class OtherLoaders:
 
     def second(self) -> None:
         """Call after the second."""
-        going_on = [batches for ref, number in self._before if (batches := ref()) and batches._num_yielded > number]
+        alive = [(ref(), number) for ref, number in self._before]
+        going_on = [batches for batches, number in alive if batches is not None and batches._num_yielded > number]
         if going_on:
             names = ", ".join(sorted({type(batches._dataset).__name__ for batches in going_on}))
             self._warn(

@@ -52,6 +52,14 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
             "    Hand over what copy.deepcopy() can copy: an average without the model that it may hold besides (EMA "
             "of ema_pytorch: include_online_model=False)"
         ) from error
+    if any(
+        weight is not memo.get(id(own)) for own, weight in zip(bare.parameters(), copied.parameters(), strict=False)
+    ):
+        raise TaskError(
+            f"a {type(bare).__name__} copies itself by a __deepcopy__() of its own, as the models of Keras do, and not "
+            "with its optimizer, so that nothing shows whether the state of both comes back: give a model that "
+            "copy.deepcopy() copies as any other torch.nn.Module"
+        )
     if model is not bare:
         memo[id(model)] = copied
     COPIES.update(copied.modules())

@@ -71,9 +71,10 @@ class Packer:
                 "take another optimizer"
             )
         if kind not in _KINDS:
+            plain = ", and a plain tuple(...) in place of one with names" if isinstance(value, tuple) else ""
             raise TaskError(
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: keep tensors, "
-                "numbers, strings, or lists and dicts of these"
+                f"numbers, strings, or lists and dicts of these{plain}"
             )
         items = [list(item) for item in value.items()] if isinstance(value, dict) else list(value)
         return {_MARK: _KINDS[kind], "of": self.pack(items, name)}

@@ -1,0 +1,58 @@
+"""A loop of Lightning's Fabric is one's own: what Fabric has set up is handed over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from own_loops import Images, begin_attempt, digest, interrupt, model_of, new_run
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from train_ranks import preload, run_ranks
+
+from cluster_ddp.train import join_run
+
+pytest.importorskip("lightning.fabric")
+
+
+def train(place: Path, attempt: int, at: int | None) -> str | None:
+    """A loop with two batches to an update; interrupted after `at` of these in this attempt. Its weights."""
+    from lightning.fabric import Fabric
+
+    begin_attempt(place, attempt)
+    ranks, updates = int(os.environ["WORLD_SIZE"]), 0
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+    fabric.launch()
+    try:
+        with join_run() as run:
+            torch.manual_seed(5)
+            bare = model_of()
+            model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.05))
+            loader = fabric.setup_dataloaders(DataLoader(Images(), 6 // ranks, shuffle=True, drop_last=True))
+            loader = run.resumable(loader, model=model, optimizer=optimizer, epochs=3)
+            for _ in loader.epochs():
+                for number, (inputs, labels) in loader.enumerate():
+                    is_last = number % 2 == 1 or number + 1 == len(loader)
+                    with fabric.no_backward_sync(model, enabled=not is_last):
+                        fabric.backward(F.cross_entropy(model(inputs), labels))
+                    if is_last:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        updates += 1
+                        if updates == at:
+                            interrupt("stop")
+    except SystemExit as end:
+        return f"status {end.code}"
+    return digest(bare) if at is None else None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_of_fabric_goes_on_exactly(ranks: int, tmp_path: Path) -> None:
+    preload("lightning.fabric")
+    calm = run_ranks(train, ranks, new_run(tmp_path / "calm").path, 0, None)
+    broken = new_run(tmp_path / "broken").path
+    assert run_ranks(train, ranks, broken, 0, 6) == [None] * ranks
+    assert run_ranks(train, ranks, broken, 1, None) == calm
+    assert "status" not in str(calm)
