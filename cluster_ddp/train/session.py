@@ -19,7 +19,7 @@ from cluster_ddp.run import events
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.phase import Phase
-from cluster_ddp.train.distributed import cleanup_distributed, find_world, hold_group
+from cluster_ddp.train.distributed import all_gather_object, cleanup_distributed, find_world, hold_group
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.failure import record_failure
 from cluster_ddp.train.meeting import meet_in
@@ -221,6 +221,17 @@ class Session:
             return self.decision.level == 0
 
         return ask
+
+    @property
+    def unheard(self) -> list[str]:
+        """The signals that this rank does not hear any more: see `StopSignals.unheard`."""
+        return self._process.stop.unheard
+
+    def asked(self) -> StopDecision:
+        """Whether a stop is asked for now, on any rank; all ranks call it."""
+        stop = self._process.stop
+        level, reason = max(all_gather_object((stop.level, stop.reason or "")))
+        return StopDecision(level, reason or None)
 
     @property
     def save_is_due(self) -> bool:

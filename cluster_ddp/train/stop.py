@@ -66,6 +66,7 @@ class StopSignals:
         self._level = 0
         self._reason: str | None = None
         self._first = 0.0
+        self._installed: set[int] = set()
 
     def install(self, *names: str) -> None:
         """Raise the flag, and do nothing else, on SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the signals named.
@@ -80,8 +81,15 @@ class StopSignals:
                 "this is not the main thread of the program, and no other thread can hear the signals that ask a run "
                 "to stop: call join_run(), or StopSignals.install(), in the main thread"
             )
-        for number in set(present(*_SIGNALS, *(f"SIG{name}" for name in names))):
+        self._installed = set(present(*_SIGNALS, *(f"SIG{name}" for name in names)))
+        for number in self._installed:
             signal.signal(number, self._receive)
+
+    @property
+    def unheard(self) -> list[str]:
+        """The signals that the program has given another handler since, where no heartbeat tells of them besides."""
+        lost = {number for number in self._installed if signal.getsignal(number) != self._receive}
+        return [] if self._heartbeat is not None else sorted(signal.Signals(number).name for number in lost)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()

@@ -12,6 +12,7 @@ from cluster_ddp.train.own.carried import Carried
 from cluster_ddp.train.own.copies import Copies
 from cluster_ddp.train.own.gradients import CarriedGradients
 from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.leaving import OtherHandlers
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.other_loaders import OtherLoaders
 from cluster_ddp.train.own.overlooked import Overlooked
@@ -78,6 +79,7 @@ def first_steps_of(
             Queues(handed, loop.kept, warn),
             OtherSchedulers(handed.optimizers, handed.others, warn),
             Carried(loop.kept, warn),
+            OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(handed.wrapped, warn),
         ]
     )

@@ -1,4 +1,4 @@
-"""The ranks leave an epoch together: one that has left it alone says so."""
+"""The ranks leave an epoch together, one that has left it alone says so, and the run hears when it is to stop."""
 
 from __future__ import annotations
 
@@ -63,3 +63,30 @@ class Leaving:
             self._warn(message)
         else:
             say(f"cluster_ddp: {message}")
+
+
+class OtherHandlers:
+    """Warns, after the second step, about signals that the program handles itself: the run does not hear them then.
+
+    Parameters
+    ----------
+    unheard
+        Gives their names.
+    warn
+        Takes the message.
+    """
+
+    def __init__(self, unheard: Callable[[], list[str]], warn: Callable[[str], None]) -> None:
+        self._unheard, self._warn = unheard, warn
+
+    def first(self) -> None:
+        """Nothing is to be noted."""
+
+    def second(self) -> None:
+        """Call after the second step."""
+        if names := self._unheard():
+            self._warn(
+                f"the program has set a handler of its own for {', '.join(names)} within the block of join_run(), so "
+                "that the run does not hear that it is to stop, and takes a loop that is left early then for one that "
+                "is done. Leave the handler out, or set it before the block, and ask run.stopping"
+            )

@@ -119,6 +119,11 @@ class Loop:
         self.on_update: Callable[[], None] = lambda: None
 
     @property
+    def unheard(self) -> list[str]:
+        """The signals that are not heard any more: see `StopSignals.unheard`."""
+        return self._session.unheard
+
+    @property
     def stops(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self._stop.level > 0
@@ -274,6 +279,25 @@ class Loop:
         """Call when the loop is left in the middle of a step: what has been updated counts as a step."""
         if self._is_updated:
             self._session.beat.step(self._session.step + 1)
+
+    def leave(self) -> None:
+        """Call at the end of the block, on all ranks: who left the loop early while a stop is asked for, was stopped.
+
+        Such as by a handler of the program's own, or by an exception's.
+        """
+        self.leaving.meet()
+        if (
+            not self.has_stopped
+            and self._session.step < self._geometry.total
+            and (asked := self._session.asked()).level
+        ):
+            self._session.decision = asked
+            self.has_stopped = True
+
+    def save_where_stopped(self) -> None:
+        """Save at a stop; not where gradients wait for an update, which the checkpoint before does not lack."""
+        if self._is_updated:
+            self.save()
 
     def save(self) -> None:
         """Save the state as it is now, unless that has been done."""

@@ -313,9 +313,11 @@ class ScriptRun:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
-            self._loop.leaving.meet()
+            self._loop.leave()
             is_stopped = self._loop.has_stopped
-            self._session.end(self._loop.save if is_stopped else self._loop.save_at_end, completed=not is_stopped)
+            self._session.end(
+                self._loop.save_where_stopped if is_stopped else self._loop.save_at_end, completed=not is_stopped
+            )
         else:
             is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
             self._session.end(self._save, completed=not is_stopped)
