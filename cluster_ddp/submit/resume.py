@@ -41,7 +41,9 @@ _FREE = frozenset({
 class ResumePlan:
     """How a run goes on: all that is read and decided about it, once, before anything is changed."""
 
-    seen: History  # the run as it was before anybody made sure that nothing of it is alive
+    # seen, record: the run as it was before anybody made sure that nothing of it is alive
+    seen: History
+    record: RunRecord
     # spec, changed: the job, and whether it differs from the run's job file
     spec: JobSpec
     changed: bool
@@ -72,7 +74,7 @@ def plan_resume(
     job = load_run_job(run.job_file, [*settings, *sizes])
     _check_global_batch(record, job)
     if _is_finished(run, status, job):
-        return ResumePlan(seen, job.spec, changed=False, remarks=job.remarks, start=None)
+        return ResumePlan(seen, record, job.spec, changed=False, remarks=job.remarks, start=None)
     start: local.LocalStart | Submission
     if here:
         nodes, procs = nodes or record.nodes, procs or record.procs
@@ -80,7 +82,7 @@ def plan_resume(
     else:
         start = _submission(run, record.via, job.spec)
     changed = job.spec != job.before
-    return ResumePlan(seen, job.spec, changed, (*job.remarks, *_weights_remarks(job)), start)
+    return ResumePlan(seen, record, job.spec, changed, (*job.remarks, *_weights_remarks(job)), start)
 
 
 def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> RunStatus:
@@ -169,7 +171,7 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
     def change() -> bytes:
         nonlocal by
         if by is None:  # else the lock was lost on the way: what was written stays
-            _refuse_overtaken(plan.seen)
+            _refuse_overtaken(plan.seen, plan.record)
             if plan.changed:
                 _write_job(run, plan.spec)
                 if script is not None:
@@ -187,15 +189,21 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
         raise SubmitError(f"{run.id} cannot be resumed: {run.resume_file}: {error.strerror}") from error
 
 
-def _refuse_overtaken(seen: History) -> None:
+def _refuse_overtaken(seen: History, record: RunRecord) -> None:
     """Raise if the run has been resumed, or has gone on, since it was looked at.
 
     Between looking at a run and acting on it lies a second of planning, in which a second call of `resume`
-    would see no sign of life either. A listing of the events may be old on network storage; the file is not.
+    would see no sign of life either, and another call that was seen submitting may have noted its job and ended. A
+    listing of the events may be old on network storage; the files are not.
     """
     now, claimed = read_history(seen.run), read_json_object(seen.run.resume_file) or {}
     overtaken = (as_whole(claimed.get("requests")) or 0) > len(seen.resume_requests)
-    if overtaken or (now.last_number, len(now.resume_requests)) != (seen.last_number, len(seen.resume_requests)):
+    noted = read_record(seen.run)
+    if (
+        overtaken
+        or (now.last_number, len(now.resume_requests)) != (seen.last_number, len(seen.resume_requests))
+        or (noted.slurm_job_ids, noted.submitting) != (record.slurm_job_ids, record.submitting)
+    ):
         by = f" ({claimed['by']})" if overtaken and isinstance(claimed.get("by"), str) else ""
         raise SubmitError(
             f"run {seen.run.id} was resumed a moment ago by another call{by}, and this one has changed nothing.\n"

@@ -25,14 +25,14 @@ from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.record import read_record, update_record
+from cluster_ddp.run.record import add_slurm_job, announce_submission, read_record, update_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.stopfile import request_stop
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import SubmitError
-from cluster_ddp.submit.resume import plan_resume, send_again
+from cluster_ddp.submit.resume import ResumePlan, plan_resume, send_again
 from cluster_ddp.submit.sbatch import SbatchSubmission
 
 
@@ -363,6 +363,24 @@ def test_a_call_that_comes_before_the_winner_has_called_sbatch_submits_nothing(
     monkeypatch.setattr(SbatchSubmission, "send", with_another_call_before)
     assert call("resume", run.id).status == 0 and len(slurm.submissions()) == 2
     assert said[0].status == 2 and "is being submitted by process" in said[0].err
+
+
+def test_a_call_that_has_seen_the_winner_submit_and_judges_when_it_has_ended_submits_nothing(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_queue(slurm, run, "CANCELLED")
+    announce_submission(run)
+    request_resume(run, by="the winner")
+
+    def judged_late(*seen: Any) -> ResumePlan:
+        add_slurm_job(run, "102")
+        monkeypatch.setattr("cluster_ddp.run.record.is_claimed", lambda _: False)
+        return plan_resume(*seen)
+
+    monkeypatch.setattr("cluster_ddp.submit.resume.plan_resume", judged_late)
+    said = call("resume", run.id)
+    assert said.status == 2 and "resumed a moment ago by another call" in said.err
+    assert len(slurm.submissions()) == 1
 
 
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
