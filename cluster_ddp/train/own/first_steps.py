@@ -10,6 +10,7 @@ from torch import Tensor
 from cluster_ddp.train.own.batches import Batches
 from cluster_ddp.train.own.carried import Carried
 from cluster_ddp.train.own.copies import Copies
+from cluster_ddp.train.own.counts import Counts
 from cluster_ddp.train.own.gradients import CarriedGradients
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.leaving import OtherHandlers
@@ -79,6 +80,7 @@ def first_steps_of(
             Queues(handed, loop.kept, warn),
             OtherSchedulers(handed.optimizers, handed.others, warn),
             Carried(loop.kept, warn),
+            Counts(warn),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(handed.wrapped, warn),
         ]
