@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +33,7 @@ _UNSTORED = {
 }
 _NO_GROUP = "process group has not been initialized"  # in what torch raises
 _OTHER_OPTIMIZERS = "task.more"  # what a loop of one's own has besides its first
+_HANDED_OVER = "task.rest."  # by name, to a loop of one's own
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
@@ -308,7 +309,8 @@ def refuse_own_state(
     }
     texts = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
     texts |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
-    found = {name: _short(json.dumps(value)) for name, value in texts.items()}
+    leaves = (leaf for name, value in texts.items() for leaf in _leaves(name, value))
+    found = {name.removeprefix(_HANDED_OVER): _short(json.dumps(value)) for name, value in leaves}
     if named:
         found.update(zip(named, tensor_digests(list(named.values())).tolist(), strict=True))
     first, *others = all_gather_object(found)
@@ -327,6 +329,15 @@ def refuse_own_state(
             "the same on all ranks, such as a sum over them (reduce_tensor), or a list by rank (all_gather_object); "
             "register a buffer in __init__ with its final shape, and change it in place (copy_, add_)"
         )
+
+
+def _leaves(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """The parts of a state in dicts, by names for people."""
+    if isinstance(value, dict) and value and depth and all(key.isidentifier() for key in value):
+        for key, part in value.items():
+            yield from _leaves(f"{name}.{key}", part, depth - 1)
+    else:
+        yield name, value
 
 
 def _more(names: Collection[str]) -> str:

@@ -284,3 +284,29 @@ def test_a_group_destroyed_inside_the_block_is_named(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(destroying, 2, run.path) == [1, 1]
     assert "the process group was destroyed inside the block of join_run()" in failure(run)
+
+
+class Metered(torch.optim.lr_scheduler.StepLR):
+    """Notes the loss of its rank, as the schedulers of timm do, whose state holds that."""
+
+    metric = 0.0
+
+
+def metered(place: Path) -> Any:
+    begin_attempt(place, 0)
+    try:
+        with join_run() as run:
+            model = nn.parallel.DistributedDataParallel(model_of())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = Metered(optimizer, 9)
+            loader = run.resumable(distributed(6)(), model=model, optimizer=optimizer, scheduler=scheduler, epochs=1)
+            scheduler.metric = float(run.world.rank)
+            updates(loader, model, optimizer)
+    except SystemExit as end:
+        return end.code
+
+
+def test_what_each_rank_has_of_its_own_is_named(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(metered, 2, run.path) == [1, 1]
+    assert "each rank has a state of its own: scheduler.metric (0.0 on rank 0, 1.0 on rank 1)" in failure(run)
