@@ -34,7 +34,7 @@ def command(run: RunOrSweep) -> None:
         return
     _mark(found)
     ended = _cancel_jobs(found)
-    jobs = f" and its Slurm job {', '.join(ended)}" if ended else ""
+    jobs = f" and its Slurm job{'s' if len(ended) > 1 else ''} {', '.join(ended)}" if ended else ""
     tell(f"cancelled {found.id}{jobs} (to take it up again: {how_to_go_on(found.id, record)})")
 
 

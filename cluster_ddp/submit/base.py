@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
-from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear
+from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, cancel_job
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
@@ -53,7 +53,8 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     Raises
     ------
     ClusterDDPError
-        A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then.
+        A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then. Or
+        somebody has cancelled the run meanwhile.
     SlurmError
         Whether the job is in the queue is not known; then the run directory stays, so that the job finds it.
     """
@@ -72,6 +73,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     note_submitted(run, submission.via, job_id)
+    withdraw_if_cancelled(run, job_id, cancels=0)
     return run, job_id
 
 
@@ -95,6 +97,33 @@ def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:
     from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
 
     EventWriter(run, login_writer()).write(SUBMITTED, via=via, slurm_job_id=job_id)
+
+
+def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int) -> None:
+    """Take a job out of the queue again if its run was cancelled before the job was noted, where `cancel` looks.
+
+    Parameters
+    ----------
+    cancels
+        How often the run had been cancelled when it was decided to submit it.
+
+    Raises
+    ------
+    SubmitError
+        It was.
+    """
+    from cluster_ddp.run.history import read_history
+
+    since = read_history(run).cancels[cancels:]
+    if not since:
+        return
+    if job_id is not None:
+        cancel_job(job_id)
+    job = f"; Slurm job {job_id} has been taken out of the queue again" if job_id is not None else ""
+    raise SubmitError(
+        f"run {run.id} was cancelled by {since[-1].get('by')} while it was being submitted{job}.\n"
+        f"To go on with it: cluster-ddp resume {run.id}"
+    )
 
 
 def check_writable(runs_dir: Path) -> None:

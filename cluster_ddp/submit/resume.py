@@ -24,7 +24,7 @@ from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
 from cluster_ddp.submit import local
-from cluster_ddp.submit.base import Submission, SubmitError, note_submitted
+from cluster_ddp.submit.base import Submission, SubmitError, note_submitted, withdraw_if_cancelled
 from cluster_ddp.submit.ways import submission
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def send_again(plan: ResumePlan, again: Submission) -> str | None:
     _claim(plan, script=again.text)
     job_id = again.send(run)
     note_submitted(run, again.via, job_id)
+    withdraw_if_cancelled(run, job_id, cancels=len(plan.seen.cancels))
     return job_id
 
 

@@ -23,7 +23,7 @@ from cluster_ddp.job import load_job, load_resolved
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import EventWriter, read_events
+from cluster_ddp.run.events import EventWriter, caller, read_events
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.record import add_slurm_job, announce_submission, read_record, update_record
 from cluster_ddp.run.run_state import RunState
@@ -381,6 +381,23 @@ def test_a_call_that_has_seen_the_winner_submit_and_judges_when_it_has_ended_sub
     said = call("resume", run.id)
     assert said.status == 2 and "resumed a moment ago by another call" in said.err
     assert len(slurm.submissions()) == 1
+
+
+def test_a_run_that_is_cancelled_while_it_is_submitted_leaves_no_job_in_the_queue(
+    call: Call, run: RunDirectory, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = SbatchSubmission.send
+
+    def cancelled_before(submission: SbatchSubmission, to: RunDirectory) -> str:
+        assert call("cancel", to.id).status == 0
+        return send(submission, to)
+
+    monkeypatch.setattr(SbatchSubmission, "send", cancelled_before)
+    said = call("resume", run.id)
+    assert said.status == 2 and f"was cancelled by {caller()} while it was being submitted" in said.err
+    assert (slurm.folder / "cancelled").read_text() == "102\n" and describe(run, {}).state is RunState.CANCELLED
+    said = call("submit", "job.yaml")
+    assert said.status == 2 and "Slurm job 103 has been taken out of the queue again" in said.err
 
 
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:
