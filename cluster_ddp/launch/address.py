@@ -92,18 +92,49 @@ def wait_for_name(
 
 def interface_address(pattern: str) -> str | None:
     """Address of the first interface that NCCL_SOCKET_IFNAME's pattern names: prefixes, ``=`` exact, ``^`` not."""
-    import fcntl  # not on Windows, where this package is a library only
-
     if pattern.startswith("^"):
         return None
     exact = pattern.startswith("=")
     names = [name for name in pattern.lstrip("=").split(",") if name]
     for _, interface in socket.if_nameindex():
         if interface in names or (not exact and interface.startswith(tuple(names))):
-            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-                packed = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-                return socket.inet_ntoa(packed[20:24])
+            found = _address_of(interface)
+            if found is not None:
+                return found
     return None
+
+
+def interface_for_gloo(address: str) -> str | None:
+    """The interface that Gloo has to be told of: the one that has `address`; None where Gloo finds one by itself.
+
+    Its ranks listen on the first address of the host's own name that they can, and on loopback where there is none.
+    Debian's /etc/hosts gives that name a loopback address: no other node would reach them.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        return None
+    listens = next(filter(_is_here, _own_names()), LOOPBACK)
+    if not ipaddress.ip_address(listens).is_loopback:
+        return None
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+
+
+def _address_of(interface: str) -> str | None:
+    """The first IPv4 address of an interface."""
+    import fcntl  # not on Windows, where this package is a library only
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        packed = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        return socket.inet_ntoa(packed[20:24])
+    return None
+
+
+def _is_here(address: str) -> bool:
+    """Whether one can listen on an address here."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.bind((address, 0))
+        return True
+    return False
 
 
 def _route_to(host: str) -> str | None:

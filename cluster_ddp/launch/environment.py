@@ -46,12 +46,24 @@ class NodeEnvironment:
 
 
 def node_environment(
-    spec: JobSpec, attempt: AttemptDirectory, *, node_rank: int, procs: int, heartbeat: Path, base: Mapping[str, str]
+    spec: JobSpec,
+    attempt: AttemptDirectory,
+    *,
+    node_rank: int,
+    procs: int,
+    heartbeat: Path,
+    base: Mapping[str, str],
+    gloo_interface: str | None = None,
 ) -> NodeEnvironment:
     """Work out the environment of the agent and the ranks from the job and what is set already (`base`).
 
     What another torchrun, or srun's own ranks, left in the shell that submitted is dropped: with a RANK of its own the
     agent would be taken for a rank, and a PET_... variable is an option of torchrun's.
+
+    Parameters
+    ----------
+    gloo_interface
+        The interface that Gloo has to be told of; None where it finds one.
     """
     base = {name: value for name, value in base.items() if not _OF_ANOTHER_TORCHRUN.fullmatch(name)}
     if spec.launch.snapshot and "PYTHONPATH" in base:
@@ -71,6 +83,9 @@ def node_environment(
         Setting("PYTHONHASHSEED", "0", "a set of strings has one order, on all ranks and after a resume"),
         Setting("OMP_NUM_THREADS", str(threads_each(procs)), f"{usable_cpus()} CPUs for {procs} ranks"),
     ]
+    if gloo_interface is not None:
+        why = "this host's own name leads to loopback, where no other node would reach Gloo"
+        defaults.append(Setting("GLOO_SOCKET_IFNAME", gloo_interface, why))
     named = network.variables.keys()
     wanted = [*network.settings, *(setting for setting in defaults if setting.name not in named)]
     added = tuple(setting for setting in wanted if setting.beats(base) and setting.name not in decided)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster_ddp.job import JobSpec, load_run_job
 from cluster_ddp.launch import hang_dump
-from cluster_ddp.launch.address import LOOPBACK, local_address, wait_for_name
+from cluster_ddp.launch.address import LOOPBACK, interface_for_gloo, local_address, wait_for_name
 from cluster_ddp.launch.agent import SURVIVED, Agent
 from cluster_ddp.launch.agent_failure import agent_failure
 from cluster_ddp.launch.environment import node_environment
@@ -96,6 +96,7 @@ class NodeProgram:
             procs=self._procs,
             heartbeat=self._heartbeat.path,
             base=os.environ,
+            gloo_interface=interface_for_gloo(address),
         )
         warning = signal.Signals[f"SIG{spec.requeue.signal}"]
         self._survives = {*SURVIVED, warning}

@@ -75,6 +75,22 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun,
         assert failed and root_failure(failed)["host"] == "node2"
 
 
+def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
+    """As in Debian's and Ubuntu's /etc/hosts. Gloo listened there, where no other node reached it."""
+    known = cluster.node_exec("node1", "cat", "/etc/hosts")
+    try:
+        for node in cluster.nodes:
+            others = [line for line in known.splitlines() if node not in line.split()]
+            (hosts := tmp_path / f"hosts-{node}").write_text("\n".join([f"127.0.1.1 {node}", *others, ""]))
+            cluster.node_exec(node, "mount", "--bind", str(hosts), "/etc/hosts")
+            cluster.node_exec(node, "ip", "route", "add", "default", "dev", "eth0")
+        finish(submit(cluster, tmp_path), calm, attempts=1)
+    finally:
+        for node in cluster.nodes:
+            cluster.node_exec(node, "umount", "/etc/hosts", check=False)
+            cluster.node_exec(node, "ip", "route", "del", "default", check=False)
+
+
 @pytest.mark.chaos
 @both_ways_at_length
 def test_batch_host_that_failed_twice_is_given_back(

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import fcntl
 import socket
 from typing import Any
 
 import pytest
 
-from cluster_ddp.launch.address import AddressError, interface_address, local_address, wait_for_name
+from cluster_ddp.launch.address import (
+    AddressError,
+    interface_address,
+    interface_for_gloo,
+    local_address,
+    wait_for_name,
+)
 
 
 def name_service(monkeypatch: pytest.MonkeyPatch, own: list[str]) -> None:
@@ -66,3 +73,22 @@ def test_the_interface_that_the_job_names_decides() -> None:
     assert interface_address("l") == "127.0.0.1"  # NCCL takes the beginning of a name
     assert interface_address("=l") is None
     assert interface_address("^lo") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "interface"),
+    [(["127.0.1.1"], "eth0"), (["127.0.1.1", "10.1.2.3"], "eth0"), ([], "eth0"), (["0.0.0.0"], None)],
+)
+def test_gloo_is_told_of_an_interface_where_the_hosts_own_name_leads_to_loopback(
+    monkeypatch: pytest.MonkeyPatch, own: list[str], interface: str | None
+) -> None:
+    addresses = {b"lo": "127.0.0.1", b"eth0": "10.1.2.3"}
+
+    def ioctl(_descriptor: int, _request: int, asked: bytes) -> bytes:
+        return bytes(20) + socket.inet_aton(addresses[asked.rstrip(b"\0")]) + bytes(232)
+
+    name_service(monkeypatch, own)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    assert interface_for_gloo("10.1.2.3") == interface
+    assert interface_for_gloo("127.0.0.1") is None, "a run of one node stays on loopback"

@@ -61,6 +61,21 @@ def test_what_is_exported_beats_defaults_and_yields_to_the_job_and_both_are_repo
     assert any("NCCL_ALGO=Tree is exported, but" in remark for remark in content["remarks"])
 
 
+def test_the_interface_for_gloo_yields_to_whoever_names_one(tmp_path: Path) -> None:
+    attempt = RunDirectory(tmp_path).attempt(0)
+
+    def for_gloo(network: dict[str, str], **base: str) -> str:
+        job = JobSpec(name="a", task="cluster_ddp.tasks.digits:Digits", network=network)
+        found = environment.node_environment(
+            job, attempt, node_rank=0, procs=1, heartbeat=Path("/dev/shm/b"), base=base, gloo_interface="eth0"
+        )
+        return found.variables["GLOO_SOCKET_IFNAME"]
+
+    assert for_gloo({}) == "eth0"
+    assert for_gloo({"socket_ifname": "ib0"}) == "ib0"
+    assert for_gloo({}, GLOO_SOCKET_IFNAME="ib1") == "ib1"
+
+
 def test_on_this_machine_the_interface_is_loopback_whatever_the_job_names(tmp_path: Path) -> None:
     loopback = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     assert loopback.items() <= made(tmp_path, CLUSTER_DDP_LOCAL_ADDR="127.0.0.1", **loopback).variables.items()
