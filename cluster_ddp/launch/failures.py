@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster_ddp.launch.exits import RankExits
+from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
@@ -119,7 +120,7 @@ class Failures:
         if self._follows(cause):
             return  # the cause was on another node, which records it
         rank, code, error = cause.rank, self._code(cause), read_error(cause.rank)
-        message = (_without_message(code) if error is None else error.message)[-_LONGEST_ERROR:]
+        message = (_without_message(code, rank) if error is None else error.message)[-_LONGEST_ERROR:]
         host = host_name()
         self._events.write(
             RANK_FAILED,
@@ -143,7 +144,7 @@ def _is_kill(code: int | None) -> bool:
     return code is not None and code < 0 and code != -signal.SIGTERM
 
 
-def _without_message(code: int | None) -> str:
+def _without_message(code: int | None, rank: Rank) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", perhaps because the node ran out of memory" if -code == signal.SIGKILL else ""
@@ -151,5 +152,7 @@ def _without_message(code: int | None) -> str:
     if code == 0:
         return "ended with exit status 0 before its training was over, as by os._exit(0); it left no message"
     if code:
-        return f"ended with exit status {code}; it left no message"
+        said = last_lines(rank.stderr, 1) if rank.stderr is not None else []  # as argparse and sys.exit(text) do
+        left = f"what it wrote last to stderr: {said[-1]}" if said else "it left no message"
+        return f"ended with exit status {code}; {left}"
     return "ended without a message; killed from outside, perhaps because the node ran out of memory"

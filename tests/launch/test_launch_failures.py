@@ -170,6 +170,21 @@ def test_a_script_that_is_not_on_the_heartbeat_is_known_by_its_exit_code(scene: 
     assert (scene.event()["rank"], scene.event()["step"]) == (5, None)
 
 
+@pytest.mark.parametrize(
+    ("stderr", "left"),
+    [
+        ("usage: t.py [--lr LR]\nt.py: error: unrecognized arguments: --x\n",
+         "what it wrote last to stderr: t.py: error: unrecognized arguments: --x"),
+        ("", "it left no message"),
+    ],
+)  # fmt: skip
+def test_of_a_script_that_ends_without_an_error_the_last_line_is_given(scene: Scene, stderr: str, left: str) -> None:
+    rank = scene.rank(5, stderr, phase=None)
+    scene.exit_code(rank, 2)
+    scene.failures.note([rank], agent_ended=True)
+    assert scene.event()["error"] == f"ended with exit status 2; {left}"
+
+
 def test_torchs_own_error_file_is_read_and_its_prefixes_are_taken_away(tmp_path: Path) -> None:
     error_file, log = tmp_path / "error.json", tmp_path / "stderr.log"
     log.write_text("[rank3]: Traceback (most recent call last):\n[rank3]:   File x\n[rank3]: KeyError: 'a'\n")
