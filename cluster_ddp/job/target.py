@@ -25,8 +25,29 @@ class TargetProblem(Exception):
 
 
 def check_script(script: str) -> None:
-    """Raise `TargetProblem` when the script (an absolute path) is not a readable file."""
-    _check_file(Path(script))
+    """Raise `TargetProblem` when the script (an absolute path) is not a readable file, or surely part of a package."""
+    file = Path(script)
+    _check_file(file)
+    if file.suffix != ".py":
+        return
+    try:
+        body = ast.parse(_source(file)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # Python itself says best what is wrong
+    if any(isinstance(part, ast.Assign) and "__package__" in ast.unparse(part) for part in body):
+        return
+    for part in body:
+        if isinstance(part, ast.ImportFrom) and part.level:
+            top = file.parent
+            while (top.parent / "__init__.py").is_file():
+                top = top.parent
+            module = ".".join(file.relative_to(top.parent).with_suffix("").parts)
+            raise TargetProblem(
+                f"{file}:{part.lineno}: {ast.unparse(part)}: a script belongs to no package, as a module does that is "
+                f"run by python -m {module}. Give as script: a file beside the folder {top.name}/ that runs it: "
+                f'import runpy; runpy.run_module("{module}", run_name="__main__")',
+                in_file=True,
+            )
 
 
 def check_task(task: str) -> None:

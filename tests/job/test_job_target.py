@@ -97,6 +97,19 @@ def test_a_missing_script(errors_of: Callable[..., str], here: Path) -> None:
     assert "no such file" in errors_of("script: train.py\n")
 
 
+def test_a_script_that_imports_from_its_own_package(errors_of: Callable[..., str], here: Path, job: WriteJob) -> None:
+    (here / "pkg" / "inner").mkdir(parents=True)
+    (here / "pkg" / "__init__.py").touch()
+    script = here / "pkg" / "inner" / "train.py"
+    script.write_text("import torch\nfrom .model import net\n")
+    told = errors_of("script: pkg/inner/train.py\n")
+    assert f"{script}:2: from .model import net: a script belongs to no package" in told
+    assert 'beside the folder pkg/ that runs it: import runpy; runpy.run_module("pkg.inner.train", run_name=' in told
+    for works in ("__package__ = 'pkg'\nfrom .model import net", "try:\n    from .model import net\nexcept: 1", "\0"):
+        script.write_text(works)
+        load_job(str(job("script: pkg/inner/train.py\n")))
+
+
 @pytest.mark.parametrize(
     ("text", "warns"),
     [
