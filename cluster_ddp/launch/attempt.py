@@ -24,11 +24,11 @@ from cluster_ddp.run.events import (
     read_events,
 )
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.record import read_record
+from cluster_ddp.run.record import names_in_comments, read_record, run_in_comment
 from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.slurm.commands import SlurmError, query_jobs
 from cluster_ddp.slurm.start import SlurmStart
-from cluster_ddp.slurm.states import ACTIVE
+from cluster_ddp.slurm.states import ACTIVE, SlurmJob
 
 if TYPE_CHECKING:
     from cluster_ddp.run.decision import Decision
@@ -66,6 +66,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
         nodes=start.nodes or None,
         procs=procs,
         job_alive=_job_is_active,
+        another_runs=lambda job_id: _is_another_runs(run, job_id),
     )
     if attempt.number:
         record_lost_nodes(read_history(run), run.attempt(attempt.number - 1), EventWriter(run, login_writer()))
@@ -133,14 +134,23 @@ def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
 
 def _job_is_active(job_id: str) -> bool | None:
     """Whether Slurm lets processes of a job run; None when it cannot be asked."""
-    state = _state(job_id)
-    return None if state is None else state in ACTIVE
-
-
-def _state(job_id: str) -> str | None:
-    """Slurm's state of a job, empty when it does not know it; None when it cannot be asked."""
     try:
-        jobs = query_jobs([job_id], seconds=_QUEUE_SECONDS)
+        job = _job(job_id)
     except SlurmError:
         return None
-    return jobs[job_id].state if job_id in jobs else ""
+    return job is not None and job.state in ACTIVE
+
+
+def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
+    """Whether Slurm says, by a job's comment, that it is another run's: this directory is a copy of that one."""
+    try:
+        job = _job(job_id)
+    except SlurmError:
+        return False
+    named = None if job is None else run_in_comment(job.comment)
+    return named is not None and named not in names_in_comments(run, read_record(run))
+
+
+def _job(job_id: str) -> SlurmJob | None:
+    """A job; None when Slurm does not know it, and `SlurmError` when it cannot be asked."""
+    return query_jobs([job_id], seconds=_QUEUE_SECONDS).get(job_id)

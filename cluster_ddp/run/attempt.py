@@ -32,6 +32,7 @@ def begin_attempt(
     nodes: int | None,
     procs: int | None,
     job_alive: Callable[[str], bool | None] | None = None,
+    another_runs: Callable[[str], bool] | None = None,
 ) -> AttemptDirectory:
     """Begin the next attempt of a run, or get back the one that this allocation has begun already.
 
@@ -47,6 +48,9 @@ def begin_attempt(
     job_alive
         Asks Slurm whether another job is still alive; None when it cannot tell. Called only when the
         attempt before was begun by another job on another machine and has left no sign of its end.
+    another_runs
+        Asks Slurm whether a job is another run's: then this directory is a copy of that one, and what is alive is not
+        its own. Called only when the attempt before may be alive.
 
     Raises
     ------
@@ -68,7 +72,7 @@ def begin_attempt(
             if same and last.number >= history.first_number:
                 return run.attempt(last.number)
             if not is_earlier_start(last, slurm_job_id, restart_count):
-                _refuse_alive(run, history, last, job_alive)
+                _refuse_alive(run, history, last, job_alive, another_runs)
             decision = _decide_late(history, last)
         number = last.number + 1 if last is not None else 0
         if number > LAST_NUMBER:
@@ -181,9 +185,15 @@ def _decide_late(history: History, last: AttemptRecord) -> Decision | None:
 
 
 def _refuse_alive(
-    run: RunDirectory, history: History, last: AttemptRecord, job_alive: Callable[[str], bool | None] | None
+    run: RunDirectory,
+    history: History,
+    last: AttemptRecord,
+    job_alive: Callable[[str], bool | None] | None,
+    another_runs: Callable[[str], bool] | None,
 ) -> None:
     alive = attempt_is_alive(history, last)
+    if alive is not False and last.slurm_job_id is not None and another_runs and another_runs(last.slurm_job_id):
+        return
     if alive is None and last.slurm_job_id is not None and job_alive is not None:
         alive = job_alive(last.slurm_job_id)
     if alive is False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,18 @@ def test_the_same_start_gets_its_attempt_again(run: RunDirectory) -> None:
     assert record.process is not None
     assert record.process.pid == os.getpid()
     assert begin(run, restart=1) == 1
+
+
+def test_a_copy_goes_on_beside_its_original(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds says that the attempt of the original is its own, and that is alive."""
+    begin(run)
+    copied = RunDirectory(shutil.copytree(run.path, run.path.with_name("my-copy")))
+    stand_in(tmp_path, monkeypatch, squeue=f"echo '77|77|RUNNING|n1|None@N/A|cluster_ddp {run.id}'")
+    assert begin(copied, job="78") == 1
+    with pytest.raises(RunAlive, match="is alive: attempt 0"):
+        begin(run, job="78")
+    with pytest.raises(RunAlive, match="is alive: attempt 1"):
+        begin(copied, job="79")
 
 
 @pytest.mark.parametrize(("patience", "begins"), [(20.0, True), (0.0, False)])
