@@ -24,7 +24,7 @@ from cluster_ddp.job.refusals import refuse
 from cluster_ddp.job.report import find, job_file_error
 from cluster_ddp.job.sections import as_written, known_part
 from cluster_ddp.job.site import over_site
-from cluster_ddp.job.target import TargetProblem, check_script, check_task
+from cluster_ddp.job.target import TargetProblem, check_script, check_task, spawned_at
 from cluster_ddp.job.templates import is_path, template_file
 from cluster_ddp.job.units import format_slurm_time
 
@@ -312,6 +312,12 @@ def _check_target(spec: JobSpec, root: Node) -> tuple[str, ...]:
         if elsewhere is None:
             raise fault(place, f"{key}: {problem}") from problem
         return (f"{place}: {key}: {problem} (only a warning: {elsewhere} may see it)",)
+    if spec.script is not None and (line := spawned_at(spec.script)) is not None:
+        return (
+            f"{find(root, (key,)).place}: script: {spec.script}:{line} starts ranks itself, as torchrun does here, "
+            "under which they wait for each other for ever: call the function once in place of mp.spawn(), with the "
+            "rank of os.environ['RANK'], and init_process_group() without rank, world_size and MASTER_PORT",
+        )
     return ()
 
 

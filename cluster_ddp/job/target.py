@@ -50,6 +50,32 @@ def check_script(script: str) -> None:
             )
 
 
+def spawned_at(script: str) -> int | None:
+    """The line in which a script is sure to start ranks of its own, by `torch.multiprocessing.spawn`, if it does.
+
+    Where it depends on an argument, as in the ImageNet example, nobody can tell.
+    """
+    file = Path(script)
+    try:
+        tree = ast.parse(_source(file) if file.suffix == ".py" else "")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if "init_process_group" not in ast.dump(tree):
+        return None
+    calls = (node for node in _unconditional(tree) if isinstance(node, ast.Call))
+    return next((call.lineno for call in calls if ast.unparse(call.func) in _SPAWNS), None)
+
+
+_SPAWNS = ("mp.spawn", "multiprocessing.spawn", "torch.multiprocessing.spawn")
+
+
+def _unconditional(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.If) or "__name__" in ast.unparse(child.test):
+            yield from _unconditional(child)
+
+
 def check_task(task: str) -> None:
     """Raise `TargetProblem` when ``package.module:Class`` or ``/path/to/file.py:Class`` cannot be found.
 

@@ -97,6 +97,16 @@ def test_a_missing_script(errors_of: Callable[..., str], here: Path) -> None:
     assert "no such file" in errors_of("script: train.py\n")
 
 
+def test_a_script_that_starts_ranks_itself(here: Path, job: WriteJob) -> None:
+    text = "import torch.multiprocessing as mp\nfrom torch.distributed import init_process_group\n"
+    (here / "train.py").write_text(f"{text}if __name__ == '__main__':\n    mp.spawn(print, nprocs=2)\n")
+    (warning,) = load_job(str(job("script: train.py\n"))).warnings
+    assert f"job.yaml:1: script: {here}/train.py:4 starts ranks itself, as torchrun does here" in warning
+    for harmless in ("if args.multiprocessing_distributed:\n    mp.spawn(print)\n", "mp.Queue()\n"):
+        (here / "train.py").write_text(text + harmless)
+        assert load_job(str(job("script: train.py\n"))).warnings == ()
+
+
 def test_a_script_that_imports_from_its_own_package(errors_of: Callable[..., str], here: Path, job: WriteJob) -> None:
     (here / "pkg" / "inner").mkdir(parents=True)
     (here / "pkg" / "__init__.py").touch()
