@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
+
+CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
+
+
+def length(container: Any) -> int:
+    """How many elements one of Python's containers has; a class derived from it may say otherwise, or raise."""
+    return int(_kind(container).__len__(container))
+
+
+def elements(container: Any) -> Iterator[Any]:
+    """The elements of one of Python's containers, of a dict the values, whatever a class derived from it gives."""
+    return iter(dict.values(container)) if isinstance(container, dict) else _kind(container).__iter__(container)
+
+
+def _kind(container: Any) -> Any:
+    return next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 
 def inner_parts(value: object) -> Iterator[tuple[str, Any]]:

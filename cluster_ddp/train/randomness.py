@@ -6,6 +6,7 @@ index) before a sample is fetched. So no generator's state has to be saved, and 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import random
@@ -18,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster_ddp.train.inner_parts import inner_parts
+from cluster_ddp.train.inner_parts import elements, inner_parts, length
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
 _POSITIVE_INT = (1 << 31) - 1
@@ -121,10 +122,9 @@ def _drawn_from_opencv() -> float:
 
 
 def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """Give objects and what they are made of, each once; models and tensors among them are passed over."""
+    """Give objects and what they are made of, each once; of models all their modules are made, not their tensors."""
     seen: set[int] = set()
     level: list[Any] = list(holders)
-    level += [vars(module) for holder in holders if isinstance(holder, nn.Module) for module in holder.modules()]
     for _ in range(depth):
         inner: list[Any] = []
         for value in level:
@@ -136,19 +136,21 @@ def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        if len(value) <= _WIDTH:
-            yield from value.values() if isinstance(value, dict) else value
+    if isinstance(value, nn.Module):
+        yield from (vars(module) for module in value.modules())
+    elif isinstance(value, (dict, list, tuple, collections.deque)):
+        if length(value) <= _WIDTH:
+            yield from elements(value)
         own = getattr(value, "__dict__", {})  # of a class derived from them; it may be the dict itself
         yield from own.values() if len(own) <= _WIDTH else ()
-    elif not isinstance(value, (Tensor, nn.Module, np.ndarray, type, ModuleType, *GENERATORS)):
+    elif not isinstance(value, (Tensor, np.ndarray, type, ModuleType, *GENERATORS)):
         yield from (part for _, part in inner_parts(value))
 
 
 def seed_one(generator: Any, word: int) -> None:
     """Seed a generator of one of the kinds `GENERATORS`."""
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
+    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        bits: Any = getattr(generator, "bit_generator", generator)
         bits.state = type(bits)(word).state
     elif isinstance(generator, torch.Generator):
         generator.manual_seed(word)
@@ -164,7 +166,7 @@ class OwnGenerators:
     Parameters
     ----------
     holders
-        Where to search; models and tensors in them are passed over.
+        Where to search.
     around
         Others by their names, which nobody holds. Those there are do not change how the held ones are seeded.
     depth
@@ -172,12 +174,22 @@ class OwnGenerators:
     """
 
     def __init__(self, *holders: Any, around: Mapping[str, Any] | None = None, depth: int = _DEPTH) -> None:
+        self._holders, self._around, self._depth = holders, around or {}, depth
+        self.find()
+
+    def find(self) -> None:
+        """Search again: `load_state_dict` of a holder may have made others."""
         known = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
-        parts = parts_of(*holders, depth=depth)
+        parts = parts_of(*self._holders, depth=self._depth)
         held = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
         self._found = dict(enumerate(held))
         known.update(map(id, held))
-        self._found |= {derive(*name.encode()): one for name, one in (around or {}).items() if id(one) not in known}
+        self._found |= {derive(*name.encode()): one for name, one in self._around.items() if id(one) not in known}
+        self._seeded = known.union(map(id, self._found.values()))
+
+    def __contains__(self, generator: object) -> bool:
+        """Whether it is one of these, or a global one, which are seeded with them."""
+        return id(generator) in self._seeded and not isinstance(generator, random.SystemRandom)
 
     def __bool__(self) -> bool:
         return bool(self._found)

@@ -51,6 +51,12 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
         )
     if any(parameter.name == "hessian" for parameter in parameters):  # AdaHessian, SophiaH, some only in later steps
         raise TaskError(f"optimizer() gave {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise TaskError(
+            f"optimizer() gave {kind.__name__} with differentiable=True, whose step() is to be differentiated itself "
+            "and cannot change parameters in place, as the trainer has it do: leave differentiable out, or train in a "
+            "loop of your own by join_run()"
+        )
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
         raise TaskError(
             f"optimizer() gave {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "

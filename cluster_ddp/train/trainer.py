@@ -199,7 +199,7 @@ class Trainer:
         self.seeds = StepSeeds(train.seed, world.rank, device, own)
         self.evaluated = evaluated_weights(self.model, self.optimizer) if self.ema is None else None
         averages = self.ema or self.evaluated
-        self.state = State(self.model, self.optimizer, scaler=scaler, ema=averages, also=self.task)
+        self.state = State(self.model, self.optimizer, scaler=scaler, ema=averages, also=self.task, seeded=own)
         if self.evaluation is None:
             self.session.saving.check_metric({})
         self.profiler = Profiler(train.profile, self.directory, self.attempt, world)

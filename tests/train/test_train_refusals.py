@@ -171,6 +171,7 @@ class Normed(Plain):
         (With(Gap), {}, "Gap, whose step() needs a closure"),
         (With(Divided), {}, "Divided, which divides its state among the ranks"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
+        (With(partial(SGD, differentiable=True)), {}, "SGD with differentiable=True"),
         (With(Pickles), {}, "optimizer.own.schedule is of bytes"),
         (With(InBackward), {}, "InBackward, which changes weights while its fused_backward() runs"),
         (With(Gathers), {}, "a single rank has no process group"),

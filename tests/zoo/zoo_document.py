@@ -29,6 +29,8 @@ ELSEWHERE = [
      "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
     ("AdaHessian, SophiaH and others that need second derivatives", "needs second derivatives, by loss.backward",
      "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
+    ("optimizers with `differentiable=True`", "with differentiable=True, whose step() is to be differentiated itself",
+     "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
     ("LOMO and AdaLOMO, which change weights in the backward pass", "which changes weights while its fused_backward()",
      "train/test_train_refusals.py::test_what_cannot_be_trained_is_refused_before_the_first_update"),
     ("ZeroRedundancyOptimizer, which divides its state among the ranks", "divides its state among the ranks",

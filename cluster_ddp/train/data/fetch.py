@@ -67,10 +67,10 @@ class Fetcher:
         self._collate = collate
         self._base = derive(*seed_words)
         self._of_data: list[Any] | None = None
+        self.is_tried = not exact
         self._find_generators()
         # Whether those at the top of modules are seeded too; None, before the first batches: whatever draws from them.
         self._draws_around: bool | None = None if exact else False
-        self.is_tried = not exact
         # A batch as it was before training, its epoch and its places, to see whether passes over the set change it.
         self._at_first: tuple[int, int, Indices] | None = None
         self._looked_at_again = 0  # the epoch from which on
@@ -95,7 +95,8 @@ class Fetcher:
             The items do not fit together, or are others when they are fetched again. What the data set itself or a
             `collate` of the task's own raises is raised as it is.
         """
-        if self._process != os.getpid():  # a worker: its worker_init_fn may have made others, as that of monai does
+        # In a worker its worker_init_fn may have made others, as that of monai does; before, a task's load_state_dict.
+        if self._process != os.getpid() or not self.is_tried:
             self._find_generators()
         places = indices if self._positions is None else self._positions[indices]
         if epoch == LOOK:
@@ -133,7 +134,7 @@ class Fetcher:
 
     def _find_generators(self) -> None:
         self._process, of_data = os.getpid(), list(OwnGenerators(self._data))
-        if self._of_data is None or list(map(id, of_data)) != list(map(id, self._of_data)):
+        if self._of_data is None or not self.is_tried or list(map(id, of_data)) != list(map(id, self._of_data)):
             self._of_data, self._own = of_data, self._held_generators()
         held, found = set(map(id, self._own)), generators_around(parts_of(self._data, self._collate))
         self._around = {derive(*name.encode()): one for name, one in found.items() if id(one) not in held}

@@ -11,6 +11,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+_SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    torch.sparse_coo: lambda tensor: (tensor.coalesce().indices(), tensor.coalesce().values()),
+    torch.sparse_csr: lambda tensor: (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
+    torch.sparse_csc: lambda tensor: (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
+}
+
 
 def fingerprint(value: Any) -> int:
     """Hash the tensors, arrays, numbers and strings in a value; of anything else only its type counts."""
@@ -20,9 +26,12 @@ def fingerprint(value: Any) -> int:
 
 
 def drawn_to(generator: Any) -> int:
-    """Where a random generator is: another number after each draw."""
-    if isinstance(generator, np.random.Generator):
-        return fingerprint(repr(generator.bit_generator.state))
+    """Where a random generator is: another number after each draw, but of the system's, which is at no place."""
+    if isinstance(generator, random.SystemRandom):
+        return 0
+    if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        return fingerprint(bits.state)
     return fingerprint(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
 
 
@@ -41,7 +50,14 @@ def settled(read: Callable[[], int]) -> int | None:
 
 def _add(hashed: Any, value: Any) -> None:
     hashed.update(type(value).__name__.encode())
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_nested:  # of which not even the shape can be asked in the usual way
+        for part in value.unbind():
+            _add(hashed, part)
+    elif isinstance(value, Tensor) and value.layout in _SPARSE:
+        hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        for part in _SPARSE[value.layout](value):
+            _add(hashed, part)
+    elif isinstance(value, Tensor):
         hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.layout is torch.strided and not value.is_quantized:
             value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -5,24 +5,32 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextlib
 import ctypes
 import functools
 import inspect
 import io
 import itertools
+import numbers
 import operator
 import queue
+import random
 import sys
+import threading
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import FunctionType, MethodType
+from multiprocessing.synchronize import Event
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,32 +38,48 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
-from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.inner_parts import inner_parts
+from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
+from cluster_ddp.train.inner_parts import CONTAINERS, elements, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.plain import is_device
 
-_DEPTH, _WIDTH = 6, 100  # how deep in an object is looked, and in how long lists part by part
-_FAR = 1_000_000  # how far in longer ones, where only numbers and strings are seen
+_DEPTH, _WIDTH = 10, 100  # how deep in an object is looked, and in how long lists part by part
+_FAR = 1_000_000  # how far in longer ones, where only numbers and strings are seen, and a sample of the rest
+_ROWS = 4096  # of a frame that are looked at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_LENGTH = ", its length"
 _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
 # Besides, Lightning's, and what transformers' Trainer sets for the time of the training.
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name", "neftune_noise_alpha"}
-# What it drew last, and what it did by that.
-_OF_KORNIA = {
-    "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
-    "_transform_matrix_params_snapshot", "_output_image", "transform_op",
+# By packages, what their objects make anew whenever they need it: of kornia what it drew last, and did by that.
+_MADE_ANEW = {
+    "kornia": {
+        "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
+        "_transform_matrix_params_snapshot", "_output_image", "transform_op",
+    },
+    "gpytorch": {"_memoize_cache"},
+    "linear_operator": {"_memoize_cache"},
+    "omegaconf": {"_flags_cache"},
 }  # fmt: skip
+# Not state: what torch's warnings and checks go by, what a step was told of its own gradients, and
+# how many elements the parameters of LBFGS have.
+NOT_STATE_OF_OPTIMIZERS = frozenset(
+    {
+        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
+        "found_inf", "grad_scale", "_numel_cache",
+    }
+)  # fmt: skip
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 # Of libraries, and yet looked into: what moves by itself, and what holds whatever is put there.
 _SEEN_INTO = (
-    Optimizer, LRScheduler, _BaseDataLoaderIter,
+    Optimizer, LRScheduler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
     argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
-    collections.ChainMap,
+    collections.ChainMap, threading.local,
 )  # fmt: skip
+# Of libraries, with a repr() that says all of them.
+_VALUES = (numbers.Number, range, slice, PurePath, torch.dtype, torch.device, torch.memory_format)
 
 
 class Attributes:
@@ -69,20 +93,29 @@ class Attributes:
         Ids of what is passed over wherever it is found: what is saved anyway.
     names
         Of tensors that are keys of dicts, by their ids.
+    seeded
+        The random generators that are seeded for each step; None: all.
     """
 
     def __init__(
-        self, holders: Mapping[str, Any], known: Iterable[int] = (), names: Mapping[int, str] | None = None
+        self,
+        holders: Mapping[str, Any],
+        known: Iterable[int] = (),
+        names: Mapping[int, str] | None = None,
+        seeded: Container[Any] | None = None,
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
+        self._kinds: dict[str, Any] = {}  # what is not plain may be replaced by something with the same leaves
+        self._seeded = seeded
         self._seen = set(known)
         self._names = names or {}
-        self.holders: dict[str, str] = {}  # by the names of leaves
+        self.holders: dict[str, str] = {}  # by the names of leaves, and of what holds them
         for name, holder in holders.items():
-            known_before = len(self.leaves)
+            known_before = len(self.leaves), len(self._kinds)
             self._look(name, holder, 0)
-            self.holders.update(dict.fromkeys(islice(self.leaves, known_before, None), name))
+            for found, known_found in zip((self.leaves, self._kinds), known_before, strict=True):
+                self.holders.update(dict.fromkeys(islice(found, known_found, None), name))
         tensors = ((name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Tensor))
         self._contents = contents(tensors)
 
@@ -91,6 +124,7 @@ class Attributes:
         self.leaves |= other.leaves
         self.holders |= other.holders
         self._versions |= other._versions
+        self._kinds |= other._kinds
         self._contents |= other._contents
 
     def changed(self, now: Attributes) -> list[str]:
@@ -103,7 +137,23 @@ class Attributes:
             and self._versions.get(name) == now._versions.get(name)
             and self._contents.get(name) == now._contents.get(name)
         }
-        return sorted((self.leaves.keys() | now.leaves.keys()) - same)
+        kinds = self._kinds.keys() | now._kinds.keys()
+        replaced = {name for name in kinds if _is_replaced(self._kinds.get(name), now._kinds.get(name))}
+        return sorted(((self.leaves.keys() | now.leaves.keys()) - same) | replaced)
+
+    def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
+        """Which of the changed names are in nothing that was saved, under whatever name.
+
+        Of what has left a list its length tells.
+        """
+        lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
+
+        def is_saved(name: str) -> bool:
+            if name in self.leaves:
+                return saved.holds(self.leaves[name])
+            return any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
+
+        return [name for name in changed if not is_saved(name)]
 
     def holds(self, value: Any) -> bool:
         """Whether the same value is among these, under whatever name."""
@@ -116,30 +166,41 @@ class Attributes:
         if type(value) in _PLAIN:
             self.leaves[name] = value
             return
-        if id(value) in self._seen or depth > _DEPTH:
+        if depth > _DEPTH:
+            return
+        self._kinds[name] = _kind_of(value)
+        if id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
             return
-        if isinstance(value, _CONTAINERS) and hasattr(value, "__dict__"):  # of a class derived from them
+        if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a class derived from them
             self._look_into(vars(value).items(), name, depth)
         if isinstance(value, (np.ndarray, np.generic)):
             # One that cannot be written, as a file that is mapped into memory, may be larger than the memory.
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # where it is follows from the step, once it is there
-            self.leaves[name] = _GENERATOR
+            is_seeded = self._seeded is None or value in self._seeded
+            self.leaves[name] = _GENERATOR if is_seeded else _place_of_generator(value)
+        elif isinstance(value, np.random.SeedSequence):
+            self.leaves[name] = repr(value.state)
         elif isinstance(value, dict):
-            keys = _positions(value) if are_hooks(value) else [self._key(key, n) for n, key in enumerate(value)]
-            self._look_into(zip(keys, list(value.values()), strict=False), name, depth)
-            self._skim(name, list(islice(value.items(), _WIDTH, _FAR)))
+            items = list(dict.items(value))
+            keys = range(len(items)) if are_hooks(value) else [self._key(key, n) for n, (key, _) in enumerate(items)]
+            parts = [part for _, part in items]
+            self._look_into(zip(keys, parts, strict=False), name, depth)
+            self._skim(name, items[_WIDTH:_FAR], parts[_WIDTH:_FAR], depth)
         elif isinstance(value, (list, tuple, collections.deque)):
-            self.leaves[f"{name}, its length"] = len(value)
-            self._look_into(zip(_positions(value), list(value), strict=False), name, depth)
-            self._skim(name, list(islice(value, _WIDTH, _FAR)))
+            self.leaves[f"{name}{_LENGTH}"] = length(value)
+            parts = list(islice(elements(value), _FAR))
+            self._look_into(enumerate(parts), name, depth)
+            self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
         elif isinstance(value, (set, frozenset)):
-            self.leaves[f"{name}, its elements"] = len(value), hash(frozenset(filter(_is_plain, islice(value, _FAR))))
+            parts = list(islice(elements(value), _FAR))
+            self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(_is_plain, parts)))
+            self._look_into(enumerate(part for part in parts if not _is_plain(part)), name, depth)
         elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
         elif isinstance(value, SynchronizedBase):  # as a multiprocessing.Value, by which workers are told a level
@@ -148,23 +209,36 @@ class Attributes:
             self.leaves[name] = _place_of(value)
         elif isinstance(value, nn.Module):
             for prefix, module in value.named_modules():
-                parts = {**of_module(module), **module._parameters, **module._buffers}
-                self._look_into(parts.items(), f"{name}.{prefix}".removesuffix("."), depth)
+                held = {**of_module(module), **module._parameters, **module._buffers}
+                self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
             # What a step may set in it, as a level of difficulty; not what is large, nor a file that is opened late.
             self._look_into([(key, part) for key, part in vars(value).items() if _is_small(part)], name, depth)
+        elif isinstance(value, (Event, threading.Event)):
+            self.leaves[name] = value.is_set()
+        elif isinstance(value, _VALUES):
+            self.leaves[name] = repr(value)
+        elif callable(getattr(type(value), "to_numpy", None)):  # a frame or a series, of pandas or polars
+            with contextlib.suppress(Exception):
+                self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
         elif isinstance(value, _SEEN_INTO) or not _is_of_library(value):
-            self._look_into(inner_parts(value), name, depth)
+            made_anew = _made_anew(value)
+            inner = [(key, part) for key, part in inner_parts(value) if key not in made_anew]
+            self._look_into(inner, name, depth)
+            self._skim(name, inner[_WIDTH:], [part for _, part in inner[_WIDTH:]], depth)
 
-    def _look_into(self, parts: Iterable[tuple[str, Any]], name: str, depth: int) -> None:
+    def _look_into(self, parts: Iterable[tuple[object, Any]], name: str, depth: int) -> None:
         for key, part in islice(parts, _WIDTH):
             self._look(f"{name}.{key}", part, depth + 1)
 
-    def _skim(self, name: str, rest: list[Any]) -> None:
-        """Take in the numbers and strings of the rest of a long list or dict, as one."""
+    def _skim(self, name: str, rest: list[Any], parts: list[Any], depth: int) -> None:
+        """Take in the numbers and strings in the rest of a long list or dict, as one, and a sample of its parts."""
         plain = (None if part != part else part for part in filter(_is_plain, rest))  # no NaN has the same hash
         if seen := tuple(plain):  # not of parameters with empty states, which do not come back and need not
             self.leaves[f"{name}, the rest"] = hash(seen)
+        for number in range(0, len(parts), -(-len(parts) // _WIDTH) or 1):
+            if not _is_plain(parts[number]):
+                self._look(f"{name}.{_WIDTH + number}", parts[number], depth + 1)
 
     def _key(self, key: Any, number: int) -> str:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
@@ -184,11 +258,17 @@ def of_module(module: nn.Module) -> dict[str, Any]:
     return {**enclosing_methods(module), **{key: value for key, value in own.items() if key not in but}}
 
 
-def _made_anew(module: nn.Module) -> set[str]:
-    """The attributes that each forward pass sets before it reads them."""
-    names = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
-    of_kornia = any(kind.__module__.partition(".")[0] == "kornia" for kind in type(module).__mro__)
-    return names | _OF_KORNIA if of_kornia else names
+def _made_anew(value: object) -> set[str]:
+    """The attributes that are set before they are read, those of a module by each forward pass."""
+    names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
+    for kind in type(value).__mro__:
+        names |= _MADE_ANEW.get(kind.__module__.partition(".")[0], set())
+    for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
+        if isinstance(hook, SpectralNorm):
+            names.add(hook.name)
+        elif isinstance(hook, BasePruningMethod):
+            names.add(hook._tensor_name)
+    return names
 
 
 def enclosing_methods(value: object) -> dict[str, FunctionType]:
@@ -251,7 +331,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_small(part: Any, depth: int = _DEPTH) -> bool:
     if isinstance(part, (list, tuple)):
-        return depth > 0 and len(part) <= _WIDTH and all(_is_small(inner, depth - 1) for inner in part)
+        return depth > 0 and length(part) <= _WIDTH and all(_is_small(inner, depth - 1) for inner in elements(part))
     if isinstance(part, np.ndarray):
         return part.nbytes <= _FAR
     if isinstance(part, (str, bytes)):  # as the whole text that a language model trains on
@@ -259,8 +339,20 @@ def _is_small(part: Any, depth: int = _DEPTH) -> bool:
     return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in _PLAIN)
 
 
-def _positions(parts: Collection[Any]) -> list[str]:
-    return [str(number) for number in range(len(parts))]
+def _kind_of(value: Any) -> Any:
+    """By what it is seen that something was replaced: its class; of a function its code, of a class it itself."""
+    if isinstance(value, (type, BuiltinFunctionType, Distribution)):
+        return value
+    return value.__code__ if isinstance(value, (FunctionType, MethodType)) else type(value)
+
+
+def _is_replaced(was: Any, now: Any) -> bool:
+    """Whether kinds are of two things; what has come or gone is seen by its leaves, if it is no function."""
+    return was != now and (None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType)))
+
+
+def _place_of_generator(generator: Any) -> Any:
+    return _Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
 
 
 def _is_iterator(value: Any) -> bool:

@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
-from cluster_ddp.train.state.attributes import Attributes, are_hooks, difference, enclosing_methods
+from cluster_ddp.train.state.attributes import (
+    NOT_STATE_OF_OPTIMIZERS,
+    Attributes,
+    are_hooks,
+    difference,
+    enclosing_methods,
+)
 from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, contiguous_strides, laid_out, unpack
@@ -27,14 +33,6 @@ from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpack
 
 _PREFIX = "optimizer."
 _NOT_STATE = frozenset({"params", "param_names", "lr"})  # the learning rate follows from the step
-# Not state: what torch's warnings and checks go by, what a step was told of its own gradients, and
-# how many elements the parameters of LBFGS have.
-_TORCHS = frozenset(
-    {
-        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
-        "found_inf", "grad_scale", "_numel_cache",
-    }
-)  # fmt: skip
 _CPU = torch.device("cpu")
 _SHOWN = 5
 
@@ -74,7 +72,7 @@ class OptimizerState:
             or type(optimizer).load_state_dict is not Optimizer.load_state_dict
             or bool(optimizer.state_dict().keys() - {"state", "param_groups"})
         )
-        self._plain = PlainAttributes(optimizer, _TORCHS)
+        self._plain = PlainAttributes(optimizer, NOT_STATE_OF_OPTIMIZERS)
         self._seen: Attributes | None = None
         self._unread: set[str] = set()
         self.groups = FirstGroups(optimizer)
@@ -223,8 +221,8 @@ class OptimizerState:
         was, self._seen = self._seen, self._hidden()
         if was is None:
             return self._unread
-        now, saved = self._seen.leaves, Attributes(self.optimizer.state_dict() if self._own_methods else {})
-        names = [name for name in was.changed(self._seen) if name not in now or not saved.holds(now[name])]
+        saved = Attributes(self.optimizer.state_dict() if self._own_methods else {})
+        names = self._seen.unsaved(was.changed(self._seen), saved)
         kept = self._plain.changed()
         return {
             holder
@@ -240,7 +238,7 @@ class OptimizerState:
         attributes = {
             name: value
             for name, value in vars(optimizer).items()
-            if name not in _TORCHS | self.apart and (hooks or not are_hooks(value))
+            if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and (hooks or not are_hooks(value))
         }
         groups = optimizer.param_groups
         known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}

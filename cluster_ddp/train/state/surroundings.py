@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,8 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
         for key, value in list(vars(module).items()):
             if isinstance(value, (type, FunctionType)) and value.__module__ != module.__name__:
                 continue  # it is seen where it was made, if it is the user's
+            if isinstance(value, enum.EnumMeta):
+                continue  # its members are seen where they are used
             if isinstance(value, type):
                 classes[value] = None
             elif _is_variable(key, value):

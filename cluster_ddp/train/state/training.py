@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, unpack
@@ -87,6 +88,7 @@ class State:
         also: Stateful | None = None,
         apart: frozenset[str] = frozenset(),  # see `OptimizerState`
         others: Mapping[str, OptimizerState] | None = None,  # of other optimizers, which `also` saves
+        seeded: OwnGenerators | None = None,  # the random generators that are seeded for each step; None: all
     ) -> None:
         self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date
         self._model = model
@@ -97,6 +99,7 @@ class State:
         self._optimizer = OptimizerState(optimizer, {id(weight): name for name, weight, _ in self._parameters})
         self._optimizer.apart = apart
         self._others = others or {}
+        self._seeded = seeded
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
         self._first_buffers = list(model.buffers())  # those that DDP sends from rank 0 to the others
@@ -187,7 +190,9 @@ class State:
         return self._optimizer.hidden_differences(other._optimizer)
 
     def watch(self) -> None:
-        """Note the attributes of model and task as they are now, before the first step of an attempt."""
+        """Note the attributes and generators of model and task as they are now, before the first step of an attempt."""
+        if self._seeded is not None:
+            self._seeded.find()
         self._watched = self._attributes()
         for other in self._others.values():
             other.changed_later()
@@ -202,8 +207,7 @@ class State:
             return []
         was, self._watched = self._watched, self._attributes()
         saved = Attributes({"task": self._task_state(), "model": self._model_state()[1]})
-        now = self._watched.leaves
-        changed = [name for name in was.changed(self._watched) if name not in now or not saved.holds(now[name])]
+        changed = self._watched.unsaved(was.changed(self._watched), saved)
         optimizers = {"optimizer": self._optimizer, **self._others}
         of_optimizers = {f"{name}.{key}" for name, optimizer in optimizers.items() for key in optimizer.changed_later()}
         return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
@@ -226,7 +230,7 @@ class State:
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
             holders |= variables_around(code)
         known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
-        return Attributes(holders, known)
+        return Attributes(holders, known, seeded=self._seeded)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that those here had before the first step."""

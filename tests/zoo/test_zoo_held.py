@@ -1,0 +1,287 @@
+"""Whatever a task holds: what steps change there is told, and generators there are seeded, or told."""
+
+from __future__ import annotations
+
+import collections
+import decimal
+import enum
+import multiprocessing
+import random
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.optim import Adam
+from torch.optim.lr_scheduler import StepLR
+from zoo_models import FEATURES
+from zoo_training import Case, ZooTask, judge
+
+from cluster_ddp.train import saving
+
+
+class Phase(enum.Enum):
+    FIRST = 1
+    LATER = 2
+
+
+class Rows(list[float]):
+    """Some rows of a frame."""
+
+    def to_numpy(self) -> Any:
+        return np.array(self)
+
+
+class Frame:
+    """As a data frame of pandas or polars, whose columns are no attributes."""
+
+    rows = Rows([0.0] * 10_000)
+
+    def __len__(self) -> int:
+        return len(Frame.rows)
+
+    def __getitem__(self, chosen: slice) -> Rows:
+        return Rows(Frame.rows[chosen])
+
+    def to_numpy(self) -> Any:
+        raise AssertionError("all of its rows")
+
+
+class Counted:
+    """Can be in a set, as the objects of most classes."""
+
+    count = 0
+
+
+class Changes(ZooTask):
+    """Each step changes something of each kind."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.replaced_criterion: nn.Module = nn.L1Loss()
+        self.replaced_function: Any = F.l1_loss
+        self.replaced_lambda: Any = lambda: 1
+        self.replaced_class: type = nn.L1Loss
+        self.replaced_prior = Normal(0.0, 1.0)
+        self.phase = Phase.FIRST
+        self.dtype, self.window, self.file, self.decimal = torch.float32, range(1), Path("a"), decimal.Decimal(1)
+        self.quasirandom, self.seeds = torch.quasirandom.SobolEngine(1), np.random.SeedSequence(1)
+        self.of_the_system = random.SystemRandom()
+        self.many_generators = [random.Random(number) for number in range(200)]
+        self.thread, self.event, self.shared_event = threading.local(), threading.Event(), multiprocessing.Event()
+        self.deep: Any = {"count": 0}
+        for _ in range(8):
+            self.deep = {"inner": self.deep}
+        self.objects = [SimpleNamespace(count=0) for _ in range(300)]
+        self.bank = {number: torch.zeros(()) for number in range(300)}
+        self.settings = SimpleNamespace(**{f"name{number}": number for number in range(200)})
+        self.in_a_set, self.of_set = set[Any](), Counted()
+        self.in_a_set.add(self.of_set)
+        self.frame = Frame()
+        self.thread.count = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.replaced_criterion, self.replaced_function, self.replaced_class = nn.MSELoss(), F.mse_loss, nn.MSELoss
+        self.replaced_lambda = lambda: 2
+        self.a_function_more = torch.tanh  # a function that was not there before
+        self.replaced_prior = Normal(0.0, 2.0)
+        self.phase = Phase.LATER
+        self.dtype, self.window, self.file, self.decimal = torch.bfloat16, range(2), Path("b"), self.decimal + 1
+        self.quasirandom.draw()
+        self.seeds.spawn(1)
+        self.many_generators[150].random()
+        self.event.set()
+        self.shared_event.set()
+        self.thread.count += 1
+        inner = self.deep
+        while "inner" in inner:
+            inner = inner["inner"]
+        inner["count"] += 1
+        self.objects[298].count += 1
+        self.bank[298] = self.bank[298] + 1
+        self.settings.name150 += 1
+        self.of_set.count += 1
+        Frame.rows[:] = [row + 1 for row in Frame.rows]
+        return super().loss(model, batch)
+
+
+def test_whatever_a_step_changes_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_SHOWN", 1000)
+    judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, Changes)
+    told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line)
+    task = Changes(Case())
+    kinds = {"a_function_more", *vars(task)} - vars(ZooTask(Case())).keys() - {"of_set"}
+    assert [name for name in sorted(kinds) if f"task.{name}" not in told] == []
+    assert "Phase" not in told
+
+
+class Noise(nn.Module):
+    """A transform of batches with a generator of its own, as those of images are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.rand(inputs.shape, generator=self.generator)
+
+
+class Sealed(tuple[int, ...]):
+    """Has no length of its own, as a part of the irreps of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Draws(ZooTask):
+    """Draws from generators in a module that is not the model's, in a deque, and of NumPy's raw bits."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.transforms = nn.Sequential(nn.Sequential(Noise()), Noise())
+        self.generators = collections.deque([random.Random(1)])
+        self.bits = np.random.PCG64(1)
+        self.sealed = [Sealed((1, 2))]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        loss = super().loss(model, (self.transforms(inputs), labels))
+        return loss * self.generators[0].random() * (1 + self.bits.random_raw() % 7)
+
+
+def test_generators_in_modules_and_deques_are_exact_and_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert str(judge(Case(), tmp_path, Draws)) == "exact"
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert [line for line in told if "training changes task.losses, which" not in line] == []
+
+
+class GivesBack(ZooTask):
+    """Gives all that it changes to the checkpoint, and makes its generator anew when it takes that back."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.generator = np.random.default_rng(1)
+        self.recent: list[Tensor] = []
+        self.critic = nn.Linear(2, 1)
+        self.of_critic = Adam(self.critic.parameters())
+        self.schedule = StepLR(self.of_critic, 2)
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = super().collate(items)
+        return inputs * self.generator.random(), labels
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) * self.generator.random()
+        self.recent = [] if len(self.recent) == 2 else [*self.recent, loss.detach()]
+        self.of_critic.zero_grad()
+        self.critic(torch.ones(2)).sum().backward()
+        self.of_critic.step()
+        self.schedule.step()
+        return loss * (1 + len(self.recent)) * self.critic.weight.detach().sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "generator": self.generator.bit_generator.state,
+            "recent": self.recent,
+            "critic": self.critic.state_dict(),
+            "of_critic": self.of_critic.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        self.generator = np.random.default_rng()
+        self.generator.bit_generator.state = state["generator"]
+        self.recent = state["recent"]
+        self.critic.load_state_dict(state["critic"])
+        self.of_critic.load_state_dict(state["of_critic"])
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def test_what_a_task_gives_back_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, GivesBack)) == "exact"
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert [line for line in told if "training changes task.losses, which" not in line] == []
+
+
+class Settings:
+    """As those of omegaconf, which keep what they found when they were read first."""
+
+    def read(self) -> int:
+        self._flags_cache = {"struct": True}
+        return 1
+
+
+class Pruned(ZooTask):
+    """Its model multiplies a weight by a mask in each forward pass, and its loss depends on settings."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.settings = Settings()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * self.settings.read()
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(FEATURES, 3)
+        prune.l1_unstructured(model, "weight", 0.5)
+        return model
+
+
+def test_what_each_step_makes_anew_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "__module__", "omegaconf.dictconfig")
+    assert str(judge(Case(train={"ema_decay": None}), tmp_path, Pruned)) == "exact"
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    assert [line for line in told if "training changes task.losses, which" not in line] == []
+
+
+class Ragged(ZooTask):
+    """Its batches are nested tensors, or sparse ones."""
+
+    def __init__(self, layout: Any, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.layout = layout
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = super().collate(items)
+        if self.layout is torch.sparse_csr:
+            return inputs.to_sparse_csr(), labels
+        return torch.nested.nested_tensor(list(inputs), layout=self.layout), labels
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        dense = inputs.to_dense() if self.layout is torch.sparse_csr else torch.stack(inputs.unbind())
+        return super().loss(model, (dense, labels))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:Sparse CSR tensor support")
+def test_nested_and_sparse_batches_are_exact(layout: torch.layout, tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, lambda *given: Ragged(layout, *given))) == "exact"
+
+
+class RaggedAtRandom(Ragged):
+    """Its batches come with other values each time, at the same places."""
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = super().collate(items)
+        return inputs * random.SystemRandom().random(), labels
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:Sparse CSR tensor support")
+def test_nested_and_sparse_batches_that_nobody_seeds_are_refused(layout: torch.layout, tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path, lambda *given: RaggedAtRandom(layout, *given))
+    assert "is another when it is fetched again" in (verdict.refused or ""), verdict
