@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import collections
 import functools
+import weakref
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
+
+
+def can_be_seen(value: object) -> bool:
+    """Whether it can be asked what it is: not a proxy of what is not there. What a proxy is of is held elsewhere."""
+    try:
+        return type(value) not in weakref.ProxyTypes and value.__class__ is not None
+    except Exception:
+        return False
 
 
 def length(container: Any) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster_ddp.train.inner_parts import elements, inner_parts, length
+from cluster_ddp.train.inner_parts import can_be_seen, elements, inner_parts, length
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _WORD = (1 << 64) - 1
@@ -128,9 +128,10 @@ def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
     for _ in range(depth):
         inner: list[Any] = []
         for value in level:
-            if id(value) not in seen:
+            if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
-                inner += _parts(value)
+                with contextlib.suppress(Exception):  # of what has no attributes after all, though it has a class
+                    inner += _parts(value)
                 yield value
         level = inner
 

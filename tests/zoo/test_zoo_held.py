@@ -8,6 +8,7 @@ import enum
 import multiprocessing
 import random
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,22 @@ class Sealed(tuple[int, ...]):
         raise NotImplementedError
 
 
+class OutOfContext:
+    """As the proxies of web frameworks, and mocks: asked what it is, it raises, or says something else."""
+
+    def __init__(self, said: type | None = None) -> None:
+        self.said = said
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        if self.said is None:
+            raise RuntimeError
+        return self.said
+
+
+out_of_context = OutOfContext()
+
+
 class Draws(ZooTask):
     """Draws from generators in a module that is not the model's, in a deque, and of NumPy's raw bits."""
 
@@ -150,7 +167,7 @@ class Draws(ZooTask):
         self.transforms = nn.Sequential(nn.Sequential(Noise()), Noise())
         self.generators = collections.deque([random.Random(1)])
         self.bits = np.random.PCG64(1)
-        self.sealed = [Sealed((1, 2))]
+        self.strange = [Sealed((1, 2)), OutOfContext(), OutOfContext(dict), weakref.proxy(self), weakref.proxy(Noise())]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         inputs, labels = batch

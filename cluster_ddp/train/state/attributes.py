@@ -39,7 +39,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, elements, inner_parts, length
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.plain import is_device
@@ -166,12 +166,16 @@ class Attributes:
         if type(value) in _PLAIN:
             self.leaves[name] = value
             return
-        if depth > _DEPTH:
+        if depth > _DEPTH or not can_be_seen(value):
             return
         self._kinds[name] = _kind_of(value)
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
+        with contextlib.suppress(Exception):  # of what has no attributes after all, or is no list though it says so
+            self._look_at(name, value, depth)
+
+    def _look_at(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
@@ -219,8 +223,7 @@ class Attributes:
         elif isinstance(value, _VALUES):
             self.leaves[name] = repr(value)
         elif callable(getattr(type(value), "to_numpy", None)):  # a frame or a series, of pandas or polars
-            with contextlib.suppress(Exception):
-                self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
+            self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
         elif isinstance(value, _SEEN_INTO) or not _is_of_library(value):
             made_anew = _made_anew(value)
             inner = [(key, part) for key, part in inner_parts(value) if key not in made_anew]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from cluster_ddp.train.inner_parts import can_be_seen
 from cluster_ddp.train.randomness import GENERATORS, parts_of
 from cluster_ddp.train.state.attributes import is_library
 
@@ -28,6 +29,8 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in _reachable({str(kind.__module__): None for kind in kinds}):
         for key, value in list(vars(module).items()):
+            if not can_be_seen(value):
+                continue
             if isinstance(value, (type, FunctionType)) and value.__module__ != module.__name__:
                 continue  # it is seen where it was made, if it is the user's
             if isinstance(value, enum.EnumMeta):
@@ -83,7 +86,7 @@ def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:
             continue
         done.add(name)
         yield (module := sys.modules[name])
-        for value in list(vars(module).values()):
+        for value in filter(can_be_seen, list(vars(module).values())):
             if isinstance(value, ModuleType):
                 names[value.__name__] = None
             elif isinstance(value, (type, FunctionType)):
