@@ -144,8 +144,13 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from elements(value)
         own = getattr(value, "__dict__", {})  # of a class derived from them; it may be the dict itself
         yield from own.values() if len(own) <= _WIDTH else ()
-    elif not isinstance(value, (Tensor, np.ndarray, type, ModuleType, *GENERATORS)):
+    elif not isinstance(value, (Tensor, np.ndarray, type, ModuleType, *GENERATORS)) and not _is_of_training(value):
         yield from (part for _, part in inner_parts(value))
+
+
+def _is_of_training(value: Any) -> bool:
+    """Whether it is one of this package's own, such as a trainer that a task holds, which holds all generators."""
+    return type(value).__module__.startswith("cluster_ddp.train.")
 
 
 def seed_one(generator: Any, word: int) -> None:

@@ -109,7 +109,8 @@ class RemembersLate(SGD):
         group["updates"] += 1
         self.late += group["updates"] == 5
         for parameter in group["params"]:
-            parameter.grad *= 1 + self.late
+            if parameter.grad is not None:  # as that of a layer that is frozen
+                parameter.grad *= 1 + self.late
         super().step()
 
 

@@ -346,7 +346,8 @@ def _kind_of(value: Any) -> Any:
     """By what it is seen that something was replaced: its class; of a function its code, of a class it itself."""
     if isinstance(value, (type, BuiltinFunctionType, Distribution)):
         return value
-    return value.__code__ if isinstance(value, (FunctionType, MethodType)) else type(value)
+    is_function = isinstance(value, (FunctionType, MethodType))
+    return value.__code__ if is_function and not str(value.__module__).startswith("cluster_ddp.") else type(value)
 
 
 def _is_replaced(was: Any, now: Any) -> bool:
