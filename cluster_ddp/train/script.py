@@ -25,6 +25,7 @@ from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.loop import LeaveBlock
 from cluster_ddp.train.own.run import ScriptRun
@@ -78,6 +79,12 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
             yield run
         except LeaveBlock:
             pass
+        except GeneratorExit as error:
+            run.fail()
+            raise TrainError(
+                "nothing holds the block of join_run() open, as after run = join_run().__enter__(): nothing is saved "
+                "from here on. Write `with join_run() as run:` around the loop"
+            ) from error
         except SystemExit as end:
             if end.code not in (None, 0):
                 run.fail()

@@ -21,6 +21,8 @@ from cluster_ddp.run.events import read_events
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, join_run
+from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.loop import LeaveBlock
 
 STEPS = 8
 
@@ -115,6 +117,24 @@ def test_failure_is_recorded_by_the_rank_that_failed_and_by_no_other(run: RunDir
     failed = [event for event in read_events(run) if event["event"] == "failed"]
     assert [(event["rank"], event["step"], event["phase"]) for event in failed] == [(1, 4, "training")]
     assert failed[0]["error"] == "ValueError: this script is wrong"
+
+
+def without_with(place: Path) -> str:
+    """A run whose block nothing holds open."""
+    RunDirectory(place).attempt(0).path.mkdir(parents=True, exist_ok=True)
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    run = join_run().__enter__()
+    model = nn.Linear(2, 1)
+    with pytest.raises(TrainError, match="has been left, and nothing is saved behind it"):
+        run.steps(3, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    return str(LeaveBlock())
+
+
+def test_a_block_that_nothing_holds_open_is_told_at_once(run: RunDirectory) -> None:
+    (left,) = run_ranks(without_with, 1, run.path)
+    assert "the block of `with join_run() as run:`" in left  # what a stop says where the loop is in no block
+    (event,) = read_events(run)
+    assert event["error"].startswith("nothing holds the block of join_run() open")
 
 
 def in_a_thread(folder: Path) -> list[Any]:

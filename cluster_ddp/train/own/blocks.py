@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster_ddp.printing import say
 from cluster_ddp.train.distributed import find_world
-from cluster_ddp.train.errors import SecondLoopError
+from cluster_ddp.train.errors import SecondLoopError, TrainError
 
 _was_stopped: dict[tuple[Path, int], bool] = {}
 
@@ -30,11 +30,13 @@ class Block:
         The same.
     has_loop
         Whether a loop has been taken over in it.
+    is_open
+        Whether it has not been left.
     """
 
     def __init__(self, directory: Path, attempt: int, *, is_run: bool) -> None:
         self._attempt = directory, attempt
-        self.is_run, self.has_loop = is_run, False
+        self.is_run, self.has_loop, self.is_open = is_run, False, True
 
     def enter(self) -> None:
         """Call before the block.
@@ -57,7 +59,14 @@ class Block:
         ------
         SecondLoopError
             This block has one, or an earlier one had.
+        TrainError
+            The block has been left.
         """
+        if not self.is_open:
+            raise TrainError(
+                "the block of `with join_run() as run:` has been left, and nothing is saved behind it: the loop has to "
+                "be in the block"
+            )
         if self.has_loop or self._attempt in _was_stopped:
             raise SecondLoopError
         self.has_loop = True

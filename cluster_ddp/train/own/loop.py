@@ -31,6 +31,11 @@ _MANY = 500
 class LeaveBlock(BaseException):
     """Ends the block of `join_run` from within its loop: what follows the loop is not run."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "all ranks have agreed to stop, which ends the block of `with join_run() as run:`; the loop has to be in it"
+        )
+
 
 class Save(Protocol):
     """Saves the state of the step that is finished."""

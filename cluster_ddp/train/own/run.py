@@ -238,6 +238,7 @@ class ScriptRun:
 
     def end(self) -> None:
         """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
+        self._block.is_open = False
         self._close_loop()
         self._expect_group()
         if self._block.has_loop:  # a block that only evaluates is not reported: training may come in the next one
@@ -248,6 +249,7 @@ class ScriptRun:
 
     def fail(self) -> None:
         """Close what keeps metrics, after an exception. `join_run` calls it."""
+        self._block.is_open = False
         with contextlib.suppress(Exception):
             self._close_loop()
         self._report.close(failed=True)
