@@ -7,9 +7,10 @@ geometry, held_data
 first_steps, program, values             looking at what the program holds while its first steps run
 carried, copies, overlooked, queues,     warnings about what steps change and no checkpoint holds
 schedulers, gradients, rank_buffers,
-sources
+sources, counts
 taking, other_loaders, changed_data,     warnings about how it reads its data, and about its model's mode
 mode
 other_optimizers, unfrozen, left_out     what is refused, and what ends the training
-leaving                                  waiting for the ranks that are still in an epoch which this one has left
+leaving                                  waiting for the ranks that are still in an epoch which this one has left, and
+                                         handlers that keep a stop from the run
 """
