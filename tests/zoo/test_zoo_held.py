@@ -241,13 +241,18 @@ class Settings:
 
 
 class Pruned(ZooTask):
-    """Its model multiplies a weight by a mask in each forward pass, and its loss depends on settings."""
+    """Its model multiplies a weight by a mask in each forward pass, and its loss depends on settings.
+
+    As Lightning does, it puts the model's own forward() back after it has stood in for it.
+    """
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
         self.settings = Settings()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
+        bare = getattr(model, "module", model)
+        bare.forward = bare.forward
         return super().loss(model, batch) * self.settings.read()
 
     def model(self) -> nn.Module:

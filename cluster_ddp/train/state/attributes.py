@@ -258,7 +258,15 @@ def of_module(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module itself, without what every module has, but with hooks and `enclosing_methods`."""
     but = _made_anew(module)
     own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
-    return {**enclosing_methods(module), **{key: value for key, value in own.items() if key not in but}}
+    own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
+    return {**enclosing_methods(module), **own}
+
+
+def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
+    """Whether it is what the class has under this name: so Lightning puts `forward` back after each step."""
+    return (
+        isinstance(value, MethodType) and value.__self__ is module and value.__func__ is getattr(type(module), key, 0)
+    )
 
 
 def _made_anew(value: object) -> set[str]:
