@@ -12,6 +12,8 @@ from pathlib import Path
 from cluster_ddp.job.document import is_file
 from cluster_ddp.job.nearest import nearest
 
+_SPAWNS = ("mp.spawn", "multiprocessing.spawn", "torch.multiprocessing.spawn")
+
 
 class TargetProblem(Exception):
     """The target is not there, as far as can be told from here.
@@ -64,9 +66,6 @@ def spawned_at(script: str) -> int | None:
         return None
     calls = (node for node in _unconditional(tree) if isinstance(node, ast.Call))
     return next((call.lineno for call in calls if ast.unparse(call.func) in _SPAWNS), None)
-
-
-_SPAWNS = ("mp.spawn", "multiprocessing.spawn", "torch.multiprocessing.spawn")
 
 
 def _unconditional(node: ast.AST) -> Iterator[ast.AST]:

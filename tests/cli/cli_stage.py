@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from cluster_ddp.run.attempt import begin_attempt
+from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import EventWriter
+from cluster_ddp.run.stopfile import request_stop
 
 JOB = """\
 name: small
@@ -56,7 +63,21 @@ class Slurm:
         file.write_text(f'#!/bin/bash\nhere=$(dirname "$0")\n{body}\n')
         file.chmod(0o755)
 
+    def put_in_queue(self, run: RunDirectory, state: str) -> None:
+        """Let squeue tell of a run's first job."""
+        self.queue.write_text(f"101|101|{state}|n[1-2]|None|cluster_ddp {run.id}\n")
+
     def submissions(self) -> list[list[str]]:
         """The arguments of each call of sbatch."""
         files = sorted(self.folder.glob("sbatch.*"))
         return [file.read_bytes().decode().split("\0")[:-1] for file in files]
+
+
+def stopped_run(call: Call) -> RunDirectory:
+    """A run that was submitted as Slurm job 101, which Slurm no longer knows, with one attempt that is over."""
+    submitted = RunDirectory(Path(json.loads(call("submit", "job.yaml", "--json").out)["directory"]))
+    attempt = begin_attempt(submitted, slurm_job_id="101", host="n1", pid=0, nodes=2, procs=1)
+    request_stop(attempt, reason="person", by="test")
+    EventWriter(submitted, "rank-0").write("stopped", attempt=0, step=7, reason="person")
+    end_attempt(attempt)
+    return submitted
