@@ -36,7 +36,7 @@ from cluster_ddp.run.sweep import (
 )
 from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
 from cluster_ddp.run.via import SBATCH
-from cluster_ddp.slurm.commands import query_jobs, require, submit_script
+from cluster_ddp.slurm.commands import cancel_job, query_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size
 from cluster_ddp.submit.base import check_writable
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
@@ -156,14 +156,14 @@ def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str, at_once: int
     return replace(record, metric=best.metric, mode=best.mode) if best is not None else record
 
 
-def release(plan: SweepPlan) -> None:
-    """Let others start elements of the sweep again."""
+def release(sweep: SweepDirectory, claim: SweepRecord) -> None:
+    """Let others start elements of the sweep again, unless another has the claim by now."""
 
     def released(record: SweepRecord | None) -> SweepRecord:
         assert record is not None
-        return replace(record, submitting=None)
+        return replace(record, submitting=None) if record.submitting == claim.submitting else record
 
-    change_sweep(plan.sweep, released)
+    change_sweep(sweep, released)
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,21 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
             job_ids.append(job_id)
             elements = (begun.get(offset + task) for task in tasks)
             note_array(plan.sweep, SlurmArray(job_id, offset), [element for element in elements if element is not None])
+            _withdraw_unless_claimed(plan.sweep, record, job_id)
     finally:
-        release(plan)
+        release(plan.sweep, record)
     return Submitted(tuple(job_ids), len(numbers), tuple(found))
+
+
+def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: str) -> None:
+    """Take an array out of the queue again if `stop` or `cancel` has taken the claim before the array was noted."""
+    if read_sweep(sweep).submitting == claim.submitting:
+        return
+    cancel_job(job_id)
+    raise RunError(
+        f"sweep {sweep.id} was stopped or cancelled while it was being submitted; its Slurm job {job_id} has been "
+        f"taken out of the queue again.\nTo go on with it: cluster-ddp resume {sweep.id}"
+    )
 
 
 def find_out(sweep: SweepDirectory) -> list[RunStatus]:

@@ -168,4 +168,4 @@ def run_sweep(
         SweepHere(plan.sweep, places, nodes, procs, told).run(waiting)
         return find_out(plan.sweep)
     finally:
-        release(plan)
+        release(plan.sweep, record)

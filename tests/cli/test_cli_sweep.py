@@ -18,6 +18,7 @@ from cluster_ddp.run.events import COMPLETED, FAILED, NODE_FINISHED, STARTED, Ev
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.sweep import SweepDirectory, change_sweep, claimed, read_sweep
+from cluster_ddp.slurm.commands import submit_script
 from cluster_ddp.submit.element import main as element_program
 from cluster_ddp.submit.element import run_of_element
 
@@ -151,6 +152,20 @@ def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -
         assert f"is being submitted by process {other.pid}" in said.err
         other.kill()
     assert call("sweep", "--no-check", "job.yaml", *GRID).status == 0  # whoever had it is dead
+
+
+def test_a_sweep_that_is_cancelled_while_it_is_submitted_leaves_no_array_in_the_queue(
+    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancelled_before(*arguments: str, **more: list[str]) -> str:
+        assert call("cancel", the_sweep(here).id).status == 0
+        return submit_script(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("cluster_ddp.submit.sweep.submit_script", cancelled_before)
+    said = call("sweep", "--no-check", "job.yaml", *GRID)
+    assert said.status == 2 and "its Slurm job 101 has been taken out of the queue again" in said.err
+    assert (cluster.folder / "cancelled").read_text() == "101\n"
+    assert read_sweep(the_sweep(here)).submitting is None
 
 
 def test_what_a_call_that_was_killed_has_submitted_is_not_submitted_again(
