@@ -117,9 +117,13 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
     since = read_history(run).cancels[cancels:]
     if not since:
         return
+    job = ""
     if job_id is not None:
-        cancel_job(job_id)
-    job = f"; Slurm job {job_id} has been taken out of the queue again" if job_id is not None else ""
+        try:
+            cancel_job(job_id)
+            job = f"; Slurm job {job_id} has been taken out of the queue again"
+        except SlurmError as error:
+            job = f"; Slurm job {job_id} may still wait, and ends when it starts ({error})"
     raise SubmitError(
         f"run {run.id} was cancelled by {since[-1].get('by')} while it was being submitted{job}.\n"
         f"To go on with it: cluster-ddp resume {run.id}"

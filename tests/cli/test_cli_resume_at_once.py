@@ -166,3 +166,12 @@ def test_a_run_that_is_cancelled_while_it_is_submitted_leaves_no_job_in_the_queu
     assert (slurm.folder / "cancelled").read_text() == "102\n" and describe(run, {}).state is RunState.CANCELLED
     said = call("submit", "job.yaml")
     assert said.status == 2 and "Slurm job 103 has been taken out of the queue again" in said.err
+    slurm.program("scancel", "exit 1")
+    monkeypatch.setattr(SbatchSubmission, "send", lambda submission, to: noted_after_a_cancel(send, submission, to))
+    said = call("submit", "job.yaml")
+    assert said.status == 2 and "was cancelled by" in said.err and "Slurm job 104 may still wait" in said.err
+
+
+def noted_after_a_cancel(send: Any, submission: SbatchSubmission, run: RunDirectory) -> str:
+    EventWriter(run, "login").write("cancelled", attempt=None, by="somebody")
+    return str(send(submission, run))

@@ -14,8 +14,6 @@ from train_ranks import preload, run_ranks
 
 from cluster_ddp.train import join_run
 
-pytest.importorskip("lightning.fabric")
-
 
 def train(place: Path, attempt: int, at: int | None) -> str | None:
     """A loop with two batches to an update; interrupted after `at` of these in this attempt. Its weights."""
@@ -50,6 +48,7 @@ def train(place: Path, attempt: int, at: int | None) -> str | None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_of_fabric_goes_on_exactly(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("lightning.fabric")  # not above: collecting would import it in each worker
     preload("lightning.fabric")
     calm = run_ranks(train, ranks, new_run(tmp_path / "calm").path, 0, None)
     broken = new_run(tmp_path / "broken").path
