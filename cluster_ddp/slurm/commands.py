@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,6 +56,11 @@ _UNREACHABLE = (
 Anything else is a refusal.
 """
 
+_UNHEARD = ("Socket timed out", "eceive failure", "hutdown failure", "onnection reset", "ero Bytes were transmitted")
+"""In an answer of sbatch: the controller may have taken the job, and only its answer is missing."""
+
+_JOB_ID_LINE = re.compile(r"([0-9]+)(;\S+)?")
+
 PAUSES = (1.0, 3.0)
 """Seconds between the tries while the controller is busy or restarting."""
 
@@ -97,7 +103,7 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
     Raises
     ------
     SubmissionUnclear
-        sbatch gives no answer in time, or one that is no job id.
+        sbatch gives no answer in time or one that is no job id, has not heard the controller's, or fails behind the id.
     SlurmError
         sbatch is missing, or refuses.
     """
@@ -131,12 +137,24 @@ def try_script(text: str, *, seconds: float) -> None:
 
 
 def parse_job_id(answer: str) -> str:
-    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster``, perhaps after a banner."""
-    lines = answer.strip().splitlines()
-    job_id = lines[-1].split(";")[0].strip() if lines else ""
-    if not job_id.isdigit():
+    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster`` on a line of its own.
+
+    A site's wrapper may print words before and behind it.
+    """
+    job_id = _job_id_in(answer)
+    if job_id is None:
         raise SubmissionUnclear(f"sbatch answered without a job id: {answer.strip()[-_MAX_ANSWER:]!r}")
     return job_id
+
+
+def may_be_queued(words: str) -> bool:
+    """Whether the job may be in the queue although sbatch has failed with these words."""
+    return any(sign in words for sign in _UNHEARD)
+
+
+def _job_id_in(answer: str) -> str | None:
+    found = [match[1] for line in answer.splitlines() if (match := _JOB_ID_LINE.fullmatch(line.strip()))]
+    return found[-1] if found else None
 
 
 def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
@@ -317,6 +335,7 @@ def call_once(
     """
     import subprocess
 
+    submits = command[0] == "sbatch" and "--test-only" not in command
     try:
         done = subprocess.run(
             command,
@@ -328,7 +347,7 @@ def call_once(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        unclear = SubmissionUnclear if command[0] == "sbatch" else SlurmError
+        unclear = SubmissionUnclear if submits else SlurmError
         raise unclear(
             f"{command[0]} gave no answer in {seconds:.0f} s; is Slurm's controller up? (scontrol ping)"
         ) from None
@@ -337,6 +356,8 @@ def call_once(
     if done.returncode != 0:
         words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MAX_ANSWER:]
         kind = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
+        if submits and (may_be_queued(words) or _job_id_in(done.stdout)):
+            kind = SubmissionUnclear
         raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
     if remark is not None and (words := done.stderr.strip()):
         remark(words[-_MAX_ANSWER:])

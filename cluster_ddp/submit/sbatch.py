@@ -71,10 +71,20 @@ class SbatchSubmission:
             except SlurmError as error:
                 # Whether there is a job is found out later, and not while somebody seems to be submitting it.
                 update_record(run, submitting={} if isinstance(error, SubmissionUnclear) else None)
-                for queued in job_ids:
-                    cancel_job(queued)
+                if job_ids:
+                    _take_back(job_ids, error)
                 raise
             add_slurm_job(run, job_id)
             job_ids.append(job_id)
             after = (job_id,)
         return job_ids[0]
+
+
+def _take_back(job_ids: list[str], error: SlurmError) -> None:
+    """Take the first jobs of a chain out of the queue again, whose next one was not queued."""
+    try:
+        cancel_job(*job_ids)
+    except SlurmError as left:
+        raise SubmissionUnclear(
+            f"{error}\nThe chain's first jobs ({' '.join(job_ids)}) could not be taken out of the queue again: {left}"
+        ) from error

@@ -23,7 +23,7 @@ from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_comment, update_record
 from cluster_ddp.run.via import SUBMITIT
-from cluster_ddp.slurm.commands import SlurmError, environment_for
+from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, environment_for, may_be_queued
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import quote
@@ -97,7 +97,9 @@ class SubmititSubmission:
                 job = executor.submit(SubmititJob(str(run.path)))
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             update_record(run, submitting={})  # perhaps it is in the queue all the same
-            raise SlurmError(f"submitit could not submit: {error}") from error
+            unclear = isinstance(error, FailedSubmissionError) or may_be_queued(str(error))
+            kind = SubmissionUnclear if unclear else SlurmError
+            raise kind(f"submitit could not submit: {error}") from error
         add_slurm_job(run, str(job.job_id))
         return str(job.job_id)
 

@@ -117,7 +117,13 @@ def test_when_sbatch_refuses_nothing_is_left(call: Call, here: Path, slurm: Slur
     assert list((here / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize("answer", ["exit 0", "echo 'Welcome to the cluster'", "exec sleep 30"])
+UNHEARD = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["exit 0", "echo 'Welcome to the cluster'", "exec sleep 30", UNHEARD, "echo 7; echo 'no log book' >&2; exit 1"],
+)
 def test_when_the_job_may_be_queued_its_run_directory_stays(
     call: Call, here: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
@@ -126,6 +132,7 @@ def test_when_the_job_may_be_queued_its_run_directory_stays(
     said = call("submit", "job.yaml")
     assert said.status == 3
     assert "squeue --me" in said.err and str(only_run(here).path) in said.err
+    assert read_record(only_run(here)).submitting is not None  # squeue is asked for the job by its comment
 
 
 def test_a_long_refusal_is_shortened(call: Call, here: Path, slurm: Slurm) -> None:
@@ -193,6 +200,15 @@ def test_a_chain_that_is_refused_in_the_middle_is_taken_back(call: Call, here: P
     assert said.status == 3
     assert (slurm.folder / "cancelled").read_text() == "7\n"
     assert list((here / "runs").iterdir()) == []
+
+
+def test_a_chain_that_cannot_be_taken_back_keeps_its_run(call: Call, here: Path, slurm: Slurm) -> None:
+    away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    slurm.program("sbatch", f'[[ -e $here/one ]] && {{ {away}; }}\ntouch "$here/one"; echo 7')
+    slurm.program("scancel", away)
+    said = call("submit", "job.yaml", "--chain", "2")
+    assert said.status == 3 and "first jobs (7) could not be taken out of the queue again" in said.err
+    assert read_record(only_run(here)).slurm_job_ids == ("7",)
 
 
 def test_after_waits_for_another_run(call: Call, here: Path, slurm: Slurm) -> None:

@@ -67,7 +67,7 @@ def test_without_slurm_the_message_says_what_to_do(slurm: Path) -> None:
     assert caught.value.exit_status == 3
 
 
-@pytest.mark.parametrize("answer", ["123\n", "123;cluster\n", "Welcome to the cluster\n123\n"])
+@pytest.mark.parametrize("answer", ["123\n", "123;cluster\n", "Welcome to node 7\n123\nYou have used\n9 h\n"])
 def test_job_ids(answer: str) -> None:
     assert parse_job_id(answer) == "123"
 

@@ -98,12 +98,16 @@ class Place:
 
     def submit(self) -> RunDirectory:
         """Call ``cluster-ddp submit --via submitit``; the run."""
-        command = [sys.executable, "-m", "cluster_ddp", "submit", str(self.job), "--via", "submitit", "--json"]
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
-        )
+        done = self.try_to_submit()
         assert done.returncode == 0, done.stderr
         return RunDirectory(Path(json.loads(done.stdout)["directory"]))
+
+    def try_to_submit(self) -> subprocess.CompletedProcess[str]:
+        """The same, whatever comes of it."""
+        command = [sys.executable, "-m", "cluster_ddp", "submit", str(self.job), "--via", "submitit", "--json"]
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
+        )
 
     def start_task(self, run: RunDirectory, restarts: int = 0) -> subprocess.Popen[bytes]:
         """Start submitit's batch script, on the one node of the job."""
@@ -208,6 +212,19 @@ def test_what_submitit_asks_slurm_for(place: Place) -> None:
         assert f"#SBATCH --{option}" in lines
     assert not [line for line in lines if line.startswith("srun")]
     assert [line for line in lines if line.startswith(f"exec {sys.executable} ")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs"), [("Socket timed out on send/recv operation", 1), ("Requested time limit is invalid", 0)]
+)
+def test_a_run_stays_when_its_job_may_be_in_the_queue(place: Place, answer: str, runs: int) -> None:
+    place.add_slurm()
+    refuse = f"echo 'sbatch: error: Batch job submission failed: {answer}' >&2; exit 1"
+    place.program("sbatch", f"[[ $1 == --test-only ]] || {{ {refuse}; }}")
+    done = place.try_to_submit()
+    assert done.returncode == 3 and answer in done.stderr
+    assert ("squeue --me" in done.stderr) == bool(runs)
+    assert len(list((place.folder / "runs").iterdir())) == runs
 
 
 @pytest.mark.parametrize(("limit", "option"), [(0, "no-requeue"), (3, "requeue")])
