@@ -355,7 +355,7 @@ def call_once(
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error
     if done.returncode != 0:
         words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MAX_ANSWER:]
-        kind = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
+        kind: type[SlurmError] = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
         if submits and (may_be_queued(words) or _job_id_in(done.stdout)):
             kind = SubmissionUnclear
         raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
