@@ -87,6 +87,7 @@ class Checkpointer:
         self._storage = storage or Storage()
         self._record = report
         self._unreported = collections.deque[tuple[str, dict[str, Any]]](maxlen=_MAX_UNREPORTED)
+        self._reporting = threading.Lock()  # of the loop and the background thread one at a time
         if rank == 0:
             with contextlib.suppress(OSError):  # it exists already, or the first save will report why not
                 self._storage.mkdir(directory)
@@ -124,7 +125,7 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
         metrics: Mapping[str, float],
-    ) -> None:
+    ) -> bool:
         """Begin to save; returns when the state is copied (on the CPU) or its copy is under way (on CUDA).
 
         While the save before is under way, waits for it or, with ``when_busy: skip``, reports ``checkpoint-skipped``
@@ -140,6 +141,10 @@ class Checkpointer:
             Whatever JSON can hold.
         metrics
             The latest values, for ``keep_best``; those that are not finite are omitted.
+
+        Returns
+        -------
+        False, on all ranks, when it was skipped.
 
         Raises
         ------
@@ -157,7 +162,7 @@ class Checkpointer:
             if self._rank == 0:
                 reason = "the one before is still being written"
                 self._report(events.CHECKPOINT_SKIPPED, {"step": step, "reason": reason})
-            return
+            return False
         self._join()
         self._check_goes_on()
         save = Save(
@@ -181,6 +186,7 @@ class Checkpointer:
             self._start(self._run, save, writes, self._digest)
         else:
             self._run(save, writes, self._digest)
+        return True
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the memory for saving these tensors in the background; otherwise the first save waits for it.
@@ -329,14 +335,15 @@ class Checkpointer:
             say(f"cluster-ddp: {what}; training goes on, earlier checkpoints stay")
         elif event == events.CHECKPOINT_DAMAGED:
             say(f"cluster-ddp: the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
-        self._unreported.append((event, fields))
-        try:
-            while self._unreported and self._record(*self._unreported[0]) is not False:
+        with self._reporting:
+            self._unreported.append((event, fields))
+            try:
+                while self._unreported and self._record(*self._unreported[0]) is not False:
+                    self._unreported.popleft()
+            except Exception as error:
                 self._unreported.popleft()
-        except Exception as error:
-            self._unreported.popleft()
-            say(f"cluster-ddp: cannot report {event}: {error!r}")
-        return not self._unreported
+                say(f"cluster-ddp: cannot report {event}: {error!r}")
+            return not self._unreported
 
     def _end(self) -> None:
         """When the interpreter exits: finish a save that needs no other rank; soon give up one that does."""

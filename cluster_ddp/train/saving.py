@@ -141,11 +141,10 @@ class Saving:
         self._is_best_due = False
         if self._checkpointer is None or (self._saved == step and not again):
             return
-        self._saved = step
         tensors, scalars = collected = state.collect()
         refuse_own_state(f"after step {step}", *collected, state.late_buffers())
         self._check(state, step, collected, together=False)
-        self._checkpointer.save(
+        is_begun = self._checkpointer.save(
             step=step,
             samples=samples,
             epoch=epoch,
@@ -153,6 +152,8 @@ class Saving:
             scalars=scalars,
             metrics=metrics,
         )
+        if is_begun:
+            self._saved = step
 
     def wait_for_staging(self) -> None:
         """Call before the parameters change."""

@@ -285,6 +285,7 @@ class Session:
 
     def _save_for_good(self, save: Callable[[], None]) -> bool:
         """Save the last step; False when the storage does not take it, which it may do after a moment."""
+        self.saving.finish()  # while one is under way, when_busy: skip would leave this one out
         for pause in _RETRY_AFTER:
             save()
             if self.saving.finish():

@@ -200,6 +200,27 @@ def test_a_second_save_while_the_first_is_written(tmp_path: Path, when_busy: str
     )
 
 
+def test_what_the_loop_reports_beside_the_background_is_reported_once(tmp_path: Path) -> None:
+    """Both wrote all that was not reported yet: an event came twice, or the training ended with an IndexError."""
+    skipped = threading.Event()
+
+    class Slow(Recorder):
+        def __call__(self, event: str, fields: dict[str, Any]) -> bool:
+            if threading.current_thread() is not threading.main_thread():
+                under_way.set()
+                skipped.wait(0.3)
+            return super().__call__(event, fields)
+
+    under_way, events = threading.Event(), Slow()
+    target = checkpointer(tmp_path, events, when_busy="skip")
+    save(target, 1, state(1))
+    assert under_way.wait(10)
+    save(target, 2, state(2))
+    skipped.set()
+    assert target.finish()
+    assert [name for name, _ in events] == ["checkpoint", "checkpoint-skipped"]
+
+
 def test_another_state_than_before_gets_a_buffer_of_its_own_size(tmp_path: Path) -> None:
     target = checkpointer(tmp_path, keep_last=5)
     for step, size in ((1, 10), (2, 500), (3, 20), (4, 500)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from train_tasks import FEATURES, Plain, job, new_run, train
 from cluster_ddp.checkpoint import replicas
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.job import CheckpointSpec, JobSpec
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import RunDirectory, steps_in
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
@@ -121,3 +122,23 @@ def test_a_save_hashes_and_writes_beside_the_loop_which_waits_for_the_copy_alone
     on_rank_0, on_rank_1 = run_ranks(works_of_a_save, 2, new_run(tmp_path, **sections), sections)
     beside = {(what, "beside the loop") for what in ("hash of a tensor", "write", "fsync")}
     assert on_rank_0 == on_rank_1 == {("copy", "in the loop"), *beside}
+
+
+def test_the_last_step_is_saved_where_saves_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that was ended by a stop, or is complete, lost what it had done since the save under way."""
+    flush = Storage.fsync
+
+    def slowly(storage: Storage, fd: int) -> None:
+        time.sleep(0.05)
+        flush(storage, fd)
+
+    monkeypatch.setattr(Storage, "fsync", slowly)
+    sections: dict[str, Any] = {
+        "train": {"steps": STEPS, "global_batch": 8},
+        "checkpoint": {"every_steps": 1, "when_busy": "skip", "keep_last": STEPS},
+    }
+    run = new_run(tmp_path, **sections)
+    for attempt, stop_at in enumerate((4, None)):
+        _, outcome = train(Plain(), job(**sections), run, attempt, stop_at=stop_at)
+        saved = steps_in(run.checkpoints)
+        assert outcome.step == max(saved) and len(saved) < outcome.step, "some were skipped"
