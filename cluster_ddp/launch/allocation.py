@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from cluster_ddp.launch.bad_hosts import enough_others
 from cluster_ddp.launch.processes import ASK_TO_END
+from cluster_ddp.process import host_name
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
@@ -74,6 +76,9 @@ class Allocation(Protocol):
     @property
     def kill_wait(self) -> float:
         """Seconds from SIGTERM to SIGKILL, when the allocation ends."""
+
+    def missing_command(self) -> str | None:
+        """Which command cannot be called here without which nothing can be asked, in words; None where it can."""
 
     def queue_again(self) -> None:
         """Have the job started again. It may not return; `SlurmRefused` and `SlurmError` as from Slurm's commands."""
@@ -173,6 +178,11 @@ class SlurmAllocation:
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
                 self._grace_end = unseen_grace_end(job, grace_time(self._start.partition, job.qos))
         return job
+
+    def missing_command(self) -> str | None:
+        if shutil.which("scontrol") is not None:
+            return None
+        return f"scontrol is not on PATH on {host_name()}: a line of launch.setup may have taken it off (module purge)"
 
     @_unharmed()
     def queue_again(self) -> None:

@@ -59,7 +59,7 @@ def queue_again(
     Raises
     ------
     RequeueFailed
-        It was refused, or there was no answer in all that time.
+        It was refused, there was no answer in all that time, or nobody can ask here.
     """
     refusals, pause, said = 0, _FIRST_PAUSE, "Slurm's controller does not answer"
     endless = clock() + ENDLESS_SECONDS
@@ -71,7 +71,9 @@ def queue_again(
             return False
         if _QUEUED & {now, why}:  # by Slurm itself, or by a call that timed out and had been accepted
             return True
-        if now is not None or why not in _UNSURE:
+        if now is None and (missing := allocation.missing_command()):
+            refusals, said = refusals + 1, missing  # which may be away with its storage for a moment
+        elif now is not None or why not in _UNSURE:
             try:
                 allocation.queue_again()
             except SlurmRefused as error:

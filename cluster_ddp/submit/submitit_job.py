@@ -158,6 +158,9 @@ class _ThisMachine:
         del since, seconds
         return self.why_it_ends(0.0), None
 
+    def missing_command(self) -> None:
+        """See `Allocation`: nothing is asked here."""
+
     def queue_again(self) -> NoReturn:
         self._requeue(int(self._warning), None)
 

@@ -184,6 +184,9 @@ class SimulatedAllocation:
         left = max(0.0, KILL_WAIT - (self._host.now() - since))
         return why_it_ends(job, self._world.restart), seconds_until_kill(job, left)
 
+    def missing_command(self) -> None:
+        """It is there."""
+
     def queue_again(self) -> None:
         fate = self._world.requeues.pop(0) if self._world.requeues else "ok"
         if fate == "away":

@@ -253,6 +253,15 @@ def test_a_batch_host_without_srun_is_named(stage: Stage) -> None:
     assert "node node-b failed: the job step cannot be started" in stage.status()["reason"]
 
 
+def test_without_slurms_commands_a_failed_attempt_does_not_hold_its_nodes_until_the_time_limit(stage: Stage) -> None:
+    """As after `module purge` where Slurm is a module."""
+    for name in ("srun", "scontrol"):
+        (stage.bin / name).unlink()
+    stage.perform(stage.write(), SLURM_JOB_NODELIST="node-b,node-a")
+    assert stage.status()["state"] == "FAILED", stage.output
+    assert "scontrol is not on PATH" in stage.status()["reason"] and "launch.setup" in stage.status()["reason"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
