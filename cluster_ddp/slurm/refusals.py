@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-_ADVICE = {
+_ADVICE = {  # the first sign that is found counts: "violates accounting/QOS policy" speaks of time limits, too
+    "SubmitJob": (
+        "a limit on jobs in the queue, where each element of a sweep and each job of a chain counts (squeue --me): "
+        "wait until some have ended, or ask for fewer"
+    ),
+    "violates accounting/QOS policy": (
+        "a limit of your account or QOS: sacctmgr show assoc user=$USER, sacctmgr show qos"
+    ),
     "Invalid account or account/partition": (
         "slurm.account: those that are yours: sacctmgr show assoc user=$USER format=account,partition"
     ),
@@ -18,9 +25,6 @@ _ADVICE = {
     "nvalid node name": "slurm.nodelist or slurm.exclude: sinfo -N lists the nodes",
     "node configuration is not available": "no node has all of this: sinfo -o '%P %D %c %m %G' lists what there is",
     "Memory specification": "slurm.mem: sinfo -o '%P %m' lists what the nodes have, in MiB",
-    "violates accounting/QOS policy": (
-        "a limit of your account or QOS: sacctmgr show assoc user=$USER, sacctmgr show qos"
-    ),
     "reservation": "slurm.reservation: scontrol show reservation",
 }
 
