@@ -38,6 +38,8 @@ _OWN_KEYS = {
 }
 _RENDERED = {
     "array": "one run is one job; many that differ in some settings are a sweep: cluster-ddp sweep",
+    "clusters": "status and the others ask the cluster of this login node: submit on one of that cluster, or export "
+    "SLURM_CLUSTERS for all of them",
     "output": "the run directory holds the output",
     "error": "the run directory holds the output",
     "open-mode": "a requeued attempt has to append to the output",

@@ -104,6 +104,7 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(errors_of: Err
         ("{signal: USR1}", "use requeue.signal and requeue.warning"),
         ("{output: x}", "the run directory holds the output"),
         ("{job-name: x}", "use name"),
+        ("{clusters: big}", "ask the cluster of this login node"),
         ("{gpus: 3}", "use slurm.gpus_per_node"),
         ("{gres: 'gpu:4'}", "use slurm.gpus_per_node with gpu_option: gres"),
         ("{gres: 'lustre:1,gpu:4'}", "use slurm.gpus_per_node with gpu_option: gres"),
