@@ -137,9 +137,10 @@ def _ended(
     decided = requeued or last.ended is not None or not (answered or outcome.stop_reason == TERMINATED)
     if outcome.ending is Ending.STOPPED and not cancelled and last.slurm_job_id and not decided:
         # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
+        ended = f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}: " if job is not None else ""
         return RunState.LOST, (
-            f"its keeper was killed before it had the job queued again; training {outcome.why}. To go on: cluster-ddp "
-            f"resume {history.run.id}"
+            f"{ended}its keeper was killed before it had the job queued again; training {outcome.why}. To go on: "
+            f"cluster-ddp resume {history.run.id}"
         )
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:

@@ -200,9 +200,10 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(
     say("stopped", 0, step=15, reason=reason)
     say("node-finished", 0, node=0, outcome="stopped", reason=reason)
     assert state_of(run, {"7": slurm_job("COMPLETING", run_id=run.id)}) == "RUNNING"
-    for jobs in ({"7": slurm_job("FAILED", run_id=run.id)}, {}):
+    for jobs in ({"7": slurm_job("PREEMPTED", run_id=run.id)}, {}):
         found = describe(run, jobs)
         assert found.state is RunState.LOST
+        assert str(found.reason).startswith("Slurm job 7 ended as PREEMPTED: " if jobs else "its keeper")
         assert f"killed before it had the job queued again; training stopped: {reason}. To go on:" in str(found.reason)
     if reason == "terminated":
         assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
