@@ -144,10 +144,13 @@ def _ended(
         )
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
-        return outcome.ending.state, (
-            f"{outcome.why}; Slurm has forgotten its job {last.slurm_job_id}: it ended long ago, or slurmctld "
-            f"was restarted without its saved state. To go on: cluster-ddp resume {history.run.id}"
+        forgotten = (
+            f"Slurm has forgotten its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted without "
+            "its saved state"
         )
+        if record is not None and record.id != history.run.id:
+            forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy's own"
+        return outcome.ending.state, f"{outcome.why}; {forgotten}. To go on: cluster-ddp resume {history.run.id}"
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
     if cancelled:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT"})
 """To be started (again), but not before a person releases it. A job that is PENDING may be held, too."""
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING"}) | HELD
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "EXPEDITING", "RESV_DEL_HOLD"}) | HELD
 """To be started (again). In CONFIGURING the nodes are given, but nothing of the job runs on them yet.
+
+RESV_DEL_HOLD is a hold by its reason alone: a job whose reservation was deleted keeps that state when it is released.
 
 EXPEDITING (since 25.11) is a requeue on the job's own nodes, ahead of all others.
 """
@@ -51,5 +53,5 @@ class SlurmJob(NamedTuple):
 def _says_held(reason: str) -> bool:
     """Whether a reason speaks of a hold: a word such as JobHeldUser, or a sentence, perhaps with underscores."""
     return reason.startswith(("JobHeld", "JobHoldMaxRequeue")) or reason.replace("_", " ").endswith(
-        ("requeued held", "requeued in held state", "requeued in special exit state")
+        ("requeued held", "requeued in held state", "requeued in special exit state", "was deleted")
     )

@@ -54,6 +54,7 @@ def test_slurms_word_on_a_job_that_has_not_begun_an_attempt(run: RunDirectory, w
         ("PENDING", "job requeued in held state"),
         ("REQUEUE_HOLD", "None"),
         ("SPECIAL_EXIT", "job requeued in special exit state"),
+        ("RESV_DEL_HOLD", "Reservation r2 was deleted"),
     ],
 )
 def test_a_held_job_is_not_waiting(run: RunDirectory, say: Say, word: str, reason: str) -> None:
@@ -81,6 +82,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
     say("stopped", 0, step=5, reason="preemption")
     say("requeued", 0, reason="stopped: preemption")
     assert state_of(run, {"7": slurm_job("PENDING", "BeginTime")}) == "REQUEUED"
+    assert state_of(run, {"7": slurm_job("RESV_DEL_HOLD", "Priority")}) == "REQUEUED"  # it was released
     assert state_of(run, None) == "REQUEUED"  # Slurm cannot be asked: the run's own word
     assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING"
     assert state_of(run, {}) == "STOPPED"  # it was to come again and is gone
@@ -237,6 +239,14 @@ def test_a_job_id_that_slurm_gave_to_another_run_since_says_nothing(run: RunDire
     assert living_jobs(copied, {"7": its_original}) == ([], [its_original]), "`cancel` of a copy leaves the original"
     renamed = RunDirectory(run.path.rename(run.path.with_name("my-best")))
     assert state_of(renamed, {"7": slurm_job("RUNNING", run_id=run.id)}) == "RUNNING"
+
+
+def test_a_copy_of_a_living_run_does_not_say_that_slurm_has_forgotten_the_job(run: RunDirectory) -> None:
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    copied = RunDirectory(shutil.copytree(run.path, run.path.with_name("my-copy")))
+    found = describe(copied, {"7": slurm_job("RUNNING", run_id=run.id)})
+    assert found.state is RunState.LOST and f"this is a copy of {run.id}" in str(found.reason)
 
 
 def test_a_local_run_is_alive_while_its_process_is(run: RunDirectory, say: Say) -> None:
