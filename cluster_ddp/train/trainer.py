@@ -115,11 +115,12 @@ class Trainer:
 
     def _train(self) -> None:
         """Train until all steps are done, or all ranks agree to stop."""
+        batches = self.stream.batches(self.step, self.state.counts)
         self._evaluate_and_save()  # a stop may have cut the evaluation short that belongs to the step resumed from
         if self.session.decision.level:
             return
         self.session.beat.enter(Phase.TRAINING)
-        for micro, batch in self.stream.batches(self.step, self.state.counts):
+        for micro, batch in batches:
             if micro.number == 0:
                 self.profiler.begin(micro.step)
                 self.session.begin_step()  # the votes travel while the step is computed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import Dataset, IterableDataset
 from train_tasks import (
     CLASSES,
     FEATURES,
@@ -23,6 +24,7 @@ from train_tasks import (
     job,
     losses,
     new_run,
+    samples,
     train,
 )
 
@@ -119,6 +121,18 @@ class Draws(nn.Module):
 class OfDraws(Stopping):
     def model(self) -> nn.Module:
         return Draws()
+
+
+class Passes(IterableDataset[Any]):
+    """Twenty samples, again and again; it does not say how many."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*samples(20), strict=True)
+
+
+class OfPasses(Stopping):
+    def train_data(self) -> Dataset[Any]:
+        return Passes()
 
 
 class OfWeights(Stopping):
@@ -241,6 +255,16 @@ def test_an_evaluation_done_again_keeps_what_the_best_is_chosen_by(tmp_path: Pat
     train(Stopping(), job(**SETTINGS, **best), run, attempt=1)
     manifest = json.loads((run.checkpoints / "step-00000006" / "manifest.json").read_text())
     assert {"train/loss", "val/loss"} <= manifest["metrics"].keys()
+
+
+def test_an_evaluation_done_again_is_of_the_epoch_that_was_under_way(tmp_path: Path) -> None:
+    """A stream knows it by what was restored alone: it was logged, and saved, as epoch 0."""
+    best = {"checkpoint": {"keep_best": {"metric": "val/loss", "mode": "min"}, "keep_last": 9}}
+    run = stopped_in_an_evaluation(OfPasses, tmp_path, **best)
+    train(OfPasses(), job(**SETTINGS, **best), run, attempt=1)
+    [logged] = [row for row in parse_lines(run.metrics_file.read_bytes()) if row["step"] == 6 and "val/loss" in row]
+    manifest = json.loads((run.checkpoints / "step-00000006" / "manifest.json").read_text())
+    assert logged["epoch"] == manifest["epoch"] == 2, "48 samples of passes of 20"
 
 
 def test_an_optimizer_with_weights_to_evaluate_is_evaluated_with_them(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class IterableStream:
         self._reader = _Reader(data, task.collate, train.seed, plan, world.rank, sharded=self._sharded)
         self._plan, self._world, self._device, self._workers = plan, world, device, min(train.workers, 1)
         self._counts = Counts()
+        self._has_moved = False
         self._batches: Any = None
 
     def epoch(self, step: int) -> int:
@@ -88,7 +89,10 @@ class IterableStream:
 
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; a `DataError` when the set breaks its contract, in a way that the first items show."""
-        self._counts = counts
+        self._counts = counts  # now: an evaluation may be made again before the first batch
+        return self._batches_from(step, counts)
+
+    def _batches_from(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
         if self._length is not None:
             counts.expect_length(self._length)
         reading = self._read(step, self.total_steps, self._place(counts))
@@ -100,10 +104,11 @@ class IterableStream:
             if found is None:
                 return
             micro, (counts.stream_epoch, counts.stream_offset), batch = found
+            self._has_moved = True
             yield micro, to_device(batch, self._device)
 
     def note_place(self, counts: Counts) -> None:
-        if self._sharded and self._counts is counts:  # before, they hold what was restored
+        if self._sharded and self._has_moved:  # before, they hold what was restored
             counts.stream_places = all_gather_object([counts.stream_epoch, counts.stream_offset])
 
     def close(self) -> None:
