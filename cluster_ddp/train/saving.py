@@ -93,6 +93,10 @@ class Saving:
                 f"{seconds:.0f} s until checkpoint: is set accordingly"
             )
 
+    def has_saved(self, step: int) -> bool:
+        """Whether the last checkpoint, restored or begun, is of this step."""
+        return self._saved == step
+
     def is_due(self, step: int) -> bool:
         """Whether ``checkpoint.every_steps`` asks for one after this many steps."""
         every = self._settings.every_steps
@@ -139,7 +143,7 @@ class Saving:
         """
         self._since = time.monotonic()
         self._is_best_due = False
-        if self._checkpointer is None or (self._saved == step and not again):
+        if self._checkpointer is None or (self.has_saved(step) and not again):
             return
         tensors, scalars = collected = state.collect()
         refuse_own_state(f"after step {step}", *collected, state.late_buffers())

@@ -258,7 +258,9 @@ class Trainer:
         if self._evaluation_is_due() and not self.session.decision.level:
             self._evaluate()
             evaluated = not self.session.decision.level
-        if self.session.save_is_due or (evaluated and self.job.checkpoint.keep_best is not None):
+        # One that a stop has saved before its evaluation does not tell yet that there was one.
+        gains = self.job.checkpoint.keep_best is not None or self.session.saving.has_saved(self.step)
+        if self.session.save_is_due or (evaluated and gains):
             self._save(again=evaluated)
 
     def _evaluation_is_due(self) -> bool:

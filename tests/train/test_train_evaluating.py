@@ -249,12 +249,15 @@ def test_an_evaluation_that_was_cut_short_leaves_no_trace(
     assert evaluations(broken) == evaluations(calm)
 
 
-def test_an_evaluation_done_again_keeps_what_the_best_is_chosen_by(tmp_path: Path) -> None:
-    best = {"checkpoint": {"keep_best": {"metric": "train/loss", "mode": "min"}, "keep_last": 9}}
-    run = stopped_in_an_evaluation(Stopping, tmp_path, **best)
-    train(Stopping(), job(**SETTINGS, **best), run, attempt=1)
+@pytest.mark.parametrize("best", [{"metric": "train/loss", "mode": "min"}, None])
+def test_an_evaluation_done_again_is_in_the_checkpoint_of_its_step(best: Any, tmp_path: Path) -> None:
+    """What the best is chosen by is kept; and an attempt after that does not evaluate once more."""
+    kept = {"checkpoint": {"keep_best": best, "keep_last": 9}}
+    run = stopped_in_an_evaluation(Stopping, tmp_path, **kept)
+    train(Stopping(), job(**SETTINGS, **kept), run, attempt=1)
     manifest = json.loads((run.checkpoints / "step-00000006" / "manifest.json").read_text())
     assert {"train/loss", "val/loss"} <= manifest["metrics"].keys()
+    assert manifest["scalars"]["counts"]["evaluated_step"] == 6
 
 
 def test_an_evaluation_done_again_is_of_the_epoch_that_was_under_way(tmp_path: Path) -> None:
