@@ -28,13 +28,12 @@ from cluster_ddp.submit.base import Submission, SubmitError, note_submitted, wit
 from cluster_ddp.submit.ways import submission
 
 if TYPE_CHECKING:
-    from cluster_ddp.job import JobSpec, RunJob
+    from cluster_ddp.job import JobSpec, RunJob, TrainSpec
 
-_FREE = frozenset({
-    "train.epochs", "train.steps", "train.batch_size", "train.global_batch", "train.accumulation_steps",
-    "train.evaluate_every", "train.workers", "train.max_bad_steps", "train.profile",
-})  # fmt: skip
-"""Settings of training that do not change the weights of an uninterrupted run, or that are checked elsewhere."""
+# Settings of training that do not change the weights of an uninterrupted run.
+_FREE = frozenset({"train.evaluate_every", "train.workers", "train.max_bad_steps", "train.profile"})
+_LENGTH = frozenset({"train.epochs", "train.steps"})  # not either, unless the schedule goes by where it ends
+_BATCHES = frozenset({"train.batch_size", "train.global_batch", "train.accumulation_steps"})  # while they divide alike
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,12 @@ def plan_resume(
     if here:
         nodes, procs = nodes or record.nodes, procs or record.procs
         start = local.plan_local(job.spec, nodes=nodes, procs=procs, global_batch=record.global_batch)
+        ranks = start.nodes * start.procs
     else:
         start = _submission(run, record.via, job.spec)
+        ranks = job.spec.world_size
     changed = job.spec != job.before
-    return ResumePlan(seen, record, job.spec, changed, (*job.remarks, *_weights_remarks(job)), start)
+    return ResumePlan(seen, record, job.spec, changed, (*job.remarks, *_weights_remarks(job, record, ranks)), start)
 
 
 def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> RunStatus:
@@ -232,13 +233,35 @@ def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:
     return not grown and not (saves and _last_is_damaged(run))
 
 
-def _weights_remarks(job: RunJob) -> tuple[str, ...]:
+def _weights_remarks(job: RunJob, record: RunRecord, ranks: int) -> tuple[str, ...]:
     old, new = _flat(job.before), _flat(job.spec)
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key not in _FREE)
-    return tuple(
-        f"{key} changes from {old.get(key)!r} to {new.get(key)!r}; the run's weights will differ from here on."
-        for key in differing
-    )
+    remarks = []
+    for key in differing:
+        change = f"{key} changes from {old.get(key)!r} to {new.get(key)!r}"
+        if key in _LENGTH:
+            if new[key] is not None and _goes_by_the_end(job.spec.train):
+                remarks.append(
+                    f"{change}, and train.schedule: {job.spec.train.schedule} goes by it: the run's weights will not "
+                    "be those of one that had it from the beginning."
+                )
+        elif key not in _BATCHES or not _divide_alike(job, record, ranks):
+            remarks.append(f"{change}; the run's weights will differ from here on.")
+    return tuple(remarks)
+
+
+def _goes_by_the_end(train: TrainSpec) -> bool:
+    return train.schedule in ("cosine", "linear") or (train.schedule == "step" and train.decay_every is None)
+
+
+def _divide_alike(job: RunJob, record: RunRecord, ranks: int) -> bool:
+    """Whether the batches of a step are what they were; those of a run that has not begun are nothing yet."""
+    from cluster_ddp.job import plan_batch
+
+    if record.global_batch is None:
+        return True
+    before, after = (plan_batch(train, ranks, record.global_batch) for train in (job.before.train, job.spec.train))
+    return before == after
 
 
 def _write_job(run: RunDirectory, spec: JobSpec) -> None:

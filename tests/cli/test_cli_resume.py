@@ -123,9 +123,23 @@ def test_the_global_batch_is_the_runs_for_life(call: Call, run: RunDirectory, sl
 
 
 @pytest.mark.parametrize(
-    ("setting", "said_so"), [("train.lr=0.5", True), ("train.seed=3", True), ("train.workers=2", False)]
+    ("schedule", "setting", "said_so"),
+    [
+        ("cosine", "train.lr=0.5", True),
+        ("cosine", "train.seed=3", True),
+        ("cosine", "train.workers=2", False),
+        ("cosine", "train.steps=40", True),
+        ("step", "train.epochs=3", True),  # by default it drops by thirds of the whole
+        ("constant", "train.steps=40", False),
+        ("constant", "train.batch_size=4", True),  # two micro-batches, each with random numbers of its own
+        ("constant", "train.batch_size=16", False),  # the share of a rank is 8
+    ],
 )
-def test_a_change_that_ends_exactness_is_said(call: Call, run: RunDirectory, setting: str, said_so: bool) -> None:
+def test_a_change_that_ends_exactness_is_said(
+    call: Call, run: RunDirectory, schedule: str, setting: str, said_so: bool
+) -> None:
+    update_record(run, global_batch=16)
+    run.job_file.write_text(run.job_file.read_text().replace("schedule: constant", f"schedule: {schedule}"))
     said = call("resume", run.id, "--set", setting)
     assert said.status == 0
     assert (f"{setting.split('=')[0]} changes from" in said.err) is said_so
