@@ -22,6 +22,8 @@ _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit grants KillWait, 30 s by default
 _ASIDE_SECONDS = 5.0  # for an answer that is not essential
 _ANSWER_SECONDS = 60.0  # a busy site may take 40 s for one
+_NOT_ALLOWED = "presently disabled"  # what Slurm says of a job that may not be requeued
+_INSTEAD = " (where jobs may not be requeued, `cluster-ddp submit --chain N` queues several for one run)"
 _UNSURE = (None, TERMINATED)
 _QUEUED = {REQUEUED, NODE_FAILURE}
 
@@ -83,7 +85,8 @@ def queue_again(
             else:
                 return True
         if refusals >= _REFUSALS or clock() + pause > (until() or endless):
-            raise RequeueFailed(f"Slurm has not queued the job again: {said}")
+            hint = _INSTEAD if refusals and _NOT_ALLOWED in said else ""
+            raise RequeueFailed(f"Slurm has not queued the job again{hint}: {said}")
         if pause == _FIRST_PAUSE:
             delayed(said.splitlines()[0])
         sleep(pause)

@@ -17,12 +17,15 @@ def test_of_an_array_only_this_task_is_requeued(stage: Stage) -> None:
 
 
 def test_a_requeue_that_slurm_refuses(stage: Stage) -> None:
-    stage.does(requeue_status="1", **{"training.sh": CRASH})
+    words = "Requested operation is presently disabled for job 77"
+    stage.does(requeue_status="1", requeue_words=words, **{"training.sh": CRASH})
     assert stage.perform(stage.write()) == 1
     assert stage.requeues() == ["77"] * 3
     status = stage.status()
     assert status["state"] == "FAILED"
-    assert "requeue failed: Slurm has not queued the job again: scontrol failed (status 1)" in status["reason"]
+    assert f"queues several for one run): scontrol failed (status 1): {words}" in status["reason"]
+    assert status["reason"].startswith("requeue failed: Slurm has not queued the job again (where")
+    assert "`cluster-ddp submit --chain N`" in status["reason"]
     assert "cluster-ddp resume" in status["reason"]
     assert "requeued" not in stage.events()
 
