@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster_ddp.launch.environment import threads_each
 from cluster_ddp.launch.processes import die_with_parent, present
@@ -50,6 +51,8 @@ class SweepHere:
     ----------
     told
         Called with each element that has ended.
+    claim
+        This process as the one that starts elements, as the sweep's record has it.
     """
 
     sweep: SweepDirectory
@@ -57,6 +60,7 @@ class SweepHere:
     nodes: int | None
     procs: int | None
     told: Callable[[RunStatus], None]
+    claim: dict[str, Any] | None
     _signals: list[int] = field(default_factory=list)
     _closed: bool = False  # nothing more is started
 
@@ -80,7 +84,7 @@ class SweepHere:
         while (waiting and not self._closed) or any(place.process for place in self.places):
             if time.monotonic() - looked > _CLAIM_SECONDS:
                 looked = time.monotonic()
-                self._closed |= read_sweep(self.sweep).submitting is None  # `stop` or `cancel` has taken the claim
+                self._closed |= read_sweep(self.sweep).submitting != self.claim  # `stop`, `cancel`, or another's by now
             self._pass_on()
             for place in self.places:
                 self._look_after(place)
@@ -165,7 +169,7 @@ def run_sweep(
     try:
         states = {number: status.state for number, status in enumerate(find_out(plan.sweep))}
         waiting = [element for element in record.elements if states[element.number] in TO_START]
-        SweepHere(plan.sweep, places, nodes, procs, told).run(waiting)
+        SweepHere(plan.sweep, places, nodes, procs, told, record.submitting).run(waiting)
         return find_out(plan.sweep)
     finally:
         release(plan.sweep, record)

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from light_agent import LIGHT_AGENT
 
+from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord, change_sweep
+from cluster_ddp.submit import sweep_here
+
 JOB = f"""\
 name: small
 script: {Path(__file__).with_name("beating_rank.py")}
@@ -48,6 +51,20 @@ def elements(here: Path) -> list[dict[str, Any]]:
     out, _ = finish(start(here, "status", str(sweep), "--json"), 0)
     found: list[dict[str, Any]] = json.loads(out)
     return found
+
+
+def test_nothing_is_started_once_another_has_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stop` has taken it away, and the same sweep was started again at once, before this process looked."""
+    monkeypatch.setattr(sweep_here, "_CLAIM_SECONDS", -1.0)
+    sweep, element = SweepDirectory(tmp_path), Element("0000-as-it-is", ())
+    change_sweep(sweep, lambda _: SweepRecord("s", 1.0, (element,), "local", submitting={"pid": 1, "since": 2.0}))
+    started: list[Element] = []
+    monkeypatch.setattr(sweep_here.SweepHere, "_start", lambda here, place, element: started.append(element))
+    here = sweep_here.SweepHere(
+        sweep, [sweep_here.Place(())], None, None, lambda status: None, {"pid": 1, "since": 1.0}
+    )
+    here.run([element])
+    assert started == []
 
 
 @pytest.mark.timeout(600)
