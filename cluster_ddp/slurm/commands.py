@@ -346,11 +346,11 @@ def call_once(
             errors="replace",
             timeout=seconds,
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
         unclear = SubmissionUnclear if submits else SlurmError
-        raise unclear(
-            f"{command[0]} gave no answer in {seconds:.0f} s; is Slurm's controller up? (scontrol ping)"
-        ) from None
+        said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+        why = f": {said[-1]}" if said else "; is Slurm's controller up? (scontrol ping)"
+        raise unclear(f"{command[0]} gave no answer in {seconds:.0f} s{why}") from None
     except OSError as error:
         raise SlurmError(f"{command[0]} could not be started: {error}.") from error
     if done.returncode != 0:

@@ -114,6 +114,15 @@ def test_all_tries_together_take_no_longer_than_was_said(slurm: Path, monkeypatc
     assert len(calls(slurm)) == 1
 
 
+def test_what_was_said_before_the_answer_failed_to_come_is_told(slurm: Path) -> None:
+    """As where Slurm has as many jobs as it takes (MaxJobCount), for which sbatch waits for minutes."""
+    stand_in(
+        slurm, "squeue", "echo 'Slurm temporarily unable to accept job, sleeping and retrying' >&2; exec /bin/sleep 30"
+    )
+    with pytest.raises(SlurmError, match="no answer in 1 s: Slurm temporarily unable to accept job"):
+        query_jobs(["11"], seconds=1)
+
+
 def test_no_question_no_call(slurm: Path) -> None:
     assert query_jobs([]) == {}
 
