@@ -50,8 +50,8 @@ _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_
 _SURROUNDINGS = re.compile(
     r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
     r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
-    r"busy or unavailable|resource temporarily unavailable|can't start new thread|no space left|input/output error|"
-    r"stale file handle|read-only file system",
+    r"busy or unavailable|resource temporarily unavailable|can't start new thread|no space left|quota exceeded|"
+    r"input/output error|remote I/O error|stale file handle|read-only file system|transport endpoint",
     re.IGNORECASE,
 )
 _PROGRAM = re.compile(

@@ -170,6 +170,8 @@ def test_ranks_that_failed_to_meet_have_failed_though_the_others_had_to_be_ended
         {"event": "failed", "rank": 0, "error": PEER_LOST},
         {"event": "failed", "rank": 0, "error": "torch.distributed.DistNetworkError: The client socket has timed out"},
         {"event": "failed", "rank": 0, "error": "OSError: [Errno 28] No space left on device"},
+        {"event": "failed", "rank": 0, "error": "OSError: [Errno 122] Disk quota exceeded: '/shared/me/x'"},
+        {"event": "failed", "rank": 0, "error": "OSError: [Errno 108] Cannot send after transport endpoint shutdown"},
         {"event": "failed", "rank": 0, "error": "rank 0 cannot meet the others: Resource temporarily unavailable"},
         {"event": "failed", "rank": 0, "error": "RuntimeError: can't start new thread"},
         {"event": "hang", "reason": "no step for 60 s"},
