@@ -101,6 +101,12 @@ class History:
         attempt, step = event.get("attempt"), as_whole(event.get("step"))
         return attempt is None or step is None or self.lineage.counts(attempt, step)
 
+    @cached_property
+    def last_saved(self) -> int | None:
+        """The last step that was saved and belongs to the run; None before the first, and after a new beginning."""
+        saved = (event for event in self.events if event["event"] == CHECKPOINT and self.counts(event))
+        return max((step for event in saved if (step := as_whole(event.get("step"))) is not None), default=None)
+
     def of_attempt(self, number: int, *names: str) -> list[Event]:
         """The events of one attempt by time; only those of the given names, if any are given."""
         return [event for event in self._by_attempt.get(number, ()) if not names or event["event"] in names]

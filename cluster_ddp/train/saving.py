@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,9 +19,9 @@ from cluster_ddp.checkpoint.verify import run_id_of
 from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import RunDirectory, step_name
 from cluster_ddp.run.events import WARNING, EventWriter
-from cluster_ddp.run.history import read_history
+from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.unfinished import seconds_between_saves
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
@@ -45,6 +46,7 @@ class Saving:
         minutes = job.checkpoint.every_minutes
         self._seconds = None if minutes is None else 60.0 * minutes
         self._saved: int | None = None
+        self._gone: int | None = None  # the last step that was saved, where nothing of its name is there; on rank 0
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
         self._rank = world.rank
@@ -58,7 +60,11 @@ class Saving:
         if run is None:
             return
         if world.rank == 0 and attempt:
-            self._save_more_often(run)
+            history = read_history(run)
+            self._save_more_often(history)
+            last = history.last_saved
+            if last is not None and not os.path.lexists(run.checkpoints / step_name(last)):
+                self._gone = last
 
         self._checkpointer = Checkpointer(
             run.checkpoints,
@@ -81,11 +87,17 @@ class Saving:
         if restored is not None:
             state.load(restored.step, restored.scalars, restored.extra)
             self._saved = restored.step
+        if self._gone is not None and (restored is None or restored.step < self._gone):
+            begins = "begins again at step 0" if restored is None else f"goes on from step {restored.step}"
+            self.warn(
+                f"the checkpoint of step {self._gone}, the last that this run saved, is gone from its folder "
+                f"checkpoints/: training {begins}"
+            )
         return restored
 
-    def _save_more_often(self, run: RunDirectory) -> None:
+    def _save_more_often(self, history: History) -> None:
         """Where the save at the end of an attempt was cut short, have something remain of the next that is."""
-        seconds = seconds_between_saves(read_history(run))
+        seconds = seconds_between_saves(history)
         if seconds is not None and (self._seconds is None or seconds < self._seconds):
             self._seconds = seconds
             print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ from train_tasks import FEATURES, Plain, job, new_run, train
 from cluster_ddp.checkpoint import replicas
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.job import CheckpointSpec, JobSpec
-from cluster_ddp.run.directory import RunDirectory, steps_in
+from cluster_ddp.run.directory import RunDirectory, step_name, steps_in
+from cluster_ddp.run.events import read_events
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
@@ -142,3 +144,21 @@ def test_the_last_step_is_saved_where_saves_are_skipped(tmp_path: Path, monkeypa
         _, outcome = train(Plain(), job(**sections), run, attempt, stop_at=stop_at)
         saved = steps_in(run.checkpoints)
         assert outcome.step == max(saved) and len(saved) < outcome.step, "some were skipped"
+
+
+@pytest.mark.parametrize("purged", [[8], [4, 8]])
+def test_a_checkpoint_that_is_gone_is_missed(purged: list[int], tmp_path: Path) -> None:
+    """As where a scratch file system removes what is old: the run trained again what it had trained, silently."""
+    sections: dict[str, Any] = {"train": {"steps": 9, "global_batch": 8}, "checkpoint": {"every_steps": 4}}
+    run = new_run(tmp_path, **sections)
+    for attempt, stop_at in enumerate((8, None)):
+        run.attempt(attempt).path.mkdir(parents=True)
+        train(Plain(), job(**sections), run, attempt, stop_at=stop_at)
+        for step in purged if attempt == 0 else []:
+            shutil.rmtree(run.checkpoints / step_name(step))
+    [said] = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert said.startswith("the checkpoint of step 8,")
+    assert said.endswith("goes on from step 4" if purged == [8] else "begins again at step 0")
+    run.attempt(2).path.mkdir()
+    train(Plain(), job(**sections), run, 2)
+    assert len([event for event in read_events(run) if event["event"] == "warning"]) == 1, "it is told once"
