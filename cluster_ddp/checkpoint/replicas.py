@@ -16,11 +16,17 @@ def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each tensor, the same on two ranks when all bits are; int64, shape (n,), where the tensors are.
 
     On the CPU a hash; on a device the sum of the bits as integers, which needs one pass and no memory there, and does
-    not depend on the order in which it is taken. The host does not wait for a device.
+    not depend on the order in which it is taken. Where some are on a device and some on the CPU, as the counts of steps
+    of many optimizers, all numbers are on the device. The host does not wait for it.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return torch.tensor([tensor_hash(tensor) for tensor in tensors], dtype=torch.int64)
-    return torch.stack([_sum(tensor) for tensor in tensors])
+    on_host = torch.tensor([tensor_hash(tensor) for tensor in tensors if tensor.is_cpu], dtype=torch.int64)
+    if len(on_host) == len(tensors):
+        return on_host
+    device = next(tensor.device for tensor in tensors if not tensor.is_cpu)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    sent = iter(on_host.to(device, non_blocking=True))
+    return torch.stack([next(sent) if tensor.is_cpu else _sum(tensor) for tensor in tensors])
 
 
 def tensor_hash(tensor: Tensor) -> int:

@@ -63,10 +63,11 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def keep_generators() -> Iterator[None]:
-    """Put torch's generators, Python's random and NumPy back afterwards."""
+    """Put torch's generators, on the CPU and on this rank's GPU, Python's random and NumPy back afterwards."""
     python, numpy_ = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(gpus):  # without it all GPUs of the node, with a warning
             yield
     finally:
         random.setstate(python)

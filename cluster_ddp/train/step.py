@@ -70,7 +70,7 @@ class Gradients:
             work.wait()
         self._sums.clear()
         if self._weight is not None:
-            torch._foreach_mul_(gradients_of(self._parameters), 1.0 / self._weight)
+            _multiply(gradients_of(self._parameters), 1.0 / self._weight)
         elif self._intact is not None:
             for gradient in gradients_of(self._parameters)[:1]:
                 gradient.mul_(_one_or_nan(self._intact))
@@ -107,9 +107,7 @@ class Gradients:
             work.wait()
         self._sums.clear()
         factor = 1.0 / self._weight
-        gradients = gradients_of(self._parameters)
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        _multiply(gradients_of(self._parameters), factor)
         self._weight = None
         return factor
 
@@ -167,6 +165,14 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients of those that have one."""
     # Bound, because each look at `grad` costs more than the rest.
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+
+
+def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply all by a number; one of another type than theirs would take a GPU a kernel for each."""
+    if gradients and gradients[0].dtype is torch.float32:
+        factor = factor.float()  # as each of them would round it
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _one_or_nan(value: Tensor) -> Tensor:

@@ -162,8 +162,10 @@ def any_not_finite(gradients: Sequence[Tensor]) -> bool:
 
 def any_not_finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
     """The same as a number on the device; the largest elements take no more than the reading of the gradients there."""
-    largest = torch._foreach_norm([_values(gradient) for gradient in gradients], math.inf)
-    return (~torch.isfinite(torch.stack(largest)).all()).float()
+    values = [found for gradient in gradients if (found := _values(gradient)).numel()]  # an empty one has no largest
+    if not values:
+        return gradients[0].new_zeros((), dtype=torch.float32)
+    return (~torch.isfinite(torch.stack(torch._foreach_norm(values, math.inf))).all()).float()
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Noise(nn.Module):
         self.generator = torch.Generator()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + torch.rand(inputs.shape, generator=self.generator)
+        return inputs + torch.rand(inputs.shape, generator=self.generator).to(inputs.device)
 
 
 class Sealed(tuple[int, ...]):

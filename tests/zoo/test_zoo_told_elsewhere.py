@@ -56,7 +56,7 @@ class FollowsByData(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         for mine, theirs in zip(self.teacher.parameters(), model.parameters(), strict=True):
-            mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+            mine.data.mul_(0.9).add_(theirs.data.cpu(), alpha=0.1)
         self.totals.numpy()[1] += 1.0
         self.large.data += 1.0
         return super().loss(model, batch)

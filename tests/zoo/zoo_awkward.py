@@ -82,7 +82,8 @@ class Draws(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
-            inputs = inputs * torch.bernoulli(torch.full(inputs.shape, 0.7), generator=self.generator)
+            kept = torch.bernoulli(torch.full(inputs.shape, 0.7), generator=self.generator)
+            inputs = inputs * kept.to(inputs.device)
         return self.layers(inputs)
 
 
@@ -105,7 +106,8 @@ class DrawsSomehow(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
-            inputs = inputs + self.first() + self.second() + torch.randn(FEATURES, generator=self.slots.generator)
+            noise = self.first() + self.second() + torch.randn(FEATURES, generator=self.slots.generator)
+            inputs = inputs + noise.to(inputs.device)
         return self.layers(inputs)
 
 
@@ -204,7 +206,7 @@ class Changes(nn.Module):
             if self.passes == 2 and self.kind == "BatchNorm frozen in training":
                 self.norm.eval()
             elif self.passes == 2:
-                self.head = nn.Linear(CLASSES, CLASSES)
+                self.head = nn.Linear(CLASSES, CLASSES).to(inputs.device)
         return self.head(self.layers(self.norm(inputs)))
 
 

@@ -55,7 +55,7 @@ class Remembers(SGD):
             return
         gradient = first.grad.clone()
         if self.kind == "a generator in itself":
-            first.grad += torch.randn(first.shape, generator=self.generator)
+            first.grad += torch.randn(first.shape, generator=self.generator).to(first.device)
         elif self.kind == "a word in itself":
             first.grad *= len(self.word)
             self.word = "later"

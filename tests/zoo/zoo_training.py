@@ -141,7 +141,8 @@ class Verdict:
 
 def job_of(case: Case) -> JobSpec:
     """The job of a case. What lies on the CPU is saved in the foreground: a crash must not overtake it."""
-    train = {"steps": STEPS, "global_batch": 8, "lr": 0.01, "schedule": "cosine", "ema_decay": 0.9, **case.train}
+    usual = {"steps": STEPS, "global_batch": 8, "lr": 0.01, "schedule": "cosine", "ema_decay": 0.9}
+    train = {**usual, "deterministic": torch.cuda.is_available(), **case.train}
     return JobSpec.model_validate(
         {
             "name": "zoo",
@@ -267,5 +268,5 @@ def tensor_digest(tensor: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    data = flat.contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+    data = flat.contiguous().as_strided((flat.numel(),), (1,)).view(torch.uint8).cpu().numpy().tobytes()
     return str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), xxhash.xxh3_64_hexdigest(data)

@@ -117,6 +117,15 @@ def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
     return kind not in {*_LISTS, *_DICTS} or (isinstance(content, list) and is_packed(content, shapes))
 
 
+def without_devices(packed: Any) -> Any:
+    """The same, without which tensors were on a device: alike for a copy of the value that is elsewhere."""
+    if isinstance(packed, list):
+        return [without_devices(item) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    return {key: without_devices(item) for key, item in packed.items() if not (key == "device" and _MARK in packed)}
+
+
 def _are_strides(strides: Any, shape: Sequence[int]) -> bool:
     return (
         isinstance(strides, list)

@@ -1,0 +1,101 @@
+"""What would go wrong on a GPU only, where it can be seen without one; `meta` stands for a device beside the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import NAdam
+
+from cluster_ddp.checkpoint.plan import describe, make_plan
+from cluster_ddp.checkpoint.replicas import tensor_digests
+from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.randomness import keep_generators
+from cluster_ddp.train.state.packing import Packer, without_devices
+from cluster_ddp.train.state.selfcheck import check_comes_back
+from cluster_ddp.train.state.training import State
+from cluster_ddp.train.step import Gradients
+from cluster_ddp.train.update import any_not_finite_on_device
+
+
+def test_ranks_compare_tensors_of_which_some_are_on_the_cpu() -> None:
+    """As the counts of steps of torch's Adam."""
+    on_device, on_cpu = torch.empty(3, device="meta"), torch.tensor(1.0)
+    assert tensor_digests([on_device, on_cpu, on_device, on_cpu]).shape == (4,)
+
+
+def made_by_a_resume() -> State:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    return State(model, NAdam(model.parameters()))
+
+
+def test_a_state_that_is_partly_on_the_cpu_comes_back() -> None:
+    """NAdam has one of its numbers on the CPU, which is worth a note for a GPU's parameter, and not for the CPU's."""
+    state = made_by_a_resume()
+    optimizer: Any = state._optimizer.optimizer
+    for weight in optimizer.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    tensors, scalars = state.collect()
+    noted = [name for name in tensors if name.endswith(".mu_product")]
+    assert len(noted) == 2
+    scalars["optimizer_layouts"] = {name: {"strides": [], "device": False} for name in noted}
+    check_comes_back(state, 1, (tensors, scalars), make_plan(*describe(tensors), (0,)), made_by_a_resume)
+
+
+def test_what_is_kept_is_compared_without_its_device() -> None:
+    packed = [
+        Packer({}).pack({"recent": [torch.ones(2, 3, device=device).t()], "device": "mine", (1,): 2}, "task")
+        for device in ("meta", "cpu")
+    ]
+    assert packed[0] != packed[1]
+    assert without_devices(packed[0]) == packed[1]
+
+
+@pytest.mark.parametrize(("last", "bad"), [(1.0, 0.0), (math.inf, 1.0), (None, 0.0)])
+def test_an_empty_parameter_has_finite_gradients(last: float | None, bad: float) -> None:
+    gradients = [torch.empty(0, 3), *([] if last is None else [torch.tensor([0.0, last])])]
+    assert any_not_finite_on_device(gradients).item() == bad
+
+
+def test_generators_of_other_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+
+    @contextlib.contextmanager
+    def fork_rng(devices: list[int]) -> Iterator[None]:
+        asked.append(devices)
+        yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with keep_generators():
+        pass
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with keep_generators():
+        pass
+    assert asked == [[], [3]]
+
+
+def test_gradients_are_divided_by_a_weight_of_their_own_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of another type a GPU would divide them one by one."""
+    multiply, types = torch._foreach_mul_, list[torch.dtype]()
+
+    def noted(tensors: list[Tensor], factor: Tensor) -> None:
+        types.append(factor.dtype)
+        multiply(tensors, factor)
+
+    monkeypatch.setattr(torch, "_foreach_mul_", noted)
+    weight = nn.Parameter(torch.ones(4))
+    gradients = Gradients([weight], None, world_size=1, device=torch.device("cpu"))
+    micro = MicroBatch(step=0, epoch=0, number=0, last=True, indices=np.arange(3), samples=3, global_batch=3)
+    gradients.backward(((weight * 3.0).sum(), 7.0), micro, None)
+    gradients.finish()
+    assert types == [torch.float32]
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((4,), 3.0) * (torch.ones(()) / 7.0))
