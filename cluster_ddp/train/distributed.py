@@ -10,13 +10,15 @@ Usable alone, in a script of one's own:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import gc
 import os
 import platform
 import sys
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -32,12 +34,14 @@ from cluster_ddp.job import load_resolved
 from cluster_ddp.launch.ports import job_port
 from cluster_ddp.launch.variables import RUN_VARIABLE
 from cluster_ddp.network import DEFAULT_TIMEOUT, resolve
+from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.train.errors import DistributedError
 
 T = TypeVar("T")
 
+_LATE = 60.0  # seconds after which the others are waited for with a word
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
 _left: list[dist.ProcessGroup | None] = []
 _stores: dict[tuple[str, str, int], list[Store]] = {}  # of the groups that were left at each meeting point
@@ -151,19 +155,39 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
     chosen = backend or asked_backend or choose_backend()
     limit = datetime.timedelta(seconds=timeout or asked_timeout)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=limit,
-            store=_store_again(world) or _store_of_step(world, limit),
-        )
+        with _said_while_waiting(world):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=limit,
+                store=_store_again(world) or _store_of_step(world, limit),
+            )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise DistributedError(
             f"rank {world.rank} of {world.world_size} cannot meet the others at {where}: {error}"
         ) from error
     return world
+
+
+@contextlib.contextmanager
+def _said_while_waiting(world: World) -> Iterator[None]:
+    """Let rank 0 say that it has waited long: for ranks that are slow, or for ranks that are never to come."""
+    timer = threading.Timer(
+        _LATE,
+        lambda: say(
+            f"cluster_ddp: rank 0 has waited {_LATE:g} s for all {world.world_size} ranks to join: each has to come to "
+            "join_run() or setup_distributed(), which must not be under `if rank == 0:`; one may also be slow to start"
+        ),
+    )
+    timer.daemon = True
+    if world.is_main:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _asked_for() -> tuple[str | None, float]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sysconfig
 import time
 import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import SECOND_DERIVATIVES
 
+_LIBRARIES = sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])
+_PACKAGES = {"site-packages", "dist-packages"}
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0
 _NO_MORE_PROCESSES = ("Resource temporarily unavailable", "can't start new thread")
@@ -117,10 +121,21 @@ def explain(error: BaseException) -> str:
     if any(sign in text for sign in _NO_MORE_PROCESSES):
         text += "; perhaps you have as many processes and threads there as you may (ulimit -u), in other jobs too"
     if isinstance(error, ClusterDDPError):
-        return text
+        return f"{text}{_place(error)}"
     named = f"{type(error).__name__}: {text}"
     advice = _advice(error, text)
     return f"{advice}\n    ({named})" if advice else named
+
+
+def _place(error: BaseException) -> str:
+    """Of an error without a traceback: the line of the program that led to it; nothing where only libraries run."""
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(("<", *_LIBRARIES))
+        and _PACKAGES.isdisjoint(Path(frame.f_code.co_filename).parts)
+    ]
+    return f"\n    ({Path(lines[-1][0]).name}, line {lines[-1][1]})" if lines else ""
 
 
 def _advice(error: BaseException, text: str) -> str | None:
@@ -139,6 +154,11 @@ def _advice(error: BaseException, text: str) -> str | None:
         return (
             "a BatchNorm was given a single sample: leave the last batch out (a task: train.drop_last: true; a "
             "DataLoader: drop_last=True), or choose the batch size so that no rank is left with one sample of it"
+        )
+    if "default process group twice" in text:
+        return (
+            "the program makes the process group a second time: call init_process_group() before the block of "
+            "join_run(), or leave it out, as join_run() makes a group where there is none"
         )
     if "create_graph" in text:
         return f"the optimizer {SECOND_DERIVATIVES}"

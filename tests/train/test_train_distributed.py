@@ -28,6 +28,7 @@ from cluster_ddp.train import (
     broadcast_object,
     choose_backend,
     cleanup_distributed,
+    distributed,
     is_main_process,
     launch_distributed_training,
     reduce_tensor,
@@ -51,6 +52,24 @@ PATIENCE = 180.0  # seconds for what takes a few, beside other tests
 )
 def test_backends_by_platform(system: str, cuda: bool, backend: str) -> None:
     assert choose_backend(system, cuda) == backend
+
+
+def test_rank_0_says_that_it_waits_for_ranks_that_do_not_come(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "_LATE", 0.1)
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedError, match="rank 0 of 2 cannot meet the others"):
+        setup_distributed("gloo", timeout=1.0)
+    assert "rank 0 has waited 0.1 s for all 2 ranks to join: each has to come to join_run()" in capfd.readouterr().err
 
 
 def test_who_this_process_is() -> None:

@@ -248,6 +248,11 @@ def test_a_single_sample_of_a_set_without_a_length_is_explained() -> None:
     assert "train.drop_last: true" in explain(raised.value)
 
 
+def test_a_second_process_group_is_explained() -> None:
+    error = ValueError("trying to initialize the default process group twice!")
+    assert "call init_process_group() before the block of join_run()" in explain(error)
+
+
 def test_a_graph_that_the_trainer_does_not_keep_is_explained() -> None:
     """torch_optimizer's Adahessian shows what it needs only by an error of its first step."""
     error = RuntimeError("When calling loss.backward(), make sure the option create_graph is set to True.")

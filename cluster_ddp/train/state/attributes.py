@@ -50,8 +50,10 @@ _ROWS = 4096  # of a frame that are looked at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LENGTH = ", its length"
 _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
-# Besides, Lightning's, and what transformers' Trainer sets for the time of the training.
-_OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_current_fx_name", "neftune_noise_alpha"}
+# Besides, the mark of torch.compile, Lightning's, and what transformers' Trainer sets for the time of the training.
+_OF_MODULES = frozenset(vars(nn.Module())) | {
+    "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
+}  # fmt: skip
 # By packages, what their objects make anew whenever they need it: of kornia what it drew last, and did by that.
 _MADE_ANEW = {
     "kornia": {

@@ -27,8 +27,9 @@ from cluster_ddp.train.state.training import Collected, State
 _SHOWN = 5  # differences that are named
 _MAX_TEXT = 120  # characters of each
 _REMEDIES = {
-    "model": "a buffer has to be registered in __init__ with its final shape, and changed in place (copy_, add_); "
-    "state_dict() of a module has to give its tensors themselves. " + SHAPED_BY_A_BATCH,
+    "model": "what converts the model (.to(), .half()) comes before it is handed over; a buffer has to be registered "
+    "in __init__ with its final shape, and changed in place (copy_, add_); state_dict() of a module has to give its "
+    "tensors themselves. " + SHAPED_BY_A_BATCH,
     "ema": "what is averaged has to be in the model from the beginning",
     "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
     "state_dict() and load_state_dict(); in a loop of your own, hand an optimizer inside it over as well, by a name of "
