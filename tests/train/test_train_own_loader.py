@@ -18,6 +18,7 @@ from own_loops import (
     new_run,
     states,
 )
+from own_loops import told as warnings_of
 from torch.utils.data import DataLoader, Sampler
 from train_ranks import run_ranks
 
@@ -106,6 +107,15 @@ def test_more_epochs_go_on_where_a_completed_run_ended(tmp_path: Path) -> None:
 def longer(calm: Path, grown: Path) -> list[dict[str, Any]]:
     loop(grown, 0, "shuffled", epochs=1)
     return [loop(calm, 0, "shuffled"), loop(grown, 1, "shuffled")]
+
+
+def test_fewer_epochs_than_before_are_told(tmp_path: Path) -> None:
+    """As by epochs - start_epoch, in a program that has checkpoints of its own."""
+    run = new_run(tmp_path)
+    run_ranks(loop, 1, run.path, 0, "tensors", (0, 4), "stop")
+    run_ranks(loop, 1, run.path, 1, "tensors", epochs=2)
+    (message,) = warnings_of(run)
+    assert message.startswith("the training ends at step 14 now, and at 21 when the checkpoint was saved: give epochs=")
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [("12 per rank", 1), ("6 per rank", 2)])

@@ -51,6 +51,14 @@ def test_an_iterator_without_a_length_goes_on_too() -> None:
     assert message.startswith("the steps read on in another DataLoader (of a TensorDataset)")
 
 
+def test_two_batches_that_are_given_again_and_again_are_told() -> None:
+    """The loop asks them before its own loader, so that they are through before the second step is looked at."""
+    steps = itertools.cycle(DataLoader(tensors(), 22))
+    next(steps)
+    (message,) = told(steps)
+    assert message.startswith("the steps read on in another DataLoader (of a TensorDataset)")
+
+
 def test_a_pass_within_a_step_is_none() -> None:
     loader, before = DataLoader(tensors(), 4), iter(DataLoader(tensors(), 4))
     next(before)  # looked at before the loop, and kept
@@ -64,8 +72,10 @@ def train(place: Path, kind: str) -> None:
         torch.manual_seed(5)
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        more = itertools.cycle(DataLoader(tensors(), 6))
-        if kind == "steps":
+        more: Iterator[Any] = iter(DataLoader(tensors(), 6))
+        if kind != "iterator":
+            more = itertools.cycle(more)
+        if kind != "pair":
             steps: Iterator[Any] = (next(more) for _ in run.steps(STEPS, model=model, optimizer=optimizer))
         else:
             loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=optimizer, epochs=1)
@@ -76,7 +86,7 @@ def train(place: Path, kind: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["steps", "pair"])
+@pytest.mark.parametrize("kind", ["steps", "iterator", "pair"])
 def test_a_run_records_it(kind: str, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run_ranks(train, 1, run.path, kind)

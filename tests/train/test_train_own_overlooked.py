@@ -87,6 +87,13 @@ def test_a_weight_that_a_hook_computes_in_each_pass_is_no_change() -> None:
     assert before.changed(Attributes(of_module(model))) == []
 
 
+def test_a_model_that_is_compiled_after_it_was_handed_over_has_not_changed() -> None:
+    model = nn.Linear(3, 2)
+    before = Attributes(of_module(model))
+    assert torch.compile(model, backend="eager") is not model
+    assert before.changed(Attributes(of_module(model))) == []
+
+
 def test_the_copy_by_which_a_state_is_tried_is_not_told() -> None:
     """A model that holds itself, as one whose forward() was exchanged: its copy is there until cycles are collected."""
     messages: list[str] = []

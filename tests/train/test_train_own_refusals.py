@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +105,27 @@ REFUSED: dict[str, tuple[Any, str]] = {
         run.resumable(plain(), model=model, optimizer=opt, epochs=1), times=2), "twice in an epoch"),
     "another loader": (lambda run, model, opt: updates(run.resumable(
         plain(), model=model, optimizer=opt, epochs=1), model, opt, taken=plain()),
-        "an optimizer has stepped in an epoch before a batch was taken from what resumable() returned"),
+        "an optimizer has stepped before a batch was taken from what resumable() returned"),
+    "result dropped": (lambda run, model, opt: [
+        run.resumable(loader := plain(), model=model, optimizer=opt, epochs=1), train(loader, model, opt)],
+        "an optimizer has stepped before a batch was taken from what resumable() returned"),
+    "steps dropped": (lambda run, model, opt: [
+        run.steps(8, model=model, optimizer=opt), train(plain(), model, opt)], "train in `for step in run.steps"),
+    "loop behind the block": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=opt, epochs=1),
+        "has ended before its loop has begun"),
+    "in a thread": (lambda run, model, opt: in_thread(lambda: updates(
+        run.resumable(plain(), model=model, optimizer=opt, epochs=1), model, opt)), "run by another thread than"),
+    "loop in a thread": (lambda run, model, opt: [
+        loader := run.resumable(plain(), model=model, optimizer=opt, epochs=1),
+        in_thread(lambda: updates(loader, model, opt))], "run by another thread than"),
+    "steps in a thread": (lambda run, model, opt: in_thread(lambda: [
+        train(plain(), model, opt) for _ in run.steps(2, model=model, optimizer=opt)]), "run by another thread than"),
+    "epochs as text": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=opt, epochs="3"),
+        "epochs has to be a whole number, and is '3' (a str)\n    (test_train_own_refusals.py, line "),
+    "accumulate": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=opt, epochs=1, accumulate=0), "accumulate has to be at least 1, and is 0"),
+    "steps over a loader": (lambda run, model, opt: run.steps(plain(), model=model, optimizer=opt),
+        "the number of steps has to be a whole number, and is <torch.utils.data"),
     "scheduler": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=torch.optim.lr_scheduler.StepLR(opt, 1).optimizer, epochs=1),
         "give scheduler="),
@@ -143,12 +164,23 @@ def updates(
     """
     for _ in loader.epochs():
         kept = enumerate(taken) if taken else loader.enumerate()
-        for number, (inputs, labels) in kept:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(inputs), labels % 3).backward()
-            optimizer.step()
+        for number, batch in kept:
+            train([batch], model, optimizer)
             if number + 1 == batches:
                 break
+
+
+def train(batches: Iterable[Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels % 3).backward()
+        optimizer.step()
+
+
+def in_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 class Hidden(torch.optim.SGD):

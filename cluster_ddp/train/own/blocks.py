@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Block:
     ----------
     is_run
         The same.
+    thread
+        The one that has entered it.
     has_loop
         Whether a loop has been taken over in it.
     is_open
@@ -36,6 +39,7 @@ class Block:
 
     def __init__(self, directory: Path, attempt: int, *, is_run: bool) -> None:
         self._attempt = directory, attempt
+        self.thread = threading.get_ident()
         self.is_run, self.has_loop, self.is_open = is_run, False, True
 
     def enter(self) -> None:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster_ddp.train.errors import TrainError
+
+
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """A number of epochs, steps or batches that was given.
+
+    Raises
+    ------
+    TrainError
+        It is none.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        kind = type(value).__name__
+        raise TrainError(f"{name} has to be a whole number, and is {value!r} (a {kind})") from error
+    if number < least:
+        raise TrainError(f"{name} has to be at least {least}, and is {number}")
+    return number
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class ResumableLoader:
         What precedes the epochs is run again at a resume, and what precedes the batches of an epoch where it is resumed
         in its middle: weights and settings that are changed there are put back as they were restored.
         """
+        self._loop.beginning.begin()
         while self._epoch < self._geometry.epochs:
             self._is_open, self._is_through, self._is_resumed = True, False, self._first > 0
             self._loop.enter(self._epoch)

@@ -11,6 +11,7 @@ import torch
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.beginning import Beginning
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
@@ -88,6 +89,8 @@ class Loop:
         Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop.
     on_update
         Called after each update.
+    beginning
+        Sees that the loop begins where it has to.
     leaving
         Where this rank waits for the others when it leaves an epoch or the loop.
     """
@@ -116,9 +119,10 @@ class Loop:
         self.is_closed = self.is_over = self.has_stopped = False
         self._is_finished = False  # the block has come to its end
         self._is_dirty = False  # something may have changed since the state was saved or restored
-        self._is_updated = self._save_is_due = self._awaits_batches = False
+        self._is_updated = self._save_is_due = False
         self._waited = 0  # batches that a save or a stop has waited for an update
         self.leaving = Leaving(session.world, self.warn)
+        self.beginning = Beginning(draws_itself=isinstance(geometry, Draws))
         self.before_save: Callable[[], None] = lambda: None
         self.look: Callable[[bool], None] = lambda updated: None
         self.on_update: Callable[[], None] = lambda: None
@@ -175,7 +179,13 @@ class Loop:
         self._expect_same_deal(state)
         self.seed, self.is_closed, self._is_finished = state["seed"], state["closed"], state["finished"]
         self.data, self.numbers = state.get("data"), state.get("numbers")
-        self.is_over = self._is_finished and self._geometry.total <= state["total"]
+        total = self._geometry.total
+        if total < state["total"]:
+            self.warn(
+                f"the training ends at step {total} now, and at {state['total']} when the checkpoint was saved: give "
+                "epochs= (or the steps of run.steps) of the whole training in each attempt, and not those that are left"
+            )
+        self.is_over = self._is_finished and total <= state["total"]
         self.kept.restore(state["kept"], state.get("kept in place", []))
 
     def _expect_same_deal(self, state: dict[str, Any]) -> None:
@@ -208,17 +218,12 @@ class Loop:
         Raises
         ------
         TrainError
-            It belongs to no batch.
+            It belongs to no batch, or is that of another thread than the block's.
         """
-        if self._awaits_batches:
-            raise TrainError(
-                "an optimizer has stepped in an epoch before a batch was taken from what resumable() returned: a "
-                "resume within the epoch would do that again. Iterate that in place of the DataLoader that was given, "
-                "or of what Accelerate's skip_first_batches() makes of it; what another loader is to train in an epoch "
-                "comes after its batches"
-            )
+        self.beginning.expect_batch()
         self._is_updated = True
         self.on_update()
+        self.beginning.expect_thread()
 
     def begin(self, micro_batch: int) -> None:
         """Call before the computation on a batch, with its number in the step."""
@@ -231,7 +236,7 @@ class Loop:
         self._is_updated = self.is_closed = self._is_finished = False
         self._is_dirty = True
         self.batches += 1
-        self._awaits_batches = False
+        self.beginning.batch()
         self._seeds.apply(self._session.step, micro_batch)
 
     def end(self, *, last: bool = False) -> None:
@@ -289,6 +294,11 @@ class Loop:
         """Call at the end of the block, on all ranks: who left the loop early while a stop is asked for, was stopped.
 
         Such as by a handler of the program's own, or by an exception's.
+
+        Raises
+        ------
+        TrainError
+            The block has ended before the loop has begun, or another thread has run it.
         """
         self.leaving.meet()
         if (
@@ -298,6 +308,8 @@ class Loop:
         ):
             self._session.decision = asked
             self.has_stopped = True
+        if not self.has_stopped:
+            self.beginning.expect_begun()
 
     def save_where_stopped(self) -> None:
         """Save at a stop; not where gradients wait for an update, which the checkpoint before does not lack."""
@@ -345,18 +357,19 @@ class Loop:
 
         All ranks draw the same there, as what is decided for an epoch is decided for all.
         """
-        self._awaits_batches = True
+        self.beginning.awaits_batches = True
         seed_everything(derive(Use.EPOCH, self.seed, epoch))
 
     def rest(self, epoch: int) -> None:
         """Call when the batches of an epoch are through: what comes now draws the same numbers after a resume."""
-        self._awaits_batches = False
+        self.beginning.awaits_batches = False
         seed = mix(derive(Use.EVALUATION, self.seed, epoch) ^ mix(self._session.world.rank))
         seed_everything(seed)
         self._session.beat.enter(Phase.EVALUATING)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, by number from 0."""
+        self.beginning.begin()
         for step in range(self._session.step, self._geometry.total):
             self.begin(0)
             try:

@@ -26,23 +26,22 @@ class OtherLoaders:
 
     def __init__(self, own: Any, warn: Callable[[str], None]) -> None:
         self._own, self._warn = own, warn
-        self._before: list[tuple[weakref.ref[Any], int]] = []
+        self._before: list[tuple[weakref.ref[Any], int, str]] = []
 
     def first(self) -> None:
         """Call after the first step."""
         others = [batches for batches in _under_way() if batches._dataset is not self._own]
-        self._before = [(weakref.ref(batches), batches._num_yielded) for batches in others]
+        self._before = [(weakref.ref(found), found._num_yielded, type(found._dataset).__name__) for found in others]
 
     def second(self) -> None:
         """Call after the second."""
-        alive = [(ref(), number) for ref, number in self._before]
-        going_on = [batches for batches, number in alive if batches is not None and batches._num_yielded > number]
-        if going_on:
-            names = ", ".join(sorted({type(batches._dataset).__name__ for batches in going_on}))
+        now = [(ref(), number, name) for ref, number, name in self._before]
+        # One that is gone was read to its end, as by cycle(), which then gives what it has been given.
+        if names := {name for found, number, name in now if found is None or found._num_yielded > number}:
             self._warn(
-                f"the steps read on in another DataLoader (of a {names}), which starts over at a resume, because no "
-                "checkpoint holds its place: a resume is exact only where no step depends on it. Hand it to "
-                "run.resumable(), and of two let one data set give what both give"
+                f"the steps read on in another DataLoader (of a {', '.join(sorted(names))}), which starts over at a "
+                "resume, because no checkpoint holds its place: a resume is exact only where no step depends on it. "
+                "Hand it to run.resumable(), and of two let one data set give what both give"
             )
 
 

@@ -28,7 +28,7 @@ from cluster_ddp.train.own.batches import Batches, batches_of
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.changed_data import ChangedData
 from cluster_ddp.train.own.first_steps import first_steps_of
-from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
+from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import Kept, KeptNumbers
 from cluster_ddp.train.own.loader import ResumableLoader
@@ -121,8 +121,9 @@ class ScriptRun:
             has another number of ranks now and the steps would have other samples.
         """
         with self._block.only_loop():
-            world = self.world.world_size
-            found = batches_of(loader, world, batches)
+            world, epochs = self.world.world_size, whole("epochs", epochs)
+            accumulate = whole("accumulate", accumulate, 1)
+            found = batches_of(loader, world, None if batches is None else whole("batches", batches, 1))
             batch, samples, deal = _same_on_all_ranks(found)
             geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
             loop = self._take_over(things, geometry, deal)
@@ -135,6 +136,7 @@ class ScriptRun:
             changed = ChangedData(found.data, found.samplers, warn)
             as_now = (self._handed.as_now, self._kept.as_now)
             self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, changed, as_now)
+            loop.beginning.hand_out()
             return self._loader
 
     def steps(self, total: int, **things: Any) -> Iterator[int]:
@@ -155,8 +157,9 @@ class ScriptRun:
             A thing that was handed over cannot be kept.
         """
         with self._block.only_loop():
-            loop = self._take_over(things, Draws(total))
+            loop = self._take_over(things, Draws(whole("the number of steps", total)))
             self.watch(loop)
+            loop.beginning.hand_out()
             return loop.steps()
 
     def keep(self, **numbers: Any) -> Kept:
@@ -280,6 +283,7 @@ class ScriptRun:
         unfrozen = Unfrozen(handed.wrapped)
         bad = self.job.train.max_bad_steps
         self._loop = loop = Loop(self._session, self._save, order, self._kept, handed, deal=deal, max_bad_steps=bad)
+        loop.beginning.thread = self._block.thread
         state = State(handed.model, handed.optimizers[0], also=loop, apart=handed.apart, others=handed.more)
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.stepping, order, order.total, fresh)

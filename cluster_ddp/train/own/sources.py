@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import GeneratorType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 
+_TORCH = str(Path(torch_data.__file__).parents[2])
 _DEPTH = 2  # of a variable: its value, and that one's attributes
 _GIVES = ("__next__", "next_batch")
 _TOLD_ELSEWHERE = (nn.Module, torch_data.DataLoader, _BaseDataLoaderIter)  # see OtherLoaders
@@ -64,7 +66,10 @@ class Sources:
     def _of_the_loop(self) -> Iterator[tuple[str, Any]]:
         for name, found in reachable(running_variables(), _DEPTH):
             if isinstance(found, GeneratorType):
-                if not found.gi_running and not any(isinstance(part, _TOLD_ELSEWHERE) for part in _held(found)):
+                is_torch_s = found.gi_code.co_filename.startswith(_TORCH)  # as in the iterator of a DataLoader
+                if not (found.gi_running or is_torch_s) and not any(
+                    isinstance(part, _TOLD_ELSEWHERE) for part in _held(found)
+                ):
                     yield name, found
             elif any(hasattr(type(found), method) for method in _GIVES) and not isinstance(found, _TOLD_ELSEWHERE):
                 yield name, found

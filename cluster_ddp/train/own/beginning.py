@@ -1,0 +1,90 @@
+"""Sees that a loop of one's own begins before an optimizer steps, in its block, and in the thread of the block."""
+
+from __future__ import annotations
+
+import threading
+
+from cluster_ddp.train.errors import TrainError
+
+_UPDATED_OUTSIDE_OF_STEPS = "an optimizer has stepped before the loop has begun: train in `for step in run.steps(...):`"
+_UPDATED_BEFORE_A_BATCH = (
+    "an optimizer has stepped before a batch was taken from what resumable() returned: train in `for epoch in "
+    "loader.epochs():`, and there in `for batch in loader:` after `loader = run.resumable(loader, ...)`; not on the "
+    "DataLoader that was given, nor on what Accelerate's skip_first_batches() makes of it. A resume within the epoch "
+    "would do such an update again; what another loader is to train in an epoch comes after its batches"
+)
+
+
+class Beginning:
+    """Where a loop is between the call that hands it out and its first batch.
+
+    Parameters
+    ----------
+    draws_itself
+        Whether it is one of `ScriptRun.steps`.
+
+    Attributes
+    ----------
+    awaits_batches
+        Whether the next batch is to come before the next update.
+    thread
+        The one that has entered the block.
+    """
+
+    def __init__(self, *, draws_itself: bool) -> None:
+        self._message = _UPDATED_OUTSIDE_OF_STEPS if draws_itself else _UPDATED_BEFORE_A_BATCH
+        self._is_awaited = self.awaits_batches = False
+        self.thread = self._runs_in = threading.get_ident()
+
+    def hand_out(self) -> None:
+        """Call when the program gets its loop."""
+        self._is_awaited = self.awaits_batches = True
+
+    def begin(self) -> None:
+        """Call when the program begins the loop."""
+        self._is_awaited = False
+
+    def batch(self) -> None:
+        """Call when it takes a batch."""
+        self.awaits_batches = False
+        self._runs_in = threading.get_ident()
+
+    def expect_batch(self) -> None:
+        """Call at an update.
+
+        Raises
+        ------
+        TrainError
+            It belongs to no batch.
+        """
+        if self.awaits_batches:
+            raise TrainError(self._message)
+
+    def expect_thread(self) -> None:
+        """See that the thread that has entered the block takes the batches.
+
+        Raises
+        ------
+        TrainError
+            It is another, which a stop would end in place of the block.
+        """
+        if self._runs_in != self.thread:
+            raise TrainError(
+                "the loop is run by another thread than `with join_run() as run:`, so that a stop could not end the "
+                "block: run it in the block itself, and in a thread whatever else is to go on beside it"
+            )
+
+    def expect_begun(self) -> None:
+        """Call at the end of the block.
+
+        Raises
+        ------
+        TrainError
+            The loop has not begun, or only in another thread.
+        """
+        self.expect_thread()
+        if self._is_awaited:
+            raise TrainError(
+                "the block of `with join_run() as run:` has ended before its loop has begun, and nothing is saved "
+                "behind it: put the loop over what resumable() or steps() returned into the block"
+            )
