@@ -45,11 +45,16 @@ def told_of(wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> list[str]:
         (lambda batches: enumerate(passed_on(batches), 1), "loader.enumerate()"),
         (lambda batches: itertools.islice(batches, 3), "islice() over the resumable loader counts from the place"),
         (lambda batches: itertools.islice(itertools.cycle(batches), 9), "repeats the batches"),
+        (
+            lambda batches: zip(range(3), batches, strict=False),
+            "zip() over the resumable loader takes what begins again",
+        ),
     ],
 )
 def test_what_counts_or_repeats_batches_is_told_once(wrap: Callable[..., Any], words: str) -> None:
     assert words in "".join(told_of(wrap))
     assert told_of(passed_on) == []
+    assert told_of(lambda batches: zip(batches, passed_on(batches), strict=False)) == []
 
 
 def endless(batches: Iterator[Any]) -> Iterator[Any]:
@@ -115,6 +120,39 @@ def test_a_loop_that_reads_ahead_of_its_training_is_told() -> None:
     assert [asked_before(what) for what in ("gradients", "overflow")] == [[], []]
     (message,) = asked_before("nothing")
     assert "asks for its second batch before it has computed gradients of the first" in message
+
+
+def by_number(place: Path, takes: str) -> None:
+    """Two epochs: by a for loop, by next() so many times, or two batches of each step at once."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulate = 2 if takes == "pairs" else 1
+        loader = run.resumable(LOADERS["tensors"](), model=model, optimizer=optimizer, epochs=2, accumulate=accumulate)
+        for _ in loader.epochs():
+            batches = iter(loader)
+            steps: Any = ([batch] for batch in batches)
+            if takes == "numbers":
+                steps = ([next(batches)] for _ in range(len(loader)))
+            elif takes == "pairs":
+                steps = zip(batches, batches, strict=False)
+            for step in steps:
+                optimizer.zero_grad()
+                for inputs, labels in step:
+                    F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+
+
+@pytest.mark.parametrize(("takes", "words"), [("for", []), ("numbers", ["so many times"]), ("pairs", [])])
+def test_batches_that_are_taken_by_number_are_told_and_those_of_one_step_at_once_are_not(
+    takes: str, words: list[str], tmp_path: Path
+) -> None:
+    run = new_run(tmp_path)
+    run_ranks(by_number, 1, run.path, takes)
+    messages = told(run)
+    assert len(messages) == len(words)
+    assert all(word in message for word, message in zip(words, messages, strict=True))
 
 
 def around(place: Path, attempt: int, at: tuple[int, int] | None, how: str) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cluster_ddp.train.own.batches import Batches
 from cluster_ddp.train.own.carried import Carried
+from cluster_ddp.train.own.comm_hooks import CommHooks
 from cluster_ddp.train.own.copies import Copies
 from cluster_ddp.train.own.counts import Counts
 from cluster_ddp.train.own.gradients import CarriedGradients
@@ -83,6 +84,7 @@ def first_steps_of(
             Counts(warn),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(handed.wrapped, warn),
+            CommHooks(handed.wrapped, warn),
         ]
     )
 

@@ -15,6 +15,7 @@ from cluster_ddp.checkpoint.plan import Tensors
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
+from cluster_ddp.train.own.wrapping import refuse_divided, refuse_unwrapped
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.attributes import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
@@ -62,6 +63,7 @@ class Handed:
         named = _with_scalers(_listed(things))
         self.wrapped = [ddp for thing in named.values() if (ddp := _ddp_of(thing)) is not None]
         bare = {name: _bare(thing) for name, thing in named.items()}
+        refuse_divided(bare)
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
         if not optimizers:
             given = next((thing for name, thing in bare.items() if "optim" in name), None)
@@ -75,7 +77,7 @@ class Handed:
         }
         self._refuse_strangers(optimizers, trained)
         if world_size > 1:
-            _refuse_unwrapped(trained, named)
+            refuse_unwrapped({name: _ddp_of(named[name]) is not None for name in trained})
         self.model = next(iter(trained.values())) if len(trained) == 1 else nn.ModuleDict(trained)
         self.optimizers = list(optimizers.values())
         inside = reachable([("", optimizer) for optimizer in self.optimizers], _DEPTH)
@@ -318,16 +320,6 @@ def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapp
             raise TrainError(
                 f"a learning rate scheduler was made for {name} and is not handed over: after a resume it would start "
                 "over; give scheduler="
-            )
-
-
-def _refuse_unwrapped(trained: Mapping[str, nn.Module], named: Mapping[str, Any]) -> None:
-    for name in trained:
-        if _ddp_of(named[name]) is None:
-            raise TrainError(
-                f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train weights "
-                f"of its own; hand over the wrapped {name}, which sums the gradients, and drop any all_reduce() of "
-                "them from the loop"
             )
 
 

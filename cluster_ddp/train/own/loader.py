@@ -81,6 +81,8 @@ class ResumableLoader:
                 left = f"epoch {self._epoch} after {self._first} of its {len(self)} batches"
                 self._loop.leaving.early = left if self._first < len(self) else None
             self._is_open = False
+            if self._first == len(self) and getattr(self._given(), "gi_frame", None) is not None:
+                self._taking.tell_of_counting()
             self._changed.end()
             self._epoch, self._first = self._epoch + 1, 0
             self._loop.jump(self._epoch * self._geometry.steps)
@@ -137,8 +139,8 @@ class ResumableLoader:
                         self._changed.begin()
                     raise
                 del batch
-                self._taking.ask()
                 if self._first % accumulate == 0 or self._first == length:
+                    self._taking.ask()
                     self._loop.end(last=self._first == length)
         self._loop.rest(self._epoch)
         self._changed.begin()

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TrainError
 
-_COUNTING = (enumerate, itertools.islice, itertools.cycle)
-_BETWEEN = (*_COUNTING, GeneratorType, zip, map, filter)  # what may stand between a loop and its loader
+_COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
+_BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may stand between a loop and its loader
 _BEGINS = ("GET_ITER", "GET_YIELD_FROM_ITER")
 _DEPTH = 4
 _REMEDIES: dict[type, str] = {
@@ -26,7 +26,10 @@ _REMEDIES: dict[type, str] = {
     "loader.enumerate() gives",
     itertools.cycle: "repeats the batches that it has been given, which no checkpoint holds, so that no resume is "
     "exact: let the DataLoader's sampler give the samples of an epoch as often as they are wanted",
+    zip: "takes what begins again when an epoch is resumed in its middle, such as a range, beside what goes on from "
+    "the place: take the number that loader.enumerate() gives, and leave the epoch by it",
 }
+_BEGIN_AGAIN: tuple[type, ...] = (type(iter(range(0))), type(iter([])), type(iter(())), itertools.count)
 
 
 class Taking:
@@ -44,7 +47,7 @@ class Taking:
         self, optimizers: Sequence[Optimizer], scalers: Sequence[torch.amp.GradScaler], warn: Callable[[str], None]
     ) -> None:
         self._optimizers, self._scalers, self._warn = optimizers, scalers, warn
-        self._is_asked = self._is_updated = False
+        self._is_asked = self._is_updated = self._is_counting = False
         self._made_in = self._taken_in = threading.get_ident()
 
     def begin(self) -> None:
@@ -62,6 +65,15 @@ class Taking:
                 "out, nothing is wrong.)"
             )
         self._is_asked = True
+
+    def tell_of_counting(self) -> None:
+        """Call where the loop has taken the batches of an epoch and has not asked whether there are more."""
+        if not self._is_counting:
+            self._is_counting = True
+            self._warn(
+                "the loop takes the batches of an epoch by their number, as by next(batches) so many times: when an "
+                "epoch is resumed in its middle fewer are left, and next() fails. Take them by `for batch in loader`"
+            )
 
     def update(self, batches: Any) -> None:
         """Call after an update, with the iterator that gives the batches; the first is looked at.
@@ -90,7 +102,7 @@ class Taking:
                     "batches until it ends"
                 )
         for counting in (held for held in gc.get_objects() if type(held) in _COUNTING):
-            if _leads_to(counting, batches, _DEPTH):
+            if _leads_to(counting, batches, _DEPTH) and (type(counting) is not zip or _begins_again(counting)):
                 self._warn(f"{type(counting).__name__}() over the resumable loader {_REMEDIES[type(counting)]}")
 
     def _is_trained(self) -> bool:
@@ -104,6 +116,11 @@ class Taking:
                 for weight in group["params"]
             )
         )
+
+
+def _begins_again(pairs: Any) -> bool:
+    """Whether something beside the batches in a `zip` starts over at a resume, and is told nowhere else."""
+    return any(isinstance(part, _BEGIN_AGAIN) for held in gc.get_referents(pairs) for part in gc.get_referents(held))
 
 
 def _is_endless(held: GeneratorType[Any, Any, Any], batches: Any) -> bool:

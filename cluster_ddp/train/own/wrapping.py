@@ -1,0 +1,51 @@
+"""Refuses a model or an optimizer that is spread over the ranks in another way than by DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cluster_ddp.train.errors import TrainError
+
+_DIVIDED = {"DTensor", "FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"}  # importing these takes seconds
+
+
+def refuse_divided(bare: Mapping[str, Any]) -> None:
+    """Raise a `TrainError` for a model in FSDP, DeepSpeed or tensor parallelism: each rank has its part of it.
+
+    And for an optimizer whose steps cannot be seen, such as the PostLocalSGDOptimizer, by which ranks go apart.
+    """
+    for name, thing in bare.items():
+        if isinstance(thing, nn.Module):
+            kinds = {type(part).__name__ for part in (*thing.modules(), *thing.parameters())}
+            if not _DIVIDED.isdisjoint(kinds):
+                raise TrainError(
+                    f"{name} is divided among the ranks, as by FSDP (fully_shard), DeepSpeed or tensor parallelism, "
+                    "and a checkpoint holds what all ranks have: wrap the whole model in DistributedDataParallel; or "
+                    "leave join_run() out, and let the script go on from checkpoints of its own"
+                )
+        if isinstance(thing, Optimizer) and not hasattr(thing, "_optimizer_step_post_hooks"):
+            raise TrainError(
+                f"{name} is a {type(thing).__name__}, which is not made by torch.optim.Optimizer.__init__(), so that "
+                "its steps are not seen: use the optimizer inside it on its own"
+            )
+
+
+def refuse_unwrapped(names: Mapping[str, bool]) -> None:
+    """Raise a `TrainError` where there are several ranks and a model that is trained is not in DDP.
+
+    Parameters
+    ----------
+    names
+        Of these models, with whether they are.
+    """
+    for name, is_wrapped in names.items():
+        if not is_wrapped:
+            raise TrainError(
+                f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train weights "
+                f"of its own; hand over the wrapped {name}, which sums the gradients, and drop any all_reduce() of "
+                "them from the loop"
+            )
