@@ -110,8 +110,9 @@ class ResumableLoader:
             raise TrainError(
                 "the resumable loader is iterated "
                 + ("twice in an epoch, as by `while True:` around it" if self._is_open else "outside of its epochs")
-                + ": `for epoch in loader.epochs():` and in it, once, `for batch in loader:`. For anything else, such "
-                "as statistics of the data, keep the DataLoader that was given to resumable()"
+                + ": write `for epoch in loader.epochs():` in place of `range(epochs)`, and in it, once, `for batch in "
+                "loader:`. For anything else, such as a single batch or statistics of the data, keep the DataLoader "
+                "that was given to resumable()"
             )
         self._restore()
         epoch, first = self._epoch, self._first

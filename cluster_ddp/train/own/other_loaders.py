@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 from torch.utils.data import dataloader
@@ -26,18 +27,25 @@ class OtherLoaders:
 
     def __init__(self, own: Any, warn: Callable[[str], None]) -> None:
         self._own, self._warn = own, warn
-        self._before: list[tuple[weakref.ref[Any], int, str]] = []
+        self._before: list[tuple[weakref.ref[Any], int, str, bool]] = []
 
     def first(self) -> None:
         """Call after the first step."""
         others = [batches for batches in _under_way() if batches._dataset is not self._own]
-        self._before = [(weakref.ref(found), found._num_yielded, type(found._dataset).__name__) for found in others]
+        cycled = {id(part) for held in gc.get_objects() if type(held) is cycle for part in gc.get_referents(held)}
+        self._before = [
+            (weakref.ref(found), found._num_yielded, type(found._dataset).__name__, id(found) in cycled)
+            for found in others
+        ]
 
     def second(self) -> None:
         """Call after the second."""
-        now = [(ref(), number, name) for ref, number, name in self._before]
-        # One that is gone was read to its end, as by cycle(), which then gives what it has been given.
-        if names := {name for found, number, name in now if found is None or found._num_yielded > number}:
+        names = set()
+        for ref, number, name, is_cycled in self._before:
+            batches = ref()  # gone: its cycle() has read it to its end, and gives again what it has been given
+            if is_cycled if batches is None else batches._num_yielded > number:
+                names.add(name)
+        if names:
             self._warn(
                 f"the steps read on in another DataLoader (of a {', '.join(sorted(names))}), which starts over at a "
                 "resume, because no checkpoint holds its place: a resume is exact only where no step depends on it. "
