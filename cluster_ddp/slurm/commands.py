@@ -103,7 +103,8 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
     Raises
     ------
     SubmissionUnclear
-        sbatch gives no answer in time or one that is no job id, has not heard the controller's, or fails behind the id.
+        sbatch gives no answer in time or one that is no job id, has not heard the controller's, fails behind the id, or
+        is killed.
     SlurmError
         sbatch is missing, or refuses.
     """
@@ -356,7 +357,7 @@ def call_once(
     if done.returncode != 0:
         words = (done.stderr.strip() or done.stdout.strip() or "no message")[-_MAX_ANSWER:]
         kind: type[SlurmError] = SlurmError if any(sign in words for sign in _UNREACHABLE) else SlurmRefused
-        if submits and (may_be_queued(words) or _job_id_in(done.stdout)):
+        if submits and (done.returncode < 0 or may_be_queued(words) or _job_id_in(done.stdout)):
             kind = SubmissionUnclear
         raise kind(f"{command[0]} failed (status {done.returncode}): {words}\nThe command: {' '.join(command)}")
     if remark is not None and (words := done.stderr.strip()):

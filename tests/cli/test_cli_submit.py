@@ -122,8 +122,11 @@ UNHEARD = "echo 'sbatch: error: Batch job submission failed: Socket timed out on
 
 @pytest.mark.parametrize(
     "answer",
-    ["exit 0", "echo 'Welcome to the cluster'", "exec sleep 30", UNHEARD, "echo 7; echo 'no log book' >&2; exit 1"],
-)
+    [
+        "exit 0", "echo 'Welcome to the cluster'", "exec sleep 30", UNHEARD, "echo 7; echo 'no log book' >&2; exit 1",
+        "kill -KILL $$",
+    ],
+)  # fmt: skip
 def test_when_the_job_may_be_queued_its_run_directory_stays(
     call: Call, here: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
