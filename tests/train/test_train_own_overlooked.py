@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from own_loops import begin_attempt, model_of, new_run
+from own_loops import told as warnings_of
 from torch import nn
+from train_ranks import run_ranks
 
+from cluster_ddp.train import join_run
 from cluster_ddp.train.own.first_steps import FirstSteps
 from cluster_ddp.train.own.overlooked import Overlooked
 from cluster_ddp.train.own.program import reachable
@@ -111,3 +116,36 @@ def test_a_dict_with_parameters_as_keys_is_looked_through_without_reading_them()
     """What PyTorch makes of a tensor as text takes 0.3 ms, and an optimizer has a state for each."""
     state = {nn.Parameter(torch.ones(2)): "a", "b": 1}
     assert [name for name, _ in reachable([("state", state)], 2)] == ["state", "state[Parameter]", "state['b']"]
+
+
+class Ring(nn.Module):
+    """A memory of the last samples, as in cross-batch losses: where it goes on is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(4, 6))
+        self.place = 0
+
+    def put(self, row: torch.Tensor) -> None:
+        self.memory[self.place % 4] = row
+        self.place += 1
+
+
+def train_with_a_ring(place: Path) -> None:
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model, ring = model_of(), Ring()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in run.steps(4, model=model, optimizer=optimizer, ring=ring):
+            optimizer.zero_grad()
+            rows = torch.rand(4, 6)
+            (model(rows).square().mean() + ring.memory.sum()).backward()
+            optimizer.step()
+            ring.put(rows[0])
+
+
+def test_a_count_in_another_module_that_is_handed_over_is_told(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(train_with_a_ring, 1, run.path)
+    (message,) = warnings_of(run)
+    assert message.startswith("training changes ring.place, which no checkpoint holds")

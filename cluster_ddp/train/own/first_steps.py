@@ -79,7 +79,7 @@ def first_steps_of(
             Overlooked(kept, seeded, warn, remedy),
             Copies(handed, loop.kept, warn),
             Queues(handed, loop.kept, warn),
-            OtherSchedulers(handed.optimizers, handed.others, warn),
+            OtherSchedulers(handed.optimizers, list(handed.others.values()), warn),
             Carried(loop.kept, warn),
             Counts(warn),
             OtherHandlers(lambda: loop.unheard, warn),

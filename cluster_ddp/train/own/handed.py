@@ -154,9 +154,9 @@ class Handed:
         )
 
     @property
-    def others(self) -> list[Any]:
-        """What is kept besides what is trained and the optimizers."""
-        return list(self._rest.values())
+    def others(self) -> dict[str, Any]:
+        """What is kept besides what is trained and the optimizers, by name."""
+        return self._rest
 
     def as_now(self) -> Callable[[], None]:
         """What puts the weights back, what the optimizers hold, and the state of all that is no module.

@@ -60,7 +60,7 @@ class Queues:
         return found_or_nothing(self._of_the_loop())
 
     def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
-        handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others)]
+        handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others.values())]
         held = {id(part) for _, part in (*reachable(handed, _DEPTH_OF_HANDED), *self._kept.values.items())}
         for name, found in reachable(running_variables(), _DEPTH):
             if _is_queue(name, found) and found and has_tensors(found[-1]) and id(found) not in held:

@@ -284,7 +284,10 @@ class ScriptRun:
         bad = self.job.train.max_bad_steps
         self._loop = loop = Loop(self._session, self._save, order, self._kept, handed, deal=deal, max_bad_steps=bad)
         loop.beginning.thread = self._block.thread
-        state = State(handed.model, handed.optimizers[0], also=loop, apart=handed.apart, others=handed.more)
+        besides = {name: thing for name, thing in handed.others.items() if isinstance(thing, nn.Module)}
+        state = State(
+            handed.model, handed.optimizers[0], also=loop, apart=handed.apart, others=handed.more, besides=besides
+        )
         fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
         self._begin(handed.model, state, handed.stepping, order, order.total, fresh)
         for optimizer in handed.stepping:

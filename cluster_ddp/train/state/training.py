@@ -88,6 +88,7 @@ class State:
         also: Stateful | None = None,
         apart: frozenset[str] = frozenset(),  # see `OptimizerState`
         others: Mapping[str, OptimizerState] | None = None,  # of other optimizers, which `also` saves
+        besides: Mapping[str, nn.Module] | None = None,  # other modules, which `also` saves
         seeded: OwnGenerators | None = None,  # the random generators that are seeded for each step; None: all
     ) -> None:
         self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date
@@ -104,6 +105,12 @@ class State:
         self._modules = list(model.named_modules())
         self._first_buffers = list(model.buffers())  # those that DDP sends from rank 0 to the others
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
+        self._besides = {
+            f"{name}.{path}".rstrip("."): part
+            for name, module in (besides or {}).items()
+            for path, part in module.named_modules()
+            if id(part) not in self._saved
+        }
         self._watched: Attributes | None = None
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -213,10 +220,9 @@ class State:
         return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
 
     def _attributes(self) -> Attributes:
+        modules = {**{f"model.{name}".rstrip("."): module for name, module in self._modules}, **self._besides}
         holders = {
-            ".".join(filter(None, ("model", name, key))): value
-            for name, module in self._modules
-            for key, value in of_module(module).items()
+            f"{name}.{key}": value for name, module in modules.items() for key, value in of_module(module).items()
         }
         # One that is replaced is another object; the first ones are held in self._modules.
         holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
@@ -229,7 +235,9 @@ class State:
             holders |= {f"task.{key}": value for key, value in parts.items()}
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
             holders |= variables_around(code)
-        known = {*self._saved, *map(id, self._by_name.values()), *map(id, self._model.buffers())}
+        known = set(self._saved)
+        for module in modules.values():
+            known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
         return Attributes(holders, known, seeded=self._seeded)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
