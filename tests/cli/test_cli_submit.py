@@ -15,6 +15,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.via import QUEUED
+from cluster_ddp.slurm.commands import call_once
 from cluster_ddp.submit.ways import submission
 
 
@@ -130,7 +131,7 @@ UNHEARD = "echo 'sbatch: error: Batch job submission failed: Socket timed out on
 def test_when_the_job_may_be_queued_its_run_directory_stays(
     call: Call, here: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr("cluster_ddp.slurm.commands.call.__kwdefaults__", {"environment": None, "seconds": 1.0})
+    monkeypatch.setitem(call_once.__kwdefaults__, "seconds", 1.0)
     slurm.program("sbatch", answer)
     said = call("submit", "job.yaml")
     assert said.status == 3
