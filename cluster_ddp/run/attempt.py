@@ -72,7 +72,11 @@ def begin_attempt(
             if same and last.number >= history.first_number:
                 return run.attempt(last.number)
             if not is_earlier_start(last, slurm_job_id, restart_count):
-                _refuse_alive(run, history, last, job_alive, another_runs)
+                try:
+                    _refuse_alive(run, history, last, job_alive, another_runs)
+                except RunAlive:
+                    _take_back_resume(history, last)
+                    raise
             decision = _decide_late(history, last)
         number = last.number + 1 if last is not None else 0
         if number > LAST_NUMBER:
@@ -97,6 +101,15 @@ def begin_attempt(
     if last is not None and last.number >= history.first_number:
         _take_over_stop(run.attempt(last.number), run.attempt(number))
     return run.attempt(number)
+
+
+def _take_back_resume(history: History, alive: AttemptRecord) -> None:
+    """Let an attempt count again that was alive when a person resumed the run, since Slurm did not tell of its job.
+
+    One that somebody has ended is only late.
+    """
+    if alive.number < history.first_number and history.stop_request is None and not history.cancels:
+        EventWriter(history.run, login_writer()).write(events.RESUME_REFUSED, attempt=alive.number)
 
 
 def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:

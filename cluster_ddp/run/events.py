@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # phase; `rank-failed` rank, node, host, error, and signal when one killed it;
 # `node-failed` host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
 # agent gave up before there were ranks); `resume-requested` the last attempt
-# before it, and cancels: how many `cancelled` there were; `host-suspected` the last attempt before it, host and
+# before it, and cancels: how many `cancelled` there were; `resume-refused` the attempt that was alive all the same;
+# `host-suspected` the last attempt before it, host and
 # slurm_job_id: Slurm has given the job a host that failed more than once, and the job was asked to avoid it.
 SUBMITTED = "submitted"
 STARTED = "started"
@@ -57,6 +58,7 @@ CHECKPOINT_DAMAGED = "checkpoint-damaged"
 REMOVAL_FAILED = "removal-failed"  # name, reason: a checkpoint that is no longer kept takes up room
 CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
 RESUME_REQUESTED = "resume-requested"
+RESUME_REFUSED = "resume-refused"
 HOST_SUSPECTED = "host-suspected"
 NOTIFIED = "notified"  # state, error: the command of notify: has run, and what went wrong with it (or null)
 WARNING = "warning"  # rank, host, message: training goes on, but a person should know

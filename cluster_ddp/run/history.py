@@ -16,6 +16,7 @@ from cluster_ddp.run.events import (
     CHECKPOINT_DAMAGED,
     NODE_FINISHED,
     NODE_STARTED,
+    RESUME_REFUSED,
     RESUME_REQUESTED,
     RESUMED,
     STARTED,
@@ -70,8 +71,14 @@ class History:
 
     @cached_property
     def first_number(self) -> int:
-        """Number of the first attempt since a person last asked to resume; those before it are forgiven."""
-        seen = (event["attempt"] for event in self.resume_requests if event.get("attempt") is not None)
+        """Number of the first attempt since a person last asked to resume; those before it are forgiven.
+
+        A request counts for nothing whose start has found the attempt before it alive.
+        """
+        seen = [event["attempt"] for event in self.resume_requests if event.get("attempt") is not None]
+        for event in self.events:
+            if event["event"] == RESUME_REFUSED and event.get("attempt") in seen:
+                seen.remove(event["attempt"])
         return 1 + max(seen, default=-1)
 
     @cached_property

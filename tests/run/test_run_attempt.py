@@ -19,10 +19,12 @@ from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_atte
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded, RunError
 from cluster_ddp.run.events import read_events
+from cluster_ddp.run.history import read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import describe
+from cluster_ddp.run.stopfile import request_stop
 
 Say = Callable[..., None]
 
@@ -95,6 +97,23 @@ def test_the_same_allocation_gets_its_attempt_back(run: RunDirectory) -> None:
     first = begin(run, slurm_job_id="5")
     assert begin(run, slurm_job_id="5") == first
     assert list_attempts(run) == [first]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_attempt_that_was_alive_as_its_run_was_resumed_counts_on(run: RunDirectory, say: Say, stopped: bool) -> None:
+    """As where squeue has once answered with nothing, and the run's second job starts on the same node."""
+    attempt = begin(run, slurm_job_id="5")
+    request_resume(run, by="me")
+    assert read_history(run).current_attempt is None
+    if stopped:
+        request_stop(attempt, reason="person", by="me")
+    with pytest.raises(RunAlive):
+        begin(run, slurm_job_id="6")
+    assert (read_history(run).current_attempt is None) is stopped
+    say("completed", 0, step=9)
+    end_attempt(attempt)
+    request_resume(run, by="me")
+    assert begin(run, slurm_job_id="7").number == 1, "a later wish holds"
 
 
 def test_a_requeued_job_begins_the_next_attempt_though_the_one_before_left_no_word(run: RunDirectory) -> None:
