@@ -152,6 +152,15 @@ def test_parameters_that_an_optimizer_gains_or_loses_between_attempts_are_named(
         Trainer(second, Grouped(part, kind), run, 1).run()
 
 
+def test_another_optimizer_is_refused_the_state_of_the_one_before(tmp_path: Path) -> None:
+    """SGD went on with the momentum of nobody, and without a word."""
+    first, second = (job(train={"steps": steps, "global_batch": 24}) for steps in (3, 6))
+    run = run_of(first, tmp_path)
+    Trainer(first, Grouped(False, AdamW), run).run()
+    with pytest.raises(TaskError, match="holds the state of AdamW, which SGD cannot go on with"):
+        Trainer(second, Grouped(False, SGD), run, 1).run()
+
+
 class Also:
     """State of a script: the second number is kept, or forgotten."""
 

@@ -101,6 +101,8 @@ ELSEWHERE = [
      "zoo/test_zoo_data.py::test_samples_that_depend_on_their_worker_are_refused"),
     ("a set whose length differs by rank", "train_data() has another length on each rank",
      "zoo/test_zoo_data.py::test_a_length_of_each_rank_is_refused"),
+    ("another optimizer than at the save", "holds the state of",
+     "train/test_train_comes_back.py::test_another_optimizer_is_refused_the_state_of_the_one_before"),
     ("a set whose length changed between attempts", "when the checkpoint was saved, and",
      "zoo/test_zoo_data.py::test_a_data_set_that_changed_between_attempts_is_seen"),
     ("reported before the first step: samples that are not what they were at the save, judged by the last of the set",

@@ -89,6 +89,7 @@ class OptimizerState:
             layouts, rest = self._add_states(tensors)
         packer = Packer(tensors)
         return {
+            "optimizer_class": type(self.optimizer).__qualname__,
             "optimizer_layouts": layouts,
             "optimizer_state": {fqn: packer.pack(state, f"{_PREFIX}{fqn}") for fqn, state in rest.items()},
             "optimizer_without": self._without(),
@@ -161,6 +162,12 @@ class OptimizerState:
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Put back what `collect` gave, with the tensors on the CPU and contiguous; or a `TaskError`."""
+        now = type(self.optimizer).__qualname__
+        if (was := scalars.get("optimizer_class", now)) != now:  # older versions did not write it
+            raise TaskError(
+                f"the checkpoint holds the state of {was}, which {now} cannot go on with: let optimizer() make {was} "
+                "as before, or start a new run"
+            )
         self._refuse_others(scalars.get("optimizer_without"))
         left = dict(tensors)
         device = next((parameter.device for _, parameter in self._parameters()), _CPU)
