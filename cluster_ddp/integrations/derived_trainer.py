@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from cluster_ddp.train.state.attributes import Attributes
@@ -65,12 +65,14 @@ class DerivedTrainer:
 
 
 def _own_attributes(trainer: Any) -> dict[str, Any]:
-    """What neither Trainer sets in itself nor `ResumeExactly`."""
+    """What neither Trainer sets in itself nor `ResumeExactly`; what modules hold is seen wherever they are."""
     of_trainer = _set_by_trainer()
     return {
         name: value
         for name, value in vars(trainer).items()
-        if name not in of_trainer and not (callable(value) and hasattr(Trainer, name))
+        if name not in of_trainer
+        and not isinstance(value, nn.Module)  # such as the loss of sentence-transformers, which holds the model
+        and not (callable(value) and hasattr(Trainer, name))
     }
 
 

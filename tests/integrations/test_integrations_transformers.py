@@ -108,6 +108,7 @@ def train_counting(place: Path, attempt: int, stop_at: int = 0, strange: bool = 
     transformers.set_seed(1)
     model = Classifier()
     trainer = Counting(model, args, train_dataset=Rows(), callbacks=[ResumeExactly()])
+    trainer.loss = torch.nn.Sequential(model)  # as the trainer of sentence-transformers has
     trainer.recent, trainer.strange = defaultdict(lambda: deque(maxlen=4)), SimpleNamespace(count=0)
     try:
         trainer.train()

@@ -23,6 +23,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
@@ -107,6 +108,24 @@ class Buckets(Sampler[list[int]]):
             yield order[number * 5 : number * 5 + 4 + number % 2]
 
 
+class InTurn(BatchSampler):
+    """Batches of two sets of one length, in turn, as sentence-transformers gives them: all draw from one generator."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, 4, drop_last=True)
+        self.generator = torch.Generator()
+        halves = [RandomSampler(range(SAMPLES // 2), generator=self.generator) for _ in range(2)]
+        self.batch_samplers = [BatchSampler(half, 4, drop_last=True) for half in halves]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, second = map(iter, self.batch_samplers)
+        for _ in range(4):
+            yield from (next(first), [SAMPLES // 2 + index for index in next(second)])
+
+
 def tensors() -> TensorDataset:
     """Rows of tensors."""
     return TensorDataset(torch.arange(SAMPLES * 6.0).reshape(SAMPLES, 6) / 100, torch.arange(SAMPLES) % 3)
@@ -165,6 +184,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "subset": lambda: DataLoader(Subset(Images(), range(3, 39)), batch_size=6, sampler=SubsetRandomSampler(range(36))),
     "weighted": lambda: DataLoader(Images(), batch_size=6, sampler=WeightedRandomSampler(torch.rand(SAMPLES) + 1, 40)),
     "own sampler": lambda: DataLoader(Images(), batch_size=6, sampler=Shuffled()),
+    "batch samplers": lambda: DataLoader(tensors(), batch_sampler=InTurn(tensors())),
     "batch sampler": lambda: DataLoader(Images(), batch_sampler=Buckets()),
     "lists of indices": lambda: DataLoader(
         tensors(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 6, drop_last=True)

@@ -35,6 +35,7 @@ _KNOWN = (
 )
 _TRIED = 8
 _INNER = ("sampler", "batch_sampler", "base_sampler")
+_SEVERAL = ("samplers", "batch_samplers")
 
 
 class Batches(Protocol):
@@ -205,11 +206,12 @@ class _Order:
     def __call__(self, epoch: int) -> Iterable[Any]:
         """The elements of an epoch, in order."""
         key = derive(Use.ORDER, self.seed, epoch)
+        generator = torch.Generator().manual_seed(key)  # one for all: two sets of one length have orders of their own
         for part in self.chain:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if "generator" in getattr(part, "__dict__", {}):
-                part.generator = torch.Generator().manual_seed(key)
+                part.generator = generator
         if self._own_length is not None and (now := _length_of(self.sampler)) != self._own_length:
             raise DataError(
                 f"the DataLoader's {type(self.sampler).__name__} has a length of {now} in epoch {epoch}, and had "
@@ -326,11 +328,13 @@ def samplers_in(sampler: Any) -> Iterator[Any]:
     todo = [sampler]
     while todo:
         part = todo.pop()
-        if part is None or isinstance(part, (list, tuple, range)) or any(part is other for other in seen):
+        if part is None or isinstance(part, (list, tuple, range, Dataset)) or any(part is other for other in seen):
             continue
         seen.append(part)
         yield part
-        todo += [vars(part)[name] for name in _INNER if name in getattr(part, "__dict__", {})]
+        held = getattr(part, "__dict__", {})
+        todo += [held[name] for name in _INNER if name in held]
+        todo += [inner for name in _SEVERAL if isinstance(held.get(name), (list, tuple)) for inner in held[name]]
 
 
 def _name_of_order(chain: list[Any]) -> str:

@@ -54,7 +54,8 @@ _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
 }  # fmt: skip
-# By packages, what their objects make anew whenever they need it: of kornia what it drew last, and did by that.
+# By packages, what their objects make anew whenever they need it: of kornia what it drew last, and did by that. And of
+# sentence-transformers what it tells people.
 _MADE_ANEW = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
@@ -63,6 +64,7 @@ _MADE_ANEW = {
     "gpytorch": {"_memoize_cache"},
     "linear_operator": {"_memoize_cache"},
     "omegaconf": {"_flags_cache"},
+    "sentence_transformers": {"model_card_data"},
 }  # fmt: skip
 # Not state: what torch's warnings and checks go by, what a step was told of its own gradients, and
 # how many elements the parameters of LBFGS have.
