@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster_ddp.train.distributed import all_gather_object, find_world
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.values import tensors_in
-from cluster_ddp.train.state.packing import Packer
+from cluster_ddp.train.state.packing import Packer, unpack
 
 
 class Kept(SimpleNamespace):
@@ -92,8 +92,13 @@ class KeptNumbers:
         if values:
             same = {name for name, given in self._given.items() if self.values.get(name) is given}
             in_place = sorted(same | self._restored_in_place - self.values.keys())
-            gathered = all_gather_object((values, in_place))
-            self.by_rank, self.in_place = [found for found, _ in gathered], [names for _, names in gathered]
+            tensors: dict[str, Tensor] = {}
+            packed = Packer(tensors).pack(values, "run.keep")
+            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}  # else they come to the GPU of their rank
+            gathered = all_gather_object((packed, on_host, in_place))
+            device = find_world().device
+            self.by_rank = [unpack(found, of_rank.pop, device) for found, of_rank, _ in gathered]
+            self.in_place = [names for _, _, names in gathered]
 
     def restore(self, by_rank: list[dict[str, Any]], in_place: list[list[str]]) -> None:
         """Take back what was gathered; on another number of ranks what rank 0 had."""
