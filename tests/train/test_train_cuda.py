@@ -17,7 +17,6 @@ from train_tasks import Everything, Plain, differences, final_state, job, losses
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.data.loader import Loader, pinned, to_device
 from cluster_ddp.train.own import kept
-from cluster_ddp.train.own.values import tensors_in
 
 pytestmark = [
     pytest.mark.cuda,
@@ -159,12 +158,17 @@ def test_checkpoints_are_copied_into_pinned_memory(tmp_path: Path) -> None:
 
 def test_what_a_loop_keeps_on_a_gpu_goes_to_the_other_ranks_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would take memory on the GPU of each other."""
-    sent: list[Any] = []
-    monkeypatch.setattr(kept, "all_gather_object", lambda value: [sent.append(value), value][1:])
+    sent: list[str] = []
+
+    def noted(value: tuple[Any, dict[str, Tensor], Any]) -> list[Any]:
+        sent.extend(tensor.device.type for tensor in value[1].values())
+        return [value]
+
+    monkeypatch.setattr(kept, "all_gather_object", noted)
     numbers = kept.KeptNumbers()
     numbers.add({"hidden": [torch.ones(2, 3, device="cuda").t()], "count": torch.ones(())})
     numbers.gather()
-    assert {tensor.device.type for tensor in tensors_in(sent)} == {"cpu"}
+    assert sent == ["cpu", "cpu"]
     (found,) = numbers.by_rank
     assert found["count"].device.type == "cpu"
     assert (found["hidden"][0].device.type, found["hidden"][0].stride()) == ("cuda", (1, 3))

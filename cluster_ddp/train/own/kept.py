@@ -94,7 +94,8 @@ class KeptNumbers:
             in_place = sorted(same | self._restored_in_place - self.values.keys())
             tensors: dict[str, Tensor] = {}
             packed = Packer(tensors).pack(values, "run.keep")
-            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}  # else they come to the GPU of their rank
+            # Else they would come to the GPU of the rank that sends them, from each rank.
+            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             gathered = all_gather_object((packed, on_host, in_place))
             device = find_world().device
             self.by_rank = [unpack(found, of_rank.pop, device) for found, of_rank, _ in gathered]
