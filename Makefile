@@ -3,6 +3,7 @@
 # make test-slurms   the tests on a real Slurm, with each one that this machine has: the packaged one, /opt/slurm-*
 #                    (SLURMS=/opt/slurm-26.05 picks some)
 # make test-datasets   install Hugging Face's datasets and litData as well (80 MB), and run the tests that need it
+# make test-cuda   on a machine with a GPU: what is of GPUs alone, and the zoo there; the other tests do not see it
 # make chaos   the long fault runs on a real Slurm of this machine (CHAOS_SEED=1 CHAOS_FAULTS=24)
 # make lint    ruff and mypy
 # make clean   remove .venv and caches; runs are kept
@@ -22,7 +23,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slurms test-datasets chaos lint clean
+.PHONY: demo test test-slurms test-datasets test-cuda chaos lint clean
 
 demo: .venv/.package
 	$(BIN)/cluster-ddp local quickstart --nodes 2
@@ -41,6 +42,9 @@ test-slurms: .venv/.everything
 test-datasets: .venv/.datasets
 	$(BIN)/python -c "import datasets, litdata"
 	$(PYTEST) $(PARALLEL) -m "datasets and not chaos" $(PYTEST_ARGS)
+
+test-cuda: .venv/.everything
+	$(PYTEST) $(PARALLEL) --cuda -m "not chaos and not datasets" tests/zoo tests/*/test_*_cuda.py $(PYTEST_ARGS)
 
 chaos: .venv/.everything
 	CHAOS_TABLES=build/chaos $(PYTEST) -m chaos -s $(PYTEST_ARGS)

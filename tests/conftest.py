@@ -32,6 +32,16 @@ def bring_up(proctrack: str, *, accounting: bool = False) -> Iterator[SlurmClust
         RUNNING.remove(running)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cuda", action="store_true", help="train on the GPU of this machine: see `make test-cuda`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from tests that are not about them, so that these are the same on every machine."""
+    if not config.getoption("--cuda"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[SlurmCluster]:
     """A real Slurm of three nodes, under which every process of a step gets the step's signals."""
