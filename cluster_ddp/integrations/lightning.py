@@ -30,7 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.batches import MapBatches
+from cluster_ddp.train.own.data.batches import MapBatches
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun

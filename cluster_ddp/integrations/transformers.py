@@ -28,7 +28,7 @@ from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.batches import MapBatches
+from cluster_ddp.train.own.data.batches import MapBatches
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun

@@ -18,7 +18,7 @@ def test_every_folder_is_in_the_map() -> None:
     assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
-@pytest.mark.parametrize("folder", ["run", "checkpoint", "launch", "train/own"])
+@pytest.mark.parametrize("folder", ["run", "checkpoint", "launch", "train/own", "train/own/data", "train/own/watch"])
 def test_the_map_of_a_large_folder_has_each_of_its_files(folder: str) -> None:
     mapped = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
     files = {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}

@@ -21,10 +21,10 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
-from cluster_ddp.train.own.carried import Carried
-from cluster_ddp.train.own.first_steps import FirstSteps
 from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import variables_of
+from cluster_ddp.train.own.watch.carried import Carried
+from cluster_ddp.train.own.watch.first_steps import FirstSteps
 
 
 class Shadow:

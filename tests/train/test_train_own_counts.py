@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster_ddp.train.own.counts import Counts
+from cluster_ddp.train.own.watch.counts import Counts
 
 
 class Kept:

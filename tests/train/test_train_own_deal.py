@@ -17,7 +17,7 @@ from train_ranks import run_ranks
 from cluster_ddp.train import join_run
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.batches import batches_of
+from cluster_ddp.train.own.data.batches import batches_of
 from cluster_ddp.train.own.geometry import Deal, Geometry
 
 

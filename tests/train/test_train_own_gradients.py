@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cluster_ddp.train.own.gradients import CarriedGradients
+from cluster_ddp.train.own.watch.gradients import CarriedGradients
 
 
 def told(zero: str, every: int = 1, rarer: bool = False) -> list[str]:

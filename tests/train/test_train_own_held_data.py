@@ -12,7 +12,7 @@ from own_loops import SAMPLES, Images, failure, loop, new_run, tensors
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from train_ranks import run_ranks
 
-from cluster_ddp.train.own.held_data import held_data
+from cluster_ddp.train.own.data.held_data import held_data
 
 
 class Arrays(Dataset[Any]):

@@ -16,8 +16,8 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
-from cluster_ddp.train.own.first_steps import FirstSteps
-from cluster_ddp.train.own.other_loaders import OtherLoaders
+from cluster_ddp.train.own.watch.first_steps import FirstSteps
+from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 
 STEPS = 3
 

@@ -16,10 +16,10 @@ from torch import nn
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
-from cluster_ddp.train.own.first_steps import FirstSteps
-from cluster_ddp.train.own.overlooked import Overlooked
 from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.twins import twins
+from cluster_ddp.train.own.watch.first_steps import FirstSteps
+from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.state.attributes import Attributes, of_module
 
 

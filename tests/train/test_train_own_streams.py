@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from train_ranks import run_ranks
 
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.batches import batches_of
+from cluster_ddp.train.own.data.batches import batches_of
 
 Row = tuple[Tensor, int]
 BATCHES = 4  # of an epoch, however the shards are divided among ranks and workers

@@ -20,7 +20,7 @@ from train_ranks import run_ranks
 from cluster_ddp.train import join_run
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.handed import Handed
-from cluster_ddp.train.own.taking import Taking
+from cluster_ddp.train.own.watch.taking import Taking
 
 
 def passed_on(batches: Iterator[Any]) -> Iterator[Any]:

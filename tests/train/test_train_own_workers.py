@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
-from cluster_ddp.train.own.loader_copy import LoaderCopy
+from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 
 PATIENCE = 60.0
 
@@ -86,7 +86,7 @@ def test_a_rank_forks_only_when_no_thread_holds_the_lock_that_its_worker_would_w
 KILLED = """
 import multiprocessing, os, signal, sys, torch
 from torch.utils.data import DataLoader, TensorDataset
-from cluster_ddp.train.own.loader_copy import LoaderCopy
+from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 
 if __name__ == "__main__":
     data = TensorDataset(torch.arange(64.0))

@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from cluster_ddp.train.errors import DataError, TrainError
-from cluster_ddp.train.own.batches import Batches
-from cluster_ddp.train.own.changed_data import ChangedData
+from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.geometry import Geometry
 from cluster_ddp.train.own.loop import Loop
-from cluster_ddp.train.own.taking import Taking
+from cluster_ddp.train.own.watch.changed_data import ChangedData
+from cluster_ddp.train.own.watch.taking import Taking
 
 _END = object()
 

@@ -24,21 +24,21 @@ from cluster_ddp.train.metrics.log import Report
 from cluster_ddp.train.metrics.loggers import open_loggers
 from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
-from cluster_ddp.train.own.batches import Batches, batches_of
 from cluster_ddp.train.own.blocks import Block
-from cluster_ddp.train.own.changed_data import ChangedData
-from cluster_ddp.train.own.first_steps import first_steps_of
+from cluster_ddp.train.own.data.batches import Batches, batches_of
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import Kept, KeptNumbers
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import LeaveBlock, Loop
-from cluster_ddp.train.own.mode import TrainingMode
-from cluster_ddp.train.own.other_optimizers import OtherOptimizers
-from cluster_ddp.train.own.overlooked import HAND_OVER
 from cluster_ddp.train.own.parts import Echo, Once, Own
-from cluster_ddp.train.own.taking import Taking
-from cluster_ddp.train.own.unfrozen import Unfrozen
+from cluster_ddp.train.own.watch.changed_data import ChangedData
+from cluster_ddp.train.own.watch.first_steps import first_steps_of
+from cluster_ddp.train.own.watch.mode import TrainingMode
+from cluster_ddp.train.own.watch.other_optimizers import OtherOptimizers
+from cluster_ddp.train.own.watch.overlooked import HAND_OVER
+from cluster_ddp.train.own.watch.taking import Taking
+from cluster_ddp.train.own.watch.unfrozen import Unfrozen
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Order, Session

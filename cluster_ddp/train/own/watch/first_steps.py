@@ -7,21 +7,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from cluster_ddp.train.own.batches import Batches
-from cluster_ddp.train.own.carried import Carried
-from cluster_ddp.train.own.comm_hooks import CommHooks
-from cluster_ddp.train.own.copies import Copies
-from cluster_ddp.train.own.counts import Counts
-from cluster_ddp.train.own.gradients import CarriedGradients
+from cluster_ddp.train.own.data.batches import Batches
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.leaving import OtherHandlers
 from cluster_ddp.train.own.loop import Loop
-from cluster_ddp.train.own.other_loaders import OtherLoaders
-from cluster_ddp.train.own.overlooked import Overlooked
-from cluster_ddp.train.own.queues import Queues
-from cluster_ddp.train.own.rank_buffers import RankBuffers
-from cluster_ddp.train.own.schedulers import OtherSchedulers
-from cluster_ddp.train.own.sources import Sources
+from cluster_ddp.train.own.watch.carried import Carried
+from cluster_ddp.train.own.watch.comm_hooks import CommHooks
+from cluster_ddp.train.own.watch.copies import Copies
+from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.gradients import CarriedGradients
+from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
+from cluster_ddp.train.own.watch.overlooked import Overlooked
+from cluster_ddp.train.own.watch.queues import Queues
+from cluster_ddp.train.own.watch.rank_buffers import RankBuffers
+from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
+from cluster_ddp.train.own.watch.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
 
 

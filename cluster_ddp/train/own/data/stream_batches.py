@@ -15,8 +15,8 @@ from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.distributed import all_gather_object
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.data.loader_copy import LoaderCopy
 from cluster_ddp.train.own.geometry import Deal
-from cluster_ddp.train.own.loader_copy import LoaderCopy
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, seed_host
 
 _END = object()

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from cluster_ddp.train.data.fetch import Fetcher
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import DataError, TrainError
+from cluster_ddp.train.own.data.held_data import held_data
+from cluster_ddp.train.own.data.loader_copy import LoaderCopy, inside
+from cluster_ddp.train.own.data.stream_batches import StreamBatches
 from cluster_ddp.train.own.geometry import Deal
-from cluster_ddp.train.own.held_data import held_data
-from cluster_ddp.train.own.loader_copy import LoaderCopy, inside
-from cluster_ddp.train.own.stream_batches import StreamBatches
 from cluster_ddp.train.randomness import OwnGenerators, Use, derive, mix, parts_of, seed_host
 from cluster_ddp.train.state.surroundings import generators_around
 

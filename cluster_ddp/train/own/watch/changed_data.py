@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
-from cluster_ddp.train.own.batches import samplers_in
+from cluster_ddp.train.own.data.batches import samplers_in
 from cluster_ddp.train.own.values import look_of
 
 _DEPTH = 6  # of data sets in data sets
