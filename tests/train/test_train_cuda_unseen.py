@@ -17,7 +17,7 @@ from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.randomness import keep_generators
-from cluster_ddp.train.state.packing import Packer, without_devices
+from cluster_ddp.train.state.packing import Packer, Unpacker, without_devices
 from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients
@@ -99,3 +99,11 @@ def test_gradients_are_divided_by_a_weight_of_their_own_type(monkeypatch: pytest
     gradients.finish()
     assert types == [torch.float32]
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((4,), 3.0) * (torch.ones(()) / 7.0))
+
+
+def test_a_tensor_that_is_in_two_places_is_one_again_on_a_device() -> None:
+    packed = Packer({}).pack({"momentum": [torch.ones(3, device="meta")], "both": (torch.ones(3, device="meta"),)}, "")
+    stored, unpacker = torch.ones(3), Unpacker(torch.device("meta"))
+    state = unpacker.unpack(packed, lambda name: stored.view(3))
+    assert state["momentum"][0].is_meta and state["momentum"][0] is state["both"][0]
+    assert unpacker.laid_out(stored, (1,), torch.device("meta")) is state["both"][0]

@@ -19,7 +19,7 @@ from cluster_ddp.train.own.wrapping import refuse_divided, refuse_unwrapped
 from cluster_ddp.train.refusals import MODULE_BUFFERS
 from cluster_ddp.train.state.attributes import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
-from cluster_ddp.train.state.packing import Packer
+from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _DEPTH = 4  # of an optimizer, in which others are searched
 _FABRIC = ("lightning", "lightning_fabric")
@@ -123,9 +123,10 @@ class Handed:
             )
         for name, thing in self._rest.items():
             thing.load_state_dict(state["rest"][name] | state[MODULE_BUFFERS][name])
+        unpacker = Unpacker(next(self.model.parameters()).device)
         for name, kept in self.more.items():
             tensors, scalars = state["more"][name]
-            kept.restore(tensors, scalars)
+            kept.restore(tensors, scalars, unpacker)
         for optimizer, of_groups in zip(self.optimizers, state["rates"], strict=True):  # last: schedulers set them too
             put_rates(optimizer, of_groups)
 

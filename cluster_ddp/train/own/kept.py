@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster_ddp.train.distributed import all_gather_object, find_world
 from cluster_ddp.train.errors import TaskError, TrainError
 from cluster_ddp.train.own.values import tensors_in
-from cluster_ddp.train.state.packing import Packer, unpack
+from cluster_ddp.train.state.packing import Packer, Unpacker
 
 
 class Kept(SimpleNamespace):
@@ -98,7 +98,7 @@ class KeptNumbers:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             gathered = all_gather_object((packed, on_host, in_place))
             device = find_world().device
-            self.by_rank = [unpack(found, of_rank.pop, device) for found, of_rank, _ in gathered]
+            self.by_rank = [Unpacker(device).unpack(found, of_rank.pop) for found, of_rank, _ in gathered]
             self.in_place = [names for _, _, names in gathered]
 
     def restore(self, by_rank: list[dict[str, Any]], in_place: list[list[str]]) -> None:

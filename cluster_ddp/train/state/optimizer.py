@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.checkpoint.plan import Tensors
+from cluster_ddp.checkpoint.plan import Tensors, memory_of
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
 from cluster_ddp.train.state.attributes import (
@@ -28,7 +29,7 @@ from cluster_ddp.train.state.attributes import (
 )
 from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.only_written import is_only_written
-from cluster_ddp.train.state.packing import Packer, contiguous_strides, laid_out, unpack
+from cluster_ddp.train.state.packing import Packer, Unpacker, contiguous_strides
 from cluster_ddp.train.state.plain import PlainAttributes, is_plain, put, unpacked
 
 _PREFIX = "optimizer."
@@ -160,8 +161,8 @@ class OptimizerState:
                 rest[fqn] = others
         return layouts, rest
 
-    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Put back what `collect` gave, with the tensors on the CPU and contiguous; or a `TaskError`."""
+    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], unpacker: Unpacker) -> None:
+        """Put back what `collect` gave, with the tensors contiguous and on the CPU; or a `TaskError`."""
         now = type(self.optimizer).__qualname__
         if (was := scalars.get("optimizer_class", now)) != now:  # older versions did not write it
             raise TaskError(
@@ -170,10 +171,9 @@ class OptimizerState:
             )
         self._refuse_others(scalars.get("optimizer_without"))
         left = dict(tensors)
-        device = next((parameter.device for _, parameter in self._parameters()), _CPU)
 
         def unpacked(key: str, default: Any) -> Any:
-            return unpack(scalars.get(key, default), left.pop, device)
+            return unpacker.unpack(scalars.get(key, default), left.pop)
 
         rest, settings = unpacked("optimizer_state", {}), unpacked("optimizer_groups", [])
         shared, own = unpacked("optimizer_shared", {}), unpacked("optimizer_own", {})
@@ -194,7 +194,8 @@ class OptimizerState:
         for group, changed in zip(self.optimizer.param_groups, settings, strict=False):
             for key, value in changed.items():
                 put(group, key, value)
-        self._put_states(by_name, scalars.get("optimizer_layouts", {}))
+        uses = Counter(memory_of(tensor) for tensor in tensors.values())
+        self._put_states(by_name, scalars.get("optimizer_layouts", {}), unpacker, uses)
         self.optimizer.state.update(shared)
 
     def put_first_settings(self, other: Optimizer) -> None:
@@ -254,8 +255,13 @@ class OptimizerState:
         found.add(Attributes(enclosing_methods(optimizer), known, self._names))
         return found
 
-    def _put_states(self, by_name: Mapping[str, Any], layouts: Mapping[str, Mapping[str, Any]]) -> None:
-        done: dict[tuple[Any, ...], Tensor] = {}  # tensors that were one are one again
+    def _put_states(
+        self,
+        by_name: Mapping[str, Any],
+        layouts: Mapping[str, Mapping[str, Any]],
+        unpacker: Unpacker,
+        uses: Mapping[tuple[object, ...] | None, int],  # how many parts of the state have the same memory
+    ) -> None:
         for group, parameter in self._parameters():
             fqn = self._names[id(parameter)]
             state = by_name.get(fqn)
@@ -276,10 +282,10 @@ class OptimizerState:
                     if layout := layouts.get(f"{_PREFIX}{fqn}.{key}"):
                         strides = tuple(layout["strides"])
                         device = parameter.device if layout["device"] else _CPU
-                    same = (id(value), strides, device)
-                    if same not in done:
-                        done[same] = laid_out(value, strides, device)
-                    value = done[same]
+                    alone = uses[memory_of(value)] == 1
+                    value = unpacker.laid_out(value, strides, device)
+                    if not alone:  # the optimizer's own load_state_dict() may have made several of it
+                        placed.pop(key, None)
                 put(placed, key, value)
             self.optimizer.state[parameter] = placed
 

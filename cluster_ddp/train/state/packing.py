@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cluster_ddp.checkpoint.plan import memory_of
 from cluster_ddp.train.errors import TaskError
 
 _MARK = "!"
@@ -145,49 +146,58 @@ def _is_key(packed: Any) -> bool:
     return not isinstance(packed, list)
 
 
-def unpack(packed: Any, take: Callable[[str], Tensor], device: torch.device) -> Any:
-    """Put a value together again.
+class Unpacker:
+    """Puts values together again.
 
     Parameters
     ----------
-    take
-        Gives a tensor by its name, on the CPU; it becomes a part of the value.
     device
         Where tensors go that were not on the CPU.
     """
-    if isinstance(packed, list):
-        return [unpack(item, take, device) for item in packed]
-    if not isinstance(packed, dict):
-        return packed
-    if _MARK not in packed:
-        return {key: unpack(item, take, device) for key, item in packed.items()}
-    kind, content = packed[_MARK], packed["of"]
-    if kind == "tensor":
-        return _unpack_tensor(take(content), packed, device)
-    if kind == "dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
-        return dtype
-    if kind == "deque":
-        return collections.deque(unpack(content, take, device), packed["most"])
-    if kind in _LISTS:
-        return _LISTS[kind](unpack(content, take, device))
-    if kind in _DICTS:
-        return _DICTS[kind]([(key, value) for key, value in unpack(content, take, device)])
-    raise TaskError(f"the checkpoint holds a value of the kind {kind!r}, which this cluster_ddp does not know")
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._done: dict[tuple[object, tuple[int, ...], torch.device], tuple[Tensor, Tensor]] = {}
 
-def _unpack_tensor(tensor: Tensor, packed: Mapping[str, Any], device: torch.device) -> Any:
-    if "numpy" in packed:
-        return tensor.numpy() if packed["numpy"] == "array" else tensor.numpy()[()]
-    where = device if packed.get("device") else tensor.device
-    return laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
+    def unpack(self, packed: Any, take: Callable[[str], Tensor]) -> Any:
+        """The value that was packed; `take` gives its tensors by their names, on the CPU, which become parts of it."""
+        if isinstance(packed, list):
+            return [self.unpack(item, take) for item in packed]
+        if not isinstance(packed, dict):
+            return packed
+        if _MARK not in packed:
+            return {key: self.unpack(item, take) for key, item in packed.items()}
+        kind, content = packed[_MARK], packed["of"]
+        if kind == "tensor":
+            return self._tensor(take(content), packed)
+        if kind == "dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
+            return dtype
+        if kind == "deque":
+            return collections.deque(self.unpack(content, take), packed["most"])
+        if kind in _LISTS:
+            return _LISTS[kind](self.unpack(content, take))
+        if kind in _DICTS:
+            return _DICTS[kind]([(key, value) for key, value in self.unpack(content, take)])
+        raise TaskError(f"the checkpoint holds a value of the kind {kind!r}, which this cluster_ddp does not know")
 
+    def _tensor(self, tensor: Tensor, packed: Mapping[str, Any]) -> Any:
+        if "numpy" in packed:
+            return tensor.numpy() if packed["numpy"] == "array" else tensor.numpy()[()]
+        where = self._device if packed.get("device") else tensor.device
+        return self.laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
 
-def laid_out(tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same values with these strides, on this device; the tensor itself when it is like that already."""
-    if tensor.stride() == strides and tensor.device == device:
-        return tensor
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-    return made.copy_(tensor)
+    def laid_out(self, tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
+        """The same values with these strides, on this device; the tensor itself when it is like that already.
+
+        Tensors that shared their memory are one again, wherever they are in the state.
+        """
+        if tensor.stride() == strides and tensor.device == device:
+            return tensor
+        asked = (memory_of(tensor) or id(tensor), strides, device)
+        if asked not in self._done:
+            made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
+            self._done[asked] = tensor, made.copy_(tensor)  # held, so that no other gets its place in memory
+        return self._done[asked][1]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

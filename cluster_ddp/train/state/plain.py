@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state.only_written import is_only_written
-from cluster_ddp.train.state.packing import Packer, unpack
+from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _PLAIN = (bool, int, float, str, type(None))
 _DEPTH, _MOST = 6, 10_000  # of lists and dicts in each other, and of numbers and strings in an attribute that is saved
@@ -164,4 +164,4 @@ def _text(value: Any) -> str:
 def unpacked(packed: Any) -> Any:
     """A plain value of what `Packer` has made of it."""
     nothing: dict[str, Tensor] = {}
-    return unpack(packed, nothing.pop, _CPU)
+    return Unpacker(_CPU).unpack(packed, nothing.pop)

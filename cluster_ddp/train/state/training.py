@@ -18,7 +18,7 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module
 from cluster_ddp.train.state.optimizer import OptimizerState
-from cluster_ddp.train.state.packing import Packer, unpack
+from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.task import Task, expect_type
 
@@ -141,7 +141,8 @@ class State:
     def load(self, step: int, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
         """Put back what `Checkpointer.restore` has not filled in place; `extra` is contiguous and on the CPU."""
         self.counts = Counts(**scalars["counts"])
-        self._optimizer.restore(_with_prefix("optimizer.", extra), scalars)
+        unpacker = Unpacker(self._device)
+        self._optimizer.restore(_with_prefix("optimizer.", extra), scalars, unpacker)
         changed = scalars.get("requires_grad", {})
         for name, parameter, _ in self._parameters:
             if name in changed:
@@ -154,7 +155,7 @@ class State:
         of_modules = _with_prefix(_EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
             module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
-            module.set_extra_state(unpack(packed, of_modules.pop, self._device))
+            module.set_extra_state(unpacker.unpack(packed, of_modules.pop))
         if self._scaler is not None and scalars["scaler"]:
             # Where the scale stands is state; how it moves is the job file's.
             kept = {key: scalars["scaler"][key] for key in ("scale", "_growth_tracker")}
@@ -162,7 +163,7 @@ class State:
         if self._ema is not None:
             self._ema.restore(step - self.counts.skipped)
         of_task = _with_prefix("task.", extra)
-        task_state = unpack(scalars["task"], of_task.pop, self._device)
+        task_state = unpacker.unpack(scalars["task"], of_task.pop)
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # as once was saved
         if self._also is not None and task_state:
             self._also.load_state_dict(task_state)
