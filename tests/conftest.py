@@ -19,7 +19,7 @@ settings.load_profile("tests")
 
 REQUIRE_SLURM = os.environ.get("REQUIRE_SLURM", "") not in ("", "0")
 RUNNING: list[SlurmCluster] = []
-LONG = ("docs", "train", "zoo")
+LONG = ("zoo", "docs", "train")  # the folders whose files take longest, the longest file first
 DISTRIBUTED = "PYTEST_XDIST_WORKER" in os.environ
 
 
@@ -69,18 +69,22 @@ def clean_clusters(request: pytest.FixtureRequest) -> Iterator[None]:
             running.reset()
 
 
+def _how_late(folder: str) -> int:
+    return LONG.index(folder) if folder in LONG else len(LONG)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever uses a cluster is marked so, and runs last: the quick tests speak first.
 
-    With several workers it comes first, and after it the folders whose files take longest: each file goes to a worker
-    as a whole (``--dist loadfile``), and a long one that begins late keeps the others waiting for its end.
+    With several workers it comes first, and after it what is long: each file goes to a worker as a whole (``--dist
+    loadfile``), and a long one that begins late keeps the others waiting for its end.
     """
     for item in items:
         if {"cluster", "pgid_cluster", "accounting_cluster"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
     if DISTRIBUTED:
-        items.sort(key=lambda item: (item.get_closest_marker("cluster") is None, item.path.parent.name not in LONG))
+        items.sort(key=lambda item: (item.get_closest_marker("cluster") is None, _how_late(item.path.parent.name)))
     else:
         items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
 
