@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.optim import NAdam
 
 from cluster_ddp.checkpoint.plan import describe, make_plan
 from cluster_ddp.checkpoint.replicas import tensor_digests
+from cluster_ddp.train.data.loader import to_device
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.randomness import keep_generators
 from cluster_ddp.train.state.packing import Packer, Unpacker, without_devices
@@ -107,3 +111,32 @@ def test_a_tensor_that_is_in_two_places_is_one_again_on_a_device() -> None:
     state = unpacker.unpack(packed, lambda name: stored.view(3))
     assert state["momentum"][0].is_meta and state["momentum"][0] is state["both"][0]
     assert unpacker.laid_out(stored, (1,), torch.device("meta")) is state["both"][0]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A batch as detection models take it."""
+
+    image: Tensor
+    boxes: list[Tensor]
+    name: str
+
+
+class Tokens(UserDict[str, Any]):
+    """What a tokenizer gives: a mapping that moves itself, and may be asked for attributes."""
+
+    def to(self, device: torch.device) -> Tokens:
+        return Tokens({name: part.to(device) for name, part in self.data.items()})
+
+
+def test_whatever_holds_the_tensors_of_a_batch_is_moved_and_stays_of_its_kind() -> None:
+    meta, packed = torch.device("meta"), pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    batch = OrderedDict(
+        packed=packed, scene=Scene(torch.ones(2), [torch.ones(3)], "a"), tokens=Tokens(ids=torch.ones(2)), pair=(int, 1)
+    )
+    moved = to_device(batch, meta)
+    assert type(moved) is OrderedDict and moved["pair"] == (int, 1)
+    assert moved["packed"].data.is_meta and moved["packed"].batch_sizes.is_cpu  # as recurrent layers need it
+    assert moved["scene"].image.is_meta and moved["scene"].boxes[0].is_meta and moved["scene"].name == "a"
+    assert type(moved["tokens"]) is Tokens and moved["tokens"]["ids"].is_meta
+    assert batch["packed"] is packed and batch["scene"].image.is_cpu

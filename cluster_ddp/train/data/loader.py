@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import _thread
 import collections
+import copy
+import dataclasses
 import itertools
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -206,20 +208,47 @@ def _end_with(rank: BaseProcess) -> None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch without making the host wait."""
-    return _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    """Move a batch without making the host wait: its tensors, and what moves itself by `to`, as a packed sequence."""
+
+    def move(part: Any) -> Any:
+        try:
+            return part.to(device, non_blocking=True)
+        except TypeError:
+            if isinstance(part, Tensor):
+                raise
+            return part.to(device)  # of somebody's own
+
+    return _map(batch, move)
 
 
 def pinned(batch: Any) -> Any:
-    """Copy the tensors of a batch to memory that a GPU can read by itself."""
-    return _map(batch, lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor)
+    """Copy a batch to memory that a GPU can read by itself, as far as its parts can be."""
+
+    def pin(part: Any) -> Any:
+        on_device = isinstance(part, Tensor) and not part.is_cpu
+        return part if on_device or not hasattr(part, "pin_memory") else part.pin_memory()
+
+    return _map(batch, pin)
 
 
-def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
+def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a batch that can be moved; what holds them stays of its kind."""
+    if isinstance(batch, type):
+        return batch
+    if callable(getattr(batch, "to", None)):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {name: _map(part, change) for name, part in batch.items()}
+        parts = {name: _map(part, change) for name, part in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return parts
+        made = copy.copy(batch)
+        made.update(parts)
+        return made
+    if dataclasses.is_dataclass(batch):
+        twin = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(twin, field.name, _map(getattr(batch, field.name), change))  # it may be frozen
+        return twin
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_map(part, change) for part in batch))
     if isinstance(batch, (list, tuple)):
