@@ -24,7 +24,7 @@ from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import SECOND_DERIVATIVES
 
-_LIBRARIES = sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), Path(__file__).parents[1]))
 _PACKAGES = {"site-packages", "dist-packages"}
 _FIRST_FAILURE = "cluster_ddp/first-failure"
 _ASKING_SECONDS = 1.0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.job import JobSpec
+from cluster_ddp.job import JobSpec, dump_resolved
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.slurm.states import SlurmJob
@@ -15,6 +15,12 @@ from cluster_ddp.slurm.states import SlurmJob
 
 def job(**settings: Any) -> JobSpec:
     return JobSpec(**{"name": "digits", "task": "cluster_ddp.tasks.digits:Digits", "train": {"steps": 300}, **settings})
+
+
+def limited(run: RunDirectory, **limits: int) -> RunDirectory:
+    """Give the run's job file other limits for requeues."""
+    run.job_file.write_text(dump_resolved(job(requeue=limits)))
+    return run
 
 
 def begin(run: RunDirectory, **changes: Any) -> AttemptDirectory:

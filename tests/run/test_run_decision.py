@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from run_builders import begin_dead, job
+from run_builders import begin_dead, limited
 
-from cluster_ddp.job import dump_resolved
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.decision import Decision, decide, record_decision
@@ -22,12 +21,6 @@ from cluster_ddp.run.stopfile import request_stop
 Say = Callable[..., None]
 OUT_OF_MEMORY = "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory, tried 2 GiB"
 PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:3211"
-
-
-def limited(run: RunDirectory, **limits: int) -> RunDirectory:
-    """Give the run's job file other limits for requeues."""
-    run.job_file.write_text(dump_resolved(job(requeue=limits)))
-    return run
 
 
 def conclude(attempt: AttemptDirectory) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import runpy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 from train_ranks import run_ranks
 from train_tasks import CLASSES, FEATURES, SAMPLES, Plain, job, samples, train
 
-from cluster_ddp.job import JobSpec
+from cluster_ddp.job import ClusterDDPError, JobSpec
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import Task, TaskError, load_task
 from cluster_ddp.train.errors import DataError, DistributedError
@@ -298,3 +299,13 @@ def test_a_key_error_in_collate_is_the_users_own() -> None:
     with pytest.raises(KeyError) as raised:
         train(Collating(), job(train={"steps": 6, "global_batch": 24}))
     assert "collate" in [entry.name for entry in raised.traceback]
+
+
+def test_a_refusal_names_the_line_of_the_program_that_led_to_it(tmp_path: Path) -> None:
+    """Not the package's own, nor that of a library; also where the program lies in a folder with a like name."""
+    program = tmp_path / "cluster_ddp_jobs" / "mine.py"
+    program.parent.mkdir()
+    program.write_text("from cluster_ddp.train import load_task\n\nload_task('nowhere.py:Mine', {})\n")
+    with pytest.raises(ClusterDDPError) as refused:
+        runpy.run_path(str(program))
+    assert explain(refused.value).endswith("\n    (mine.py, line 3)")
