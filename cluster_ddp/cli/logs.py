@@ -11,7 +11,7 @@ import typer
 from cluster_ddp.cli.answer import show, tell
 from cluster_ddp.cli.options import Run
 from cluster_ddp.cli.status import Look
-from cluster_ddp.launch.attempt_logs import AttemptLogs
+from cluster_ddp.launch.logs import AttemptLogs
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers, list_attempts
 from cluster_ddp.run.directory import RunDirectory

@@ -20,8 +20,3 @@ class JobFileError(ClusterDDPError):
 
 class BatchError(ClusterDDPError):
     """The global batch cannot be divided among the ranks."""
-
-
-def which_elements(numbers: list[int]) -> str:
-    """Those elements of a sweep that a message is about, by their numbers from 0."""
-    return f"element {numbers[0]}" + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster_ddp.job.document import Node, Place, fault, parse, plain, read_text
+from cluster_ddp.job.elements import MAX_ELEMENTS
 from cluster_ddp.job.errors import JobFileError
-from cluster_ddp.job.limits import MAX_ELEMENTS
 
 Settings = tuple[str, ...]
 

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from cluster_ddp.job.batch import plan_batch
 from cluster_ddp.job.document import Node, Place, dump, fault, is_file, mapping, plain, read_document, without_value
-from cluster_ddp.job.errors import BatchError, JobFileError, which_elements
-from cluster_ddp.job.extends import absolute, read_extended
-from cluster_ddp.job.merge import apply_overrides, drop_nulls
+from cluster_ddp.job.elements import which_elements
+from cluster_ddp.job.errors import BatchError, JobFileError
+from cluster_ddp.job.merge import absolute, apply_overrides, drop_nulls, read_extended
 from cluster_ddp.job.models import JobSpec, SlurmSpec
 from cluster_ddp.job.refusals import refuse
 from cluster_ddp.job.report import find, job_file_error

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster_ddp.job.document import Node, Place, fault, mapping
-from cluster_ddp.job.extends import absolute, read_extended
-from cluster_ddp.job.merge import merge
+from cluster_ddp.job.merge import absolute, merge, read_extended
 from cluster_ddp.job.site_file import RUNS_VARIABLE, site_file
 
 KEYS = ("runs_dir", "slurm", "launch", "network", "requeue", "storage")

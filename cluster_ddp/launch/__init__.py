@@ -17,6 +17,5 @@ On each node
     ranks, processes, exits, failures     the ranks: which there are, and how they failed
     heartbeat, watchdog, hang_dump        what they are doing, and what is kept when they hang
     stopping, forced_end, vanished        when they are asked to end, and when they are ended
-    rank_output, relay, logs,             what they print
-    attempt_logs
+    rank_output, logs                     what they print
 """

@@ -17,10 +17,9 @@ from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.processes import kill_all
-from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput
+from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput, RankWarnings, Relay
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.reaper import Reaper
-from cluster_ddp.launch.relay import RankWarnings, Relay
 from cluster_ddp.launch.report import EnvironmentReport
 from cluster_ddp.launch.sign_of_life import SignOfLife
 from cluster_ddp.launch.stopping import Stopping

@@ -3,6 +3,8 @@
 torchrun wants a file for each stream of each rank. Those lie in a temporary folder of the node, where printing waits
 for no network and does not fill the quota of files; the node program copies what is new to shared storage, about once a
 second, as whole lines that say who printed them.
+
+The relay also shows the important part where the node program itself prints: torchrun, rank 0, and warnings.
 """
 
 from __future__ import annotations
@@ -12,17 +14,21 @@ import ctypes
 import errno
 import functools
 import json
+import os
+import re
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster_ddp.launch.exits import RankExits
 from cluster_ddp.launch.logs import Tail
-from cluster_ddp.printing import say
+from cluster_ddp.printing import pass_on, say
+from cluster_ddp.run.events import WARNING
 from cluster_ddp.run.node_log import LogLine
 from cluster_ddp.run.storage import Storage, closing, open_append
 
@@ -174,3 +180,53 @@ def _fallocate() -> Any:
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return call
+
+
+_MAX_WARNINGS = 20  # of one node and attempt, each text once
+_MAX_LENGTH = 500
+# Lines of this package, but not those in which a rank says why it ends; and Python warnings that this package made.
+_OWN = re.compile(r"cluster[-_]ddp: (?!rank \d+)(?P<text>.+)")
+_PYTHONS = re.compile(r"\S*/cluster_ddp/\S+\.py:\d+: \w*Warning: (?P<text>.+)")
+
+
+class Relay:
+    """Passes on what torchrun prints, to standard error, and what rank 0 prints if it is one of ours."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def show(self, line: LogLine) -> None:
+        """Pass a line on if people are to see it at once."""
+        if line.by_torchrun and not self._stderr_is_the_log():
+            pass_on(line.text, sys.stderr)
+        elif line.rank == 0 and not line.is_error:
+            pass_on(line.text, sys.stdout)
+
+    def _stderr_is_the_log(self) -> bool:
+        """Whether what this process prints goes to the node's log anyway, as in a local run."""
+        try:
+            return os.path.samestat(os.fstat(sys.stderr.fileno()), self._log.stat())
+        except (OSError, ValueError):
+            return False
+
+
+class RankWarnings:
+    """Finds the warnings of this node's ranks, shows each once, and has `record` write an event for it."""
+
+    def __init__(self, record: Callable[..., None], host: str) -> None:
+        self._record = record
+        self._host = host
+        self._said: set[str] = set()
+
+    def take(self, line: LogLine) -> None:
+        """Check a line that was printed."""
+        if not line.is_error or len(self._said) >= _MAX_WARNINGS:
+            return
+        found = _OWN.match(line.text) or _PYTHONS.match(line.text)
+        if found is None:
+            return
+        text = found["text"].strip()[:_MAX_LENGTH]
+        if text not in self._said:
+            self._said.add(text)
+            say(f"cluster-ddp: warning (rank {line.rank} on {self._host}): {text}", sys.stdout)
+            self._record(WARNING, rank=line.rank, message=text)

@@ -1,4 +1,4 @@
-"""Making a run's folder, and finding runs again by path, id or prefix."""
+"""Making a run's folder with its job and its batch script, and finding runs by path, id or prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from cluster_ddp.run.code import Code
     from cluster_ddp.run.storage import Storage
 
+START_FAILED = "start-failed.sh"
+"""The file beside each batch script that says what to do when a start fails before Python runs."""
 _MAX_CANDIDATES_SHOWN = 10
+_START_FAILED_SOURCE = Path(__file__).with_name("start_failed.sh")
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
@@ -60,6 +63,14 @@ def create_run(
     except OSError as error:
         raise _cannot_make(runs_dir, error) from error
     return run
+
+
+def keep_script(storage: Storage, script: Path, text: str, *, mode: int) -> None:
+    """Write a batch script, and beside it `start-failed.sh`, which it calls."""
+    from cluster_ddp.run.storage import replace_file
+
+    replace_file(storage, script.with_name(START_FAILED), _START_FAILED_SOURCE.read_bytes(), mode=mode & 0o660)
+    replace_file(storage, script, text.encode(), mode=mode)
 
 
 def share_with_group(folder: Path) -> None:
@@ -125,7 +136,6 @@ def _fill(
     code: Code | None,
 ) -> None:
     from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
-    from cluster_ddp.run.batch_script import keep_script
     from cluster_ddp.run.record import new_record, write_record
     from cluster_ddp.run.storage import replace_file
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster_ddp.run import events
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import KnownRun, current_job, know
 from cluster_ddp.run.lineage import last_step_that_counts
 from cluster_ddp.run.metrics import LatestMetrics
-from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import last_failure, warnings_of
 from cluster_ddp.run.run_state import RunState
-from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.state import state_of
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -182,3 +181,62 @@ def _latest(history: History, name: str) -> Any:
     told = (event for event in reversed(history.events) if event.get(name) is not None)
     latest = max(told, key=lambda event: as_whole(event.get("attempt")) or 0, default=None)
     return None if latest is None else latest[name]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How fast a run trains and when it will be done, by what it measured last."""
+
+    samples_per_second: float | None  # None when the run does not measure it
+    ends: float | None  # Unix seconds when the last step will be finished, if nothing comes between; None: not known
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds from now to the end."""
+        return None if self.ends is None else max(0.0, self.ends - time.time())
+
+
+def outlook_of(history: History, total_steps: int | None) -> Outlook:
+    """The outlook of a run that trains, from the last line of its metrics."""
+    latest = history.metrics
+    seconds, measured = latest.values.get("seconds_per_step"), latest.times.get(latest.attempt)
+    rate = latest.values.get("samples_per_second")
+    if latest.step is None or measured is None or latest.attempt != history.last_number:
+        return Outlook(None, None)
+    known = seconds is not None and total_steps is not None and seconds > 0
+    ends = measured + seconds * max(0, total_steps - latest.step) if known else None  # type: ignore[operator]
+    return Outlook(rate if rate is not None and rate > 0 else None, ends)
+
+
+_SILENT_SECONDS = 120.0  # they give one every few seconds; network storage may show it a minute late
+_NAMED = 3
+
+
+def silent_nodes(history: History) -> str | None:
+    """Which nodes of the last attempt have given no sign of life for minutes, in words; None when all do."""
+    if history.last is None:
+        return None
+    attempt = history.run.attempt(history.last.number)
+    touched: dict[str, float] = {}
+    for event in history.of_attempt(attempt.number, events.NODE_STARTED):
+        node = event.get("node")
+        if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
+            host = str(event.get("host") or f"node {node}")
+            touched[host] = min(moment, touched.get(host, moment))
+    now = max([time.time(), *touched.values()])  # the storage has a clock of its own, which may be ahead
+    silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
+    if not silent:
+        return None
+    names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
+    return (
+        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: hanging, or the storage does not "
+        "answer there; Slurm may be unable to end such a job until it does"
+    )
+
+
+def _touched(attempt: AttemptDirectory, node: int) -> float | None:
+    """When a node program has touched its file; None where it has signed off or not started yet."""
+    try:
+        return attempt.alive_file(node).lstat().st_mtime
+    except OSError:
+        return None

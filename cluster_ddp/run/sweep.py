@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster_ddp.job.limits import MAX_ELEMENTS
+from cluster_ddp.job.elements import MAX_ELEMENTS
 from cluster_ddp.run.directory import SWEEP_RECORD, RunDirectory
 from cluster_ddp.run.errors import RunError, RunNotFound
 from cluster_ddp.run.liveness import claim, is_claimed

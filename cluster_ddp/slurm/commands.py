@@ -16,8 +16,8 @@ from pathlib import Path
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
-from cluster_ddp.slurm.refusals import advice
-from cluster_ddp.slurm.shell_options import without_filters, without_overridden
+from cluster_ddp.slurm.environment import environment_for, without_filters
+from cluster_ddp.slurm.reasons import advice
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob, is_job_id
 
 QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
@@ -25,9 +25,6 @@ QUEUE_FORMAT = "%i|%A|%T|%N|%r@%S|%k"
 
 ENDED_FIELDS = "--format=JobID,JobIDRaw,State,NodeList,Reason,Comment"
 """What sacct is asked, in the order of `QUEUE_FORMAT`."""
-
-_KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
-"""How to reach Slurm: the variables that a child job needs, too (without SLURM_CONF nothing works on some clusters)."""
 
 _BUSY = (
     "Unable to contact slurm controller",
@@ -271,25 +268,6 @@ def require(command: str) -> None:
             f"{command} is not on PATH: there is no Slurm client here.\n"
             "Run this on the cluster's login node (after `module load slurm`?), or train here: cluster-ddp local JOB"
         )
-
-
-def environment_for(script: str) -> dict[str, str]:
-    """The environment to submit a batch script with: nothing in it overrides what the script says."""
-    return without_overridden(child_environment(os.environ), script)
-
-
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit with: inside a job, without what describes that job.
-
-    Inherited SLURM_* variables would change the child (its nodes, its memory, its CPU binding).
-    """
-    if "SLURM_JOB_ID" not in environment:
-        return dict(environment)
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _KEPT_VARIABLES or not name.startswith(("SLURM_", "SRUN_", "PMI_", "PMIX_"))
-    }
 
 
 def call(command: list[str], *, seconds: float = _COMMAND_TIMEOUT) -> str:

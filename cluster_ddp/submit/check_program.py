@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cluster_ddp.job.errors import which_elements
+from cluster_ddp.job.elements import which_elements
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.save_time import SMALL

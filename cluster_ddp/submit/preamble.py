@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
-from cluster_ddp.run.batch_script import START_FAILED
+from cluster_ddp.run.runs import START_FAILED
 
 # With an exec a trap of launch.setup for EXIT would not run.
 _FAIL = r"""cluster_ddp_drop_traps() {

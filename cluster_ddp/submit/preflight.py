@@ -6,11 +6,12 @@ Each question to Slurm has five seconds; one that gets no answer is reported and
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.run.shared import why_not_shared
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
 from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
 from cluster_ddp.submit.base import Submission, SubmitError, check_writable
@@ -20,6 +21,7 @@ from cluster_ddp.submit.save_time import what_does_not_fit
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
+
 
 T = TypeVar("T")
 _SECONDS = 5.0
@@ -120,3 +122,33 @@ def _ask(what: str, ask: Callable[[], T], remark: Callable[[Iterable[str]], None
     except SlurmError as error:
         remark([f"not checked against {what} of the cluster: {str(error).splitlines()[0]}"])
         return None
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_OF_ONE_NODE = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "squashfs"})
+
+
+def why_not_shared(folder: Path) -> str | None:
+    """Why other machines may not see a folder, which need not exist yet; None where nothing speaks for that."""
+    path = os.path.realpath(folder)
+    for place in ("/tmp", "/var/tmp", "/dev/shm"):
+        if f"{path}/".startswith(f"{place}/"):
+            return f"{place} is each machine's own"
+    kind = _file_system(path)
+    return f"its file system ({kind}) is this machine's own, unless it is exported" if kind in _OF_ONE_NODE else None
+
+
+def _file_system(path: str) -> str:
+    """The type of the file system that a path lies on; empty where it cannot be told."""
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    best, kind = "", ""
+    for line in lines:
+        mount, _, about = line.partition(" - ")
+        place = mount.split(" ")[4].replace("\\040", " ") if mount.count(" ") >= 4 else ""
+        inside = f"{path}/".startswith(f"{place.rstrip('/')}/")
+        if place and inside and len(place) >= len(best):
+            best, kind = place, about.split(" ")[0]
+    return kind

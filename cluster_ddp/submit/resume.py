@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.batch_script import keep_script
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import History, read_history
@@ -19,6 +18,7 @@ from cluster_ddp.run.lock import change_file
 from cluster_ddp.run.reading import as_whole, read_json_object
 from cluster_ddp.run.record import RunRecord, announce_submission, read_record
 from cluster_ddp.run.run_state import RunState
+from cluster_ddp.run.runs import keep_script
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.run.storage import Storage, replace_file

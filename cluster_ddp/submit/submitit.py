@@ -23,7 +23,8 @@ from cluster_ddp.network import resolve
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job, announce_submission, slurm_comment, update_record
 from cluster_ddp.run.via import SUBMITIT
-from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, environment_for, may_be_queued
+from cluster_ddp.slurm.commands import SlurmError, SubmissionUnclear, may_be_queued
+from cluster_ddp.slurm.environment import environment_for
 from cluster_ddp.submit.base import SubmitError
 from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
 from cluster_ddp.submit.quote import quote

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.attempt import request_resume
-from cluster_ddp.run.batch_script import keep_script
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import know
 from cluster_ddp.run.record import slurm_comment
-from cluster_ddp.run.runs import runs_dir_of, share_with_group
+from cluster_ddp.run.runs import keep_script, runs_dir_of, share_with_group
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.sweep import (

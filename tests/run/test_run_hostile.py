@@ -14,7 +14,7 @@ from hostile_runs import FILES, FOLDERS, OTHERS, Commands, check, make_bad_run, 
 from run_builders import begin_dead
 
 import cluster_ddp.cli
-from cluster_ddp.launch.attempt_logs import AttemptLogs
+from cluster_ddp.launch.logs import AttemptLogs
 from cluster_ddp.launch.sign_of_life import SignOfLife, touched_at
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError

@@ -11,7 +11,6 @@ from cluster_ddp.slurm import commands
 from cluster_ddp.slurm.commands import (
     SlurmError,
     cancel_job,
-    child_environment,
     parse_job_id,
     query_ended_jobs,
     query_jobs,
@@ -20,6 +19,7 @@ from cluster_ddp.slurm.commands import (
     try_script,
 )
 from cluster_ddp.slurm.control import grace_time
+from cluster_ddp.slurm.environment import child_environment
 from cluster_ddp.slurm.partitions import ask_partitions
 
 

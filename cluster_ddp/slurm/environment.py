@@ -1,12 +1,13 @@
-"""What a shell has set for Slurm's commands (``SBATCH_PARTITION``, ``SQUEUE_PARTITION`` and the like).
+"""The environment in which Slurm's commands are called.
 
-To sbatch its variables beat the ``#SBATCH`` lines of a script. Here a job gets what it asks for, whatever the shell
-holds; a variable counts only where the script has no such line. And the commands that ask about a job or end it show,
-and end, what they are asked for.
+A shell may set options for them (``SBATCH_PARTITION``, ``SQUEUE_PARTITION`` and the like). sbatch lets these override
+the ``#SBATCH`` lines of a script. Here the job file wins: a variable counts only if the script has no such line. And
+commands that query or cancel a job act on the job they are given, whatever filters the shell sets.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -32,15 +33,36 @@ _VARIABLES = {
 _NEVER = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_OUTPUT", "SBATCH_WAIT"})
 """They would make several jobs of one run, take its output elsewhere, want input, or make sbatch wait for the end."""
 
-_FOR_THE_EYE = re.compile(
+_FILTERS = re.compile(
     r"(SQUEUE|SINFO|SACCT|SCANCEL)_(?!(ALL|FEDERATION|LOCAL|SIBLING)$)\w+|SLURM_(TIME_FORMAT|BITSTR_LEN)"
 )
 """They leave jobs out of an answer, or write it otherwise; those that say where to look are left."""
 
 _DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
+_KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+"""How to reach Slurm: the variables that a child job needs, too (without SLURM_CONF nothing works on some clusters)."""
 
 
-def without_overridden(environment: Mapping[str, str], script: str) -> dict[str, str]:
+def environment_for(script: str) -> dict[str, str]:
+    """The environment to submit a batch script with: nothing in it overrides what the script says."""
+    return _without_overridden(child_environment(os.environ), script)
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment to submit with: inside a job, without what describes that job.
+
+    Inherited SLURM_* variables would change the child (its nodes, its memory, its CPU binding).
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return dict(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT_VARIABLES or not name.startswith(("SLURM_", "SRUN_", "PMI_", "PMIX_"))
+    }
+
+
+def _without_overridden(environment: Mapping[str, str], script: str) -> dict[str, str]:
     """The environment without the variables that would override what a batch script says."""
     said = {variable for option in _DIRECTIVE.findall(script) for variable in _VARIABLES.get(option, ())}
     return {name: value for name, value in environment.items() if name not in said | _NEVER}
@@ -48,4 +70,4 @@ def without_overridden(environment: Mapping[str, str], script: str) -> dict[str,
 
 def without_filters(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables that would change what Slurm answers, or which jobs a command is for."""
-    return {name: value for name, value in environment.items() if not _FOR_THE_EYE.fullmatch(name)}
+    return {name: value for name, value in environment.items() if not _FILTERS.fullmatch(name)}
