@@ -220,7 +220,7 @@ class Checkpointer:
         """Fill the live tensors from the newest intact checkpoint that counts; all ranks take the same one.
 
         A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
-        files, and the one before it is taken. One that another run has saved is reported and passed over, and stays
+        files, and the one before it is taken. One that another run has saved is reported and skipped, and stays
         where it is. All bytes are read and verified in one pass. Which one it was is recorded before this returns: what
         earlier attempts do beyond it does not count from then on.
 
@@ -332,9 +332,9 @@ class Checkpointer:
         """Report an event; one that cannot be recorded (the storage is full) is kept for the next time."""
         if event == events.CHECKPOINT_FAILED:
             what = f"the save of step {fields['step']} failed ({_in_words(fields)})"
-            say(f"cluster-ddp: {what}; training goes on, earlier checkpoints stay")
+            say(f"cluster-ddp: {what}; training continues; earlier checkpoints are kept")
         elif event == events.CHECKPOINT_DAMAGED:
-            say(f"cluster-ddp: the checkpoint of step {fields['step']} is passed over: {'; '.join(fields['problems'])}")
+            say(f"cluster-ddp: the checkpoint of step {fields['step']} is skipped: {'; '.join(fields['problems'])}")
         with self._reporting:
             self._unreported.append((event, fields))
             try:

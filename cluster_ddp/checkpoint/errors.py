@@ -38,7 +38,7 @@ class CheckpointOfAnotherRun(CheckpointError):
 
 
 class NoIntactCheckpoint(CheckpointError):
-    """All checkpoints of a run are damaged and were set aside: there is nothing to go on from."""
+    """All checkpoints of a run are damaged and were set aside: there is nothing to resume from."""
 
     comes_back = True
 
@@ -49,7 +49,7 @@ class AttemptSuperseded(CheckpointError):
     def __init__(self, attempt: int) -> None:
         super().__init__(
             f"a newer attempt of this run has begun: attempt {attempt} ends, and what it did beyond the checkpoint "
-            "that the newer one goes on from does not count"
+            "that the newer one continues from does not count"
         )
 
 

@@ -17,14 +17,14 @@ import typer
 from typer.core import TyperGroup
 
 from cluster_ddp import __version__
-from cluster_ddp.cli.answer import discard_output, tell
+from cluster_ddp.cli.output import discard_output, inform
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.job.nearest import nearest
 from cluster_ddp.process import limit_umask
 
 
 class Listed(NamedTuple):
-    """What the help says of a command besides its docstring."""
+    """What the help says about a command besides its docstring."""
 
     panel: str
     example: str  # a call of it
@@ -58,7 +58,7 @@ class UnknownCommand(ClusterDDPError):
     def __init__(self, name: str) -> None:
         near = nearest(name, COMMANDS)
         meant = f" Did you mean {near}?" if near else ""
-        super().__init__(f"no command is called {name!r}.{meant}\nThe commands: {', '.join(COMMANDS)}")
+        super().__init__(f"there is no command {name!r}.{meant}\nThe commands: {', '.join(COMMANDS)}")
 
 
 class LazyCommands(TyperGroup):
@@ -161,7 +161,7 @@ def _describe(error: OSError) -> str:
     try:
         Path.cwd()
     except OSError:
-        return "the current folder no longer exists; change to another one (cd)"
+        return "the current folder no longer exists; cd to another one"
     files = " -> ".join(str(file) for file in (error.filename, error.filename2) if file is not None)
     what = error.strerror or str(error) or type(error).__name__
     return f"{files}: {what}" if files else f"{what} (while reading or writing; {DEBUG_VARIABLE}=1 shows where)"
@@ -172,4 +172,4 @@ def _complain(error: BaseException, message: str) -> None:
         import traceback
 
         traceback.print_exception(error)
-    tell(f"cluster-ddp: {message}")
+    inform(f"cluster-ddp: {message}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
+from cluster_ddp.cli.output import inform
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -22,7 +22,7 @@ from cluster_ddp.submit.taking_up import take_up_run
 
 
 def command(run: RunOrSweep) -> None:
-    """End a run, or all of a sweep, at once and for good: no requeue starts it again, only `resume` does."""
+    """End a run or a sweep immediately and for good: nothing requeues it, only `resume` starts it again."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
         cancel_sweep(sweep, _mark)
@@ -30,12 +30,12 @@ def command(run: RunOrSweep) -> None:
     found = find_run_to_change(run, runs_dir_of(None))
     record = _record_of(found)
     if read_history(found).current(COMPLETED):
-        tell(f"run {found.id} is complete: there is nothing to cancel")
+        inform(f"run {found.id} is complete; nothing to cancel")
         return
     _mark(found)
     ended = _cancel_jobs(found)
     jobs = f" and its Slurm job{'s' if len(ended) > 1 else ''} {', '.join(ended)}" if ended else ""
-    tell(f"cancelled {found.id}{jobs} (to take it up again: {how_to_go_on(found.id, record)})")
+    inform(f"cancelled {found.id}{jobs} (to start it again: {how_to_go_on(found.id, record)})")
 
 
 def _mark(found: RunDirectory) -> None:
@@ -47,7 +47,7 @@ def _mark(found: RunDirectory) -> None:
     # The event comes first: from now on nothing begins another attempt, even if what follows fails.
     number = history.last.number if history.last else None
     if not EventWriter(found, login_writer()).write(CANCELLED, attempt=number, by=caller()):
-        raise RunError(f"run {found.id} is not cancelled: nothing can be written to {found.events}")
+        raise RunError(f"run {found.id} is not cancelled: cannot write to {found.events}")
     _stop_last_attempt(found, history)
 
 
@@ -56,7 +56,7 @@ def _record_of(run: RunDirectory) -> RunRecord | None:
     try:
         return read_record(run)
     except RunError as error:
-        tell(f"cluster-ddp: {error}. Slurm jobs that are noted only there are not cancelled")
+        inform(f"cluster-ddp: {error}. Slurm jobs recorded only there are not cancelled")
         return None
 
 
@@ -68,7 +68,7 @@ def _stop_last_attempt(run: RunDirectory, history: History) -> None:
     try:
         request_stop(run.attempt(last.number), reason=CANCEL, level=AT_ONCE, by=caller())
     except OSError as error:
-        tell(f"cluster-ddp: cannot write the stop file of attempt {last.number}: {error}")
+        inform(f"cluster-ddp: cannot write the stop file of attempt {last.number}: {error}")
 
 
 def _cancel_jobs(run: RunDirectory) -> list[str]:
@@ -80,15 +80,16 @@ def _cancel_jobs(run: RunDirectory) -> list[str]:
         for job in own:
             cancel_job(job.job_id)
     except SlurmError as error:
-        which = f"its Slurm job {job_ids[-1]}" if job_ids else "a Slurm job of it"
+        which = f"its Slurm job {job_ids[-1]}" if job_ids else "one of its Slurm jobs"
         raise SlurmError(
-            f"run {run.id} is marked as cancelled and no new attempt will begin, but {which} may go on: {error}"
+            f"run {run.id} is marked as cancelled and no new attempt will start, but {which} may still run: {error}"
         ) from error
     for job in others:
         named = run_in_comment(job.comment)
         whose = f"names run {named}" if named else "names no run"
-        tell(
-            f"cluster-ddp: Slurm job {job.job_id} ({job.state}) is noted in this run, but its comment {whose}: it is "
-            f"left alone. If it is to end: scancel {job.job_id}"
+        inform(
+            f"cluster-ddp: Slurm job {job.job_id} ({job.state}) is recorded in this run, but its comment {whose}; it "
+            "is "
+            f"left alone. To end it: scancel {job.job_id}"
         )
     return [job.job_id for job in own]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster_ddp.cli.answer import show, show_json
 from cluster_ddp.cli.described import show_metrics
 from cluster_ddp.cli.options import JsonList, Run
+from cluster_ddp.cli.output import show, show_json
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import find_run, runs_dir_of
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 def command(
     run: Run,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every byte; exit status 4 if a checkpoint is damaged or unreadable.")
+        bool,
+        typer.Option("--verify", help="Read every byte; exit with status 4 if a checkpoint is damaged or unreadable."),
     ] = False,
     as_json: JsonList = False,
 ) -> None:
-    """List the checkpoints of a run, the oldest first, and what is wrong with them."""
+    """List the checkpoints of a run, oldest first, and any problems with them."""
     from cluster_ddp.checkpoint.verify import list_checkpoints, run_id_of
 
     found = find_run(run, runs_dir_of(None))

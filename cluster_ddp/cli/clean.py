@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import remark, show, tell
 from cluster_ddp.cli.checkpoints import best_of, size_in_words
 from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.cli.options import Runs
+from cluster_ddp.cli.output import inform, remark, show
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers
@@ -27,9 +27,7 @@ from cluster_ddp.run.sweep import SweepDirectory, find_sweep, list_sweeps, runs_
 
 def command(
     runs: Runs = None,
-    older: Annotated[
-        str, typer.Option(metavar="AGE", help="Only runs in which nothing has changed for this long.")
-    ] = "30d",
+    older: Annotated[str, typer.Option(metavar="AGE", help="Only runs that have not changed for this long.")] = "30d",
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="Keep only the best checkpoint, not the last, if there is a best one.")
     ] = False,
@@ -41,7 +39,7 @@ def command(
         bool, typer.Option("--yes", help="Remove them. Without it, only show what would be removed.")
     ] = False,
 ) -> None:
-    """Remove the checkpoints of old, complete runs except the last and the best. Without --yes, only show which."""
+    """Remove the checkpoints of old, completed runs except the last and the best. Without --yes, only list them."""
     age = _seconds(older)
     runs_dir = runs_dir_of(None)
     found = [run for name in runs for run in _named(name, runs_dir)] if runs else _all(runs_dir)
@@ -50,12 +48,12 @@ def command(
     total = 0
     for run, attempts, status in zip(old, began, describe_runs(old), strict=True):
         if _may_be_cleaned(status, resumable=resumable):
-            with _told(run):
+            with _reporting_errors(run):
                 total += _clean(run, attempts, keep_best=keep_best, everything=everything, yes=yes)
         elif status.state is not RunState.COMPLETED and runs:
             remark([f"{_name(run)} is {status.state.value} and is left alone"])
-    did = "removed" if yes else "would be removed; --yes removes"
-    tell(f"{size_in_words(total)} {did}" if total else "nothing to remove")
+    did = "removed" if yes else "would be removed; --yes removes them"
+    inform(f"{size_in_words(total)} {did}" if total else "nothing to remove")
 
 
 def _named(name: str, runs_dir: Path) -> list[RunDirectory]:
@@ -68,7 +66,7 @@ def _all(runs_dir: Path) -> list[RunDirectory]:
     """The runs in the runs folder, and those of the sweeps there."""
     found = list_runs(runs_dir)
     for sweep in list_sweeps(runs_dir):
-        with _told(sweep):
+        with _reporting_errors(sweep):
             found += runs_in(sweep)
     return found
 
@@ -125,7 +123,7 @@ def _kept(run: RunDirectory, *, keep_best: bool, verify: bool) -> set[int]:
     try:
         last = newest_intact(run.checkpoints, run_id_of(run))[1].step if verify else steps[-1]
     except CheckpointError as error:
-        raise RunError(f"{run.id}: left alone, since no checkpoint of it is intact: {error}") from error
+        raise RunError(f"{run.id}: left alone, since none of its checkpoints is intact: {error}") from error
     return {steps[-1], last} | ({best} if best is not None else set())
 
 
@@ -141,7 +139,7 @@ def _last_change(run: RunDirectory) -> float:
 
 
 @contextlib.contextmanager
-def _told(run: RunDirectory | SweepDirectory) -> Iterator[None]:
+def _reporting_errors(run: RunDirectory | SweepDirectory) -> Iterator[None]:
     """A run that cannot be cleaned does not keep others from being cleaned."""
     try:
         yield

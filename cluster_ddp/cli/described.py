@@ -1,4 +1,4 @@
-"""The states of runs for the commands, with one call of squeue for all of them; and how a run here ended."""
+"""The states of runs, with one squeue call for all of them; and the summary of a run that has ended here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.output import inform
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import KnownRun, know
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 20.0
 
 
 def describe_runs(runs: Sequence[RunDirectory]) -> list[RunStatus]:
-    """The state of each run, with what Slurm says of its jobs; if Slurm cannot be asked, says so on standard error."""
+    """The state of each run, with what Slurm says about its jobs; notes it on stderr if Slurm cannot be queried."""
     known = [know(run) for run in runs]
     return describe_with(known, ask_slurm(known), describe_known)
 
@@ -60,12 +60,12 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
 
 
 def ask_slurm(known: Sequence[KnownRun | EndedRun | NotBegun]) -> SlurmJobs:
-    """What squeue says about the jobs of all the runs; None when it cannot be asked."""
+    """What squeue says about the jobs of all the runs; None when it cannot be queried."""
     try:
         return ask_about(known, seconds=PATIENCE_SECONDS)
     except SlurmError as error:
         first_line = str(error).splitlines()[0]
-        tell(f"cluster-ddp: shown from the run directories alone: {first_line}")
+        inform(f"cluster-ddp: Slurm cannot be queried, showing the run directories only: {first_line}")
         return None
 
 
@@ -88,23 +88,23 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
     failed = status.state not in _EXIT_STATUS and status.attempts
     rows = [
         ("reached", f"{steps}  {show_metrics(status.metrics)}".strip()),
-        ("why", status.reason or ""),
+        ("reason", status.reason or ""),
         *(("warning", one_line(text)) for text in status.warnings),
         ("directory", status.directory),
-        ("see more", f"cluster-ddp status {name}"),
-        ("go on", "" if status.state is RunState.COMPLETED else how_to_go_on(name, status.record)),
+        ("details", f"cluster-ddp status {name}"),
+        ("continue", "" if status.state is RunState.COMPLETED else how_to_go_on(name, status.record)),
         ("logs", str(run.attempt(status.attempts - 1).path) if failed else ""),
     ]
     with contextlib.suppress(OSError):
         sys.stderr.write(f"\n{_coloured(status.state)}  {one_line(run.id)}\n")
-    tell(*(f"  {label:<10} {text}" for label, text in rows if text))
+    inform(*(f"  {label:<10} {text}" for label, text in rows if text))
     return _EXIT_STATUS.get(status.state, _FAILED_STATUS)
 
 
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
     """The command that continues a run that is over; `name` is how commands find the run."""
     by_hand = record is not None and record.via == LAUNCH
-    return "start the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
+    return "run the same commands again, on every node" if by_hand else f"cluster-ddp resume {name}"
 
 
 def _coloured(state: RunState) -> str:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import show, tell
 from cluster_ddp.cli.checkpoints import best_of
 from cluster_ddp.cli.options import Run
+from cluster_ddp.cli.output import inform, show
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.runs import find_run, runs_dir_of
 
@@ -19,7 +19,9 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
     step: Annotated[int | None, typer.Option("--step", help="Default: the newest intact checkpoint.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The best one by checkpoint.keep_best of the job file.")] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="The averages that evaluation uses (train.ema_decay).")] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averaged weights that evaluation uses (train.ema_decay).")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
     """Write the model's verified weights under the model's own names; safetensors.torch.load_file reads them."""
@@ -29,7 +31,7 @@ def command(
     found = find_run(run, runs_dir_of(None))
     if best:
         if step is not None:
-            raise RunError("--step and --best: give one of them")
+            raise RunError("give either --step or --best, not both")
         step = best_of(found, list_checkpoints(found.checkpoints, run_id_of(found), read_all=False))
         if step is None:
             raise RunError("--best: checkpoint.keep_best is not set, or no checkpoint has its metric")
@@ -41,7 +43,7 @@ def command(
         raise RunError(f"{output} exists; --force replaces it")
     count, manifest, passed_over = export_newest(found.checkpoints, run_id_of(found), output, step=step, ema=ema)
     for other in passed_over:
-        tell(f"passed over {other.path.name}: {'; '.join(other.problems)}")
+        inform(f"skipped {other.path.name}: {'; '.join(other.problems)}")
     show(f"{output}: {count} tensors of step {manifest.step}")
     if not ema and manifest.has_averages:
-        tell("these are the weights as they are trained; evaluation uses their averages, which --ema writes")
+        inform("these are the trained weights; evaluation uses their moving average, which --ema exports")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cluster_ddp.cli.answer import tell
+from cluster_ddp.cli.output import inform
 from cluster_ddp.job.site_file import default_site_file, site_file
 from cluster_ddp.slurm.commands import require
 from cluster_ddp.submit.first_files import ask_cluster, first_job, site_values
@@ -14,7 +14,7 @@ _HEAD = "# Written by cluster-ddp init: defaults for all your job files on this 
 
 
 def command() -> None:
-    """Ask Slurm what there is, and write a first job.yaml and a site file; nothing is overwritten."""
+    """Ask Slurm what the cluster has, and write a first job.yaml and a site file; nothing is overwritten."""
     require("scontrol")
     cluster = ask_cluster()
     from cluster_ddp.job.document import dump
@@ -22,7 +22,7 @@ def command() -> None:
     site = site_file() or default_site_file()
     _write(site, f"{_HEAD}\n{dump(site_values(cluster, os.environ))}")
     _write(Path("job.yaml"), first_job(cluster))
-    tell("next: cluster-ddp submit job.yaml --dry-run, then without --dry-run")
+    inform("next: cluster-ddp submit job.yaml --dry-run, then the same without --dry-run")
 
 
 def _write(file: Path, text: str) -> None:
@@ -31,6 +31,6 @@ def _write(file: Path, text: str) -> None:
         with file.open("x") as new:
             new.write(text)
     except FileExistsError:
-        tell(f"kept {file}: it exists already")
+        inform(f"kept the existing {file}")
     else:
-        tell(f"wrote {file}")
+        inform(f"wrote {file}")

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import answer, remark, show, tell
 from cluster_ddp.cli.described import report_ended
 from cluster_ddp.cli.options import Job, JsonLine, Settings
+from cluster_ddp.cli.output import inform, print_json_line, remark, show
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.run_state import RunState
 
@@ -19,13 +19,15 @@ def command(
     job: Job,
     run: Annotated[str, typer.Option("--run", metavar="NAME", help="The run's folder in runs_dir, or its path.")],
     nodes: Annotated[int, typer.Option("--nnodes", min=1, metavar="N", help="How many machines take part.")],
-    master: Annotated[str, typer.Option("--master-addr", metavar="HOST", help="Where the others reach node 0.")],
+    master: Annotated[
+        str, typer.Option("--master-addr", metavar="HOST", help="The address at which the others reach node 0.")
+    ],
     node: Annotated[
-        int | None, typer.Option("--node-rank", min=0, metavar="R", help="Which of them this is, from 0.")
+        int | None, typer.Option("--node-rank", min=0, metavar="R", help="The number of this machine, from 0.")
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--master-port", min=1024, max=65535, metavar="P", help="Default: a free one of node 0's."),
+        typer.Option("--master-port", min=1024, max=65535, metavar="P", help="Default: a free port on node 0."),
     ] = None,
     procs: Annotated[
         int | None, typer.Option(min=1, metavar="P", help="Ranks per node. Default: the job file's, or one per GPU.")
@@ -35,19 +37,21 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command; start nothing.")] = False,
     as_json: JsonLine = False,
 ) -> None:
-    """Train on several machines without Slurm: start it on each of them. The same commands again continue the run."""
+    """Train on several machines without Slurm: run it on each of them. The same commands again continue the run."""
     from cluster_ddp.job import load_job
     from cluster_ddp.submit import manual
     from cluster_ddp.submit.base import SubmitError
 
     loaded = load_job(job, settings or ())
     if node is None and not print_all:
-        raise SubmitError(f"--node-rank: which of the {nodes} nodes is this? Node 0 is the one at --master-addr")
+        raise SubmitError(
+            f"--node-rank is missing: which of the {nodes} nodes is this? Node 0 is the one at --master-addr"
+        )
     start = manual.plan_manual(loaded.spec, run, nodes=nodes, node=node or 0, master=master, port=port, procs=procs)
     if print_all:
         *commands, with_pdsh = manual.all_commands(start, job, tuple(settings or ()), port=port)
         show(*commands)
-        tell(f"# or: pdsh -w HOSTS {shlex.quote(with_pdsh)}")
+        inform(f"# or: pdsh -w HOSTS {shlex.quote(with_pdsh)}")
         return
     remark(loaded.warnings)
     remark(start.network.remarks)
@@ -59,10 +63,10 @@ def command(
     except RunEnded as error:
         if error.state != RunState.COMPLETED.value:
             raise
-        tell(str(error))
+        inform(str(error))
         state, exit_status = error.state, 0
     else:
         state, exit_status = status.state.value, report_ended(start.run, status)
     if as_json:
-        answer(start.run, None, state)
+        print_json_line(start.run, None, state)
     raise typer.Exit(exit_status)

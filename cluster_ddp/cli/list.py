@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.cli.options import JsonList
+from cluster_ddp.cli.output import inform, show, show_json
 from cluster_ddp.cli.overview import Overview
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import runs_dir_of
@@ -15,7 +15,7 @@ from cluster_ddp.run.status import RunSummary
 
 
 def command(as_json: JsonList = False) -> None:
-    """List the runs in $CLUSTER_DDP_RUNS, else in the site file's runs_dir, else in ./runs, the oldest first."""
+    """List the runs in $CLUSTER_DDP_RUNS, else the site file's runs_dir, else ./runs, oldest first."""
     runs_dir = runs_dir_of(None)
     overview = Overview(runs_dir)
     known = overview.know()
@@ -24,7 +24,7 @@ def command(as_json: JsonList = False) -> None:
         rows = [{**_row(sweep.as_run()), "elements": sweep.to_json()} for sweep in sweeps]
         show_json([*map(_row, found), *rows])
     elif not found and not sweeps:
-        tell(f"no runs in {runs_dir} (CLUSTER_DDP_RUNS names another folder)")
+        inform(f"no runs in {runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
     else:
         _show_runs(found)
         show(*sweep_lines(sweeps))

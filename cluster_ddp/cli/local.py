@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import answer, remark, show, tell
 from cluster_ddp.cli.described import report_ended
 from cluster_ddp.cli.options import Job, JsonLine, Settings
+from cluster_ddp.cli.output import inform, print_json_line, remark, show
 
 if TYPE_CHECKING:
     from cluster_ddp.submit import local
@@ -29,7 +29,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun commands; start nothing.")] = False,
     as_json: JsonLine = False,
 ) -> None:
-    """Train on this machine, without Slurm. Ctrl-C saves a checkpoint and ends; `resume` goes on."""
+    """Train on this machine, without Slurm. Ctrl-C saves a checkpoint and exits; `resume` continues."""
     from cluster_ddp.job import load_job
     from cluster_ddp.submit import local
 
@@ -43,7 +43,7 @@ def command(
     run, status = local.start_local(start, show=sys.stderr if as_json else sys.stdout)
     exit_status = report_ended(run, status)
     if as_json:
-        answer(run, None, status.state.value)
+        print_json_line(run, None, status.state.value)
     raise typer.Exit(exit_status)
 
 
@@ -53,9 +53,9 @@ def _print_commands(start: local.LocalStart) -> None:
 
     if start.spec.task is not None:
         plan = plan_batch(start.spec.train, start.nodes * start.procs)
-        tell(f"# {describe_training(start.spec.train, plan)}")
+        inform(f"# {describe_training(start.spec.train, plan)}")
     directory = str(runs_dir_of(start.spec) / f"{start.spec.name}-DATE-TIME-ID")
     for node in range(start.nodes):
         show(shlex.join(start.node_torchrun(directory, 0, node)))
         variables = {**start.network.variables, **start.variables(node)}
-        tell(f"# node {node}: " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+        inform(f"# node {node}: " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import show, tell
 from cluster_ddp.cli.options import Run
+from cluster_ddp.cli.output import inform, show
 from cluster_ddp.cli.status import Look
 from cluster_ddp.launch.logs import AttemptLogs
 from cluster_ddp.printing import one_line
@@ -34,12 +34,12 @@ def command(
         int | None, typer.Option(metavar="N", min=0, help="Only this attempt. Default: the last.")
     ] = None,
     node: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this node.")] = None,
-    rank: Annotated[int | None, typer.Option(metavar="R", min=0, help="Only this rank, without the brackets.")] = None,
+    rank: Annotated[int | None, typer.Option(metavar="R", min=0, help="Only this rank, without the prefix.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The error of the rank that failed first.")] = False,
 ) -> None:
-    """Show what the ranks and nodes of a run print.
+    """Show the output of a run's ranks and nodes.
 
-    Each line begins with its rank in brackets; [rank 3 err] is the standard error of rank 3.
+    Each line starts with its rank in brackets; `err` after the rank marks standard error.
     """
     found = find_run(run, runs_dir_of(None))
     number = _attempt(found, attempt)
@@ -48,7 +48,9 @@ def command(
     elif follow and attempt is None:
         _follow(found, node, rank)
     elif number is None:
-        tell(f"run {found.id} has not begun an attempt: cluster-ddp status {found.id} says why{_batch_output(found)}")
+        inform(
+            f"run {found.id} has not started an attempt yet (see cluster-ddp status {found.id}){_batch_output(found)}"
+        )
     else:
         _show_all(found, number, node, rank)
 
@@ -60,7 +62,7 @@ def _attempt(run: RunDirectory, wanted: int | None) -> int | None:
     except OSError as error:
         raise RunError(f"{run.attempts} cannot be read: {error.strerror or error}") from error
     if wanted is not None and wanted not in numbers:
-        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "it has not begun any"
+        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "it has not started any"
         raise RunError(f"run {run.id} has no attempt {wanted}: {there}")
     return wanted if wanted is not None else (numbers[-1] if numbers else None)
 
@@ -70,10 +72,10 @@ def _show_all(run: RunDirectory, number: int, node: int | None, rank: int | None
     nodes = logs.nodes()
     if node is not None and node not in nodes:
         there = ", ".join(map(str, nodes[:20])) or "none"
-        raise RunError(f"attempt {number} of {run.id} has no log of node {node}; nodes with one: {there}")
+        raise RunError(f"attempt {number} of {run.id} has no log for node {node}; nodes with a log: {there}")
     if not _print(logs, rank, several=node is None and len(nodes) > 1, rest=True):
-        who = f"rank {rank}" if rank is not None else "nobody"
-        tell(f"{who} has printed {'nothing' if rank is not None else 'anything'} in attempt {number} of {run.id}")
+        who = f"rank {rank} printed nothing" if rank is not None else "nothing was printed"
+        inform(f"{who} in attempt {number} of {run.id}")
 
 
 def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
@@ -83,18 +85,18 @@ def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
         while True:
             (status,) = look.take().runs  # before the logs, so that all output of a run that is over is read
             if current is None and not status.attempts and status.state.open:
-                tell(f"run {run.id} has not begun yet: {_state(status)}")
+                inform(f"run {run.id} has not started yet: {_state(status)}")
                 current = -1
             for number in _newer(run, current):
                 if logs is not None:
                     _print(logs, rank, several=node is None, rest=True)
-                tell(f"--- attempt {number} of {run.id}")
+                inform(f"--- attempt {number} of {run.id}")
                 current, logs = number, AttemptLogs(run.attempt(number), node)
             if logs is not None:
                 _print(logs, rank, several=node is None and len(logs.nodes()) > 1, rest=not status.state.open)
                 sys.stdout.flush()
             if not status.state.open:
-                tell(f"--- run {run.id}: {_state(status)}")
+                inform(f"--- run {run.id}: {_state(status)}")
                 return
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
@@ -146,13 +148,13 @@ def _show_errors(run: RunDirectory, wanted: int | None) -> None:
             show("", f"more: {one_line(str(root['log']))}")
         return
     where = f"attempt {wanted}" if wanted is not None else "any attempt"
-    tell(f"no rank has failed in {where} of {run.id}{_batch_output(run)}")
+    inform(f"no rank failed in {where} of {run.id}{_batch_output(run)}")
 
 
 def _batch_output(run: RunDirectory) -> str:
     """Where the batch script's own output is, if there is any."""
     files = sorted(run.path.glob("slurm-*.out"))
-    return f"; the batch script's output is in {files[-1]}" if files else ""
+    return f"; for the output of the batch script see {files[-1]}" if files else ""
 
 
 def _state(status: RunStatus) -> str:

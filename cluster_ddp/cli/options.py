@@ -46,7 +46,8 @@ Runs = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting: train.lr=0.1. Repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a setting, such as train.lr=0.1. Repeatable."),
 ]
 JsonLine = Annotated[bool, typer.Option("--json", help="End with one line of JSON on standard output.")]
 JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]

@@ -1,4 +1,4 @@
-"""``cluster-ddp resume``: go on with a run, in the same run directory."""
+"""``cluster-ddp resume``: continue a run, in the same run directory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, report_ended
 from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
+from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
@@ -30,19 +30,20 @@ def command(
     ] = None,
     as_json: JsonLine = False,
 ) -> None:
-    """Continue a run from its last checkpoint, or a sweep: in the queue, or on this machine if it is a local one."""
+    """Continue a run or a sweep from its last checkpoint: in the queue, or on this machine if it is a local one."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
         from cluster_ddp.cli.sweep import go_on
 
         if settings:
             raise RunError(
-                f"{sweep.id} is a sweep, and --set would make it another one: call the sweep command again with it.\n"
+                f"{sweep.id} is a sweep, and --set would make it a different one: run the sweep command again with "
+                "it.\n"
                 f"To change one of its runs, name its directory: cluster-ddp resume {sweep.path}/... --set ..."
             )
         raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
-    with contextlib.suppress(SlurmError):  # the look at its state tells of that
+    with contextlib.suppress(SlurmError):  # looking up its state reports this
         take_up_run(found, seconds=PATIENCE_SECONDS)
     seen = read_history(found)  # read before the run is judged: what happens from here on is not forgiven
     (status,) = describe_runs([found])
@@ -52,11 +53,11 @@ def command(
     if plan.start is None:
         script = plan.spec.script is not None
         more = (
-            "its script other arguments: --set 'args=[...]'"
+            "its script different arguments: --set 'args=[...]'"
             if script
             else "it more: --set train.epochs=... (or train.steps)"
         )
-        tell(f"run {found.id} is complete; to train on, give {more}")
+        inform(f"run {found.id} is complete; to train further, give {more}")
         job_id, state = status.slurm_job_id, status.state.value
     elif isinstance(plan.start, local.LocalStart):
         status = resume.resume_here(plan, plan.start, show=sys.stderr if as_json else sys.stdout)
@@ -65,5 +66,5 @@ def command(
         job_id, state = resume.send_again(plan, plan.start), RunState.PENDING.value
         report_submitted(found, job_id)
     if as_json:
-        answer(found, job_id, state)
+        print_json_line(found, job_id, state)
     raise typer.Exit(exit_status)

@@ -1,4 +1,4 @@
-"""``cluster-ddp status``: where runs stand."""
+"""``cluster-ddp status``: the state of runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster_ddp.cli.answer import show, show_json, tell
 from cluster_ddp.cli.described import K, SlurmJobs, ask_slurm, describe_with, show_metrics, sweep_lines
 from cluster_ddp.cli.options import Runs
+from cluster_ddp.cli.output import inform, show, show_json
 from cluster_ddp.cli.overview import Overview
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.printing import one_line, printable
@@ -33,7 +33,7 @@ _REFRESH_SECONDS = 2.0
 _ASK_SLURM_SECONDS = 15.0
 # What a narrow terminal shows first, after the run and its state; metrics and reasons get the remaining width.
 _BY_IMPORTANCE = ("STEP", "JOB", "CHECKPOINT", "GOODPUT", "ATTEMPTS")
-_UNKNOWN = "unknown (the script reports none)"
+_UNKNOWN = "unknown (the script does not report any)"
 _GAP = 2  # between two columns
 _VALUE_COLUMN = 19  # of the values in the details of one run
 _LEAST_ROOM = 16  # a metric or a reason that is cut shorter is useless
@@ -44,7 +44,7 @@ def command(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until nothing more will happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; for several runs, a list.")] = False,
 ) -> None:
-    """Show where runs stand: state, step, checkpoint, metrics, lost time."""
+    """Show the status of runs: state, step, checkpoint, metrics, lost time."""
     look = Look(runs or [])
     if watch:
         _watch(look, as_json=as_json)
@@ -121,7 +121,7 @@ class Look:
 
 def _print(seen: Seen, look: Look) -> None:
     if not seen.runs and not seen.sweeps:
-        tell(f"no runs in {look.runs_dir} (CLUSTER_DDP_RUNS names another folder)")
+        inform(f"no runs in {look.runs_dir} (set CLUSTER_DDP_RUNS to use another folder)")
     show(*_lines(seen, look))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from cluster_ddp.cli.answer import tell, told_if_slow
 from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
+from cluster_ddp.cli.output import inform, inform_if_slow
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.directory import RunDirectory
@@ -24,20 +24,22 @@ from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.submit.taking_up import take_up_run
 
 _OF_A_SCRIPT = (
-    "Its script reports nothing to cluster-ddp. It is sent SIGTERM, or the signal of requeue.signal, if it handles one "
-    f"of them; after {SCRIPT_GRACE_SECONDS:.0f} s it is killed, and what it has not saved itself is lost"
+    "Its script does not report to cluster-ddp. It is sent SIGTERM or requeue.signal, if it handles one "
+    f"of them; after {SCRIPT_GRACE_SECONDS:.0f} s it is killed, and anything it has not saved itself is lost"
 )
 
 
 def command(run: RunOrSweep) -> None:
-    """Ask a run to save a checkpoint and end; `resume` goes on from there. Of a sweep, all its elements."""
+    """Ask a run, or all elements of a sweep, to save a checkpoint and exit; `resume` continues from there."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
         stop_sweep(sweep, stop_run)
         return
-    with told_if_slow("cluster-ddp: the storage or Slurm does not answer yet; the run is asked as soon as it does"):
+    with inform_if_slow(
+        "cluster-ddp: waiting for the storage or Slurm to answer; the run is asked to stop as soon as it does"
+    ):
         found = find_run_to_change(run, runs_dir_of(None))
-        with contextlib.suppress(SlurmError):  # the look at its state tells of that
+        with contextlib.suppress(SlurmError):  # looking up its state reports this
             take_up_run(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
         stop_run(found, status)
@@ -49,25 +51,25 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
     last, current = history.last, history.current_attempt
     waits = current is not None and status.state in (RunState.REQUEUED, RunState.HELD)
     if not status.state.alive and not waits:
-        raise RunError(f"run {found.id} is {status.state.value}: nothing is alive to stop.{_advice(status)}")
+        raise RunError(f"run {found.id} is {status.state.value}: nothing is running that could stop.{_advice(status)}")
     over = last is None or attempt_is_alive(history, last) is False
     # An attempt from before a `resume` is no more the run's, unless it is alive or its keeper may start it again.
     begun = current is not None or not over or is_undecided(history)
     if last is None or not begun:
         raise RunError(
-            f"the job of run {found.id} is starting and has not begun to train; try again in a moment, or end it for "
+            f"the job of run {found.id} is starting and does not train yet; try again in a moment, or end it for "
             f"good: cluster-ddp cancel {found.id}"
         )
     number = _ask(found, last.number)
     EventWriter(found, login_writer()).write(STOP_REQUESTED, attempt=number, reason=PERSON, by=caller())
     _take_out_of_queue(found, last.slurm_job_id, waits=waits)
-    see = f"(see: cluster-ddp status {found.id}; go on later: {how_to_go_on(found.id, status.record)})"
+    see = f"(see: cluster-ddp status {found.id}; continue later: {how_to_go_on(found.id, status.record)})"
     if over:
-        tell(f"asked that attempt {number} of {found.id}, which has ended, not be followed by another {see}")
+        inform(f"attempt {number} of {found.id} has ended already; no other attempt will follow it {see}")
     elif history.reports_nothing:
-        tell(f"asked attempt {number} of {found.id} to end {see}", _OF_A_SCRIPT)
+        inform(f"asked attempt {number} of {found.id} to exit {see}", _OF_A_SCRIPT)
     else:
-        tell(f"asked attempt {number} of {found.id} to save and end {see}")
+        inform(f"asked attempt {number} of {found.id} to save and exit {see}")
 
 
 def _ask(run: RunDirectory, number: int) -> int:
@@ -100,13 +102,13 @@ def _take_out_of_queue(run: RunDirectory, last: str | None, *, waits: bool) -> N
             if again and not waits:
                 continue
             cancel_job(job.job_id, only_waiting=again)
-            tell(f"took Slurm job {job.job_id}{'' if again else ' of its chain'} out of the queue")
+            inform(f"removed Slurm job {job.job_id}{'' if again else ' of its chain'} from the queue")
     except SlurmError as error:
-        tell(f"cluster-ddp: other jobs of it may still wait in the queue, and end when they start: {error}")
+        inform(f"cluster-ddp: other jobs of this run may still be queued; they exit when they start: {error}")
 
 
 def _advice(status: RunStatus) -> str:
     if status.state in (RunState.PENDING, RunState.HELD, RunState.REQUEUED):
-        return f" It waits to start; to take it out of the queue for good: cluster-ddp cancel {status.run_id}"
+        return f" It is waiting to start; to remove it from the queue for good: cluster-ddp cancel {status.run_id}"
     go_on = how_to_go_on(status.run_id, status.record)
-    return "" if status.state is RunState.COMPLETED else f" To go on with it: {go_on}"
+    return "" if status.state is RunState.COMPLETED else f" To continue it: {go_on}"

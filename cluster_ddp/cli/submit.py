@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import answer, remark, report_submitted, tell
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
+from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.via import QUEUED, SBATCH
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
@@ -29,18 +29,19 @@ def command(
         typer.Option(
             metavar=f"<{'|'.join(QUEUED)}>",
             autocompletion=lambda: list(QUEUED),
-            help="Submit our own batch script, or go through submitit.",
+            help="Submit with sbatch and our own batch script, or through submitit.",
         ),
     ] = SBATCH,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script that would be sent; write nothing.")
+        bool, typer.Option("--dry-run", help="Print the script that would be submitted; write nothing.")
     ] = False,
     as_json: JsonLine = False,
     chain: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="Queue N jobs, each going on where the one before ended.")
+        int,
+        typer.Option(min=1, max=1000, metavar="N", help="Queue N jobs, each continuing where the one before ended."),
     ] = 1,
     after: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Start when the Slurm jobs of this run have ended.")
+        str | None, typer.Option(metavar="RUN", help="Start once the Slurm jobs of this run have ended.")
     ] = None,
     no_check: NoCheck = False,
 ) -> None:
@@ -61,7 +62,7 @@ def command(
     run, job_id = start_run(loaded.spec, sending)
     report_submitted(run, job_id)
     if as_json:
-        answer(run, job_id, "PENDING")
+        print_json_line(run, job_id, "PENDING")
 
 
 def _steps(spec: JobSpec) -> list[str]:
@@ -93,15 +94,15 @@ def _show(loaded: LoadedJob, sending: Submission) -> None:
     sys.stdout.write(printable(sending.text) if sys.stdout.isatty() else sending.text)
     sys.stdout.flush()
     network = resolve(spec.network, os.environ)
-    tell(
+    inform(
         "",
         "dry run: nothing was written or submitted",
         f"  run directory:  {runs_dir_of(spec)}/{spec.name}-<time>-<4 hex>",
         f"  ranks:          {spec.slurm.nodes} x {spec.procs_per_node} = {spec.world_size}",
         *_steps(spec),
-        f"  network:        collectives may take {network.timeout} s",
+        f"  network:        collectives time out after {network.timeout} s",
         *(f"                  {setting.name}={setting.value}  ({setting.why})" for setting in network.settings),
-        "  where the values come from; all others are defaults (docs/job-file.md):",
+        "  where these values come from (all others are defaults, see docs/job-file.md):",
         *(f"    {origin.key}: {_short(origin.value)}   {origin.place}" for origin in loaded.origins),
     )
 

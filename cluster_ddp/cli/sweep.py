@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import answer, remark, tell
 from cluster_ddp.cli.described import show_metrics
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
+from cluster_ddp.cli.output import inform, print_json_line, remark
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
@@ -53,14 +53,12 @@ def command(
     as_json: JsonLine = False,
     no_check: NoCheck = False,
 ) -> None:
-    """Start a job for each combination of settings, as one Slurm array; if called again, what is missing or failed."""
+    """Run a job once per combination of settings, as one Slurm array; run again, start what is missing or failed."""
     from cluster_ddp.job.grid import elements_of, read_list
 
     elements = elements_of(grid or (), read_list(list_file) if list_file else ())
     if not local and (nodes, procs, gpus) != (None, None, None):
-        raise SubmitError(
-            "--nodes, --procs and --gpus go with --local; Slurm is asked by --set slurm.nodes=... and so on"
-        )
+        raise SubmitError("--nodes, --procs and --gpus need --local; for Slurm use --set slurm.nodes=... and so on")
     if no_check or dry_run or local:
         plan = plan_sweep(job, settings or (), elements, check_target=not no_check)
         remark(plan.remarks)
@@ -95,7 +93,7 @@ def go_on(sweep: SweepDirectory, nodes: int | None, procs: int | None, *, as_jso
     if record.via == LOCAL:
         return _run_here(plan, record.at_once or 1, nodes, procs, None, as_json=as_json)
     if (nodes, procs) != (None, None):
-        raise SubmitError("--nodes and --procs: all elements share one request to Slurm; call the sweep command again")
+        raise SubmitError("--nodes and --procs: all elements share one Slurm request; run the sweep command again")
     _submit(plan, record.at_once, as_json=as_json)
     return 0
 
@@ -104,7 +102,7 @@ def _submit(plan: SweepPlan, at_once: int | None, *, as_json: bool) -> None:
     submitted = submit_sweep(plan, at_once=at_once)
     _report(plan, submitted)
     if as_json:
-        answer(plan.sweep, submitted.job_ids[0] if submitted.job_ids else None, "PENDING")
+        print_json_line(plan.sweep, submitted.job_ids[0] if submitted.job_ids else None, "PENDING")
 
 
 def _run_here(
@@ -113,16 +111,18 @@ def _run_here(
     """Run a sweep in the foreground; returns the exit status."""
     from cluster_ddp.submit.sweep_here import run_sweep
 
-    tell(f"sweep {plan.sweep.id}: the output of each element is in its folder, {plan.sweep.path}/*/{LOCAL_OUTPUT}")
-    found = run_sweep(plan, at_once=at_once, nodes=nodes, procs=procs, gpus=gpus, told=_tell_ended)
+    inform(
+        f"sweep {plan.sweep.id}: the output of each element goes to its own folder: {plan.sweep.path}/*/{LOCAL_OUTPUT}"
+    )
+    found = run_sweep(plan, at_once=at_once, nodes=nodes, procs=procs, gpus=gpus, report=_report_element)
     states = Counter(status.state for status in found)
-    tell(
+    inform(
         "  ".join(f"{count} {state.value}" for state, count in states.items()),
-        f"  see more   cluster-ddp status {one_line(str(plan.sweep.path))}",
+        f"  details    cluster-ddp status {one_line(str(plan.sweep.path))}",
     )
     state, exit_status = _outcome(states)
     if as_json:
-        answer(plan.sweep, None, state.value)
+        print_json_line(plan.sweep, None, state.value)
     return exit_status
 
 
@@ -133,9 +133,9 @@ def _outcome(states: Iterable[RunState]) -> tuple[RunState, int]:
     return (RunState.COMPLETED, 0) if set(states) == {RunState.COMPLETED} else (RunState.STOPPED, 5)
 
 
-def _tell_ended(status: RunStatus) -> None:
+def _report_element(status: RunStatus) -> None:
     reason = f"  ({one_line(status.reason)})" if status.reason else ""
-    tell(f"{status.state.value:<9}  {one_line(status.run_id)}  {show_metrics(status.metrics)}{reason}".rstrip())
+    inform(f"{status.state.value:<9}  {one_line(status.run_id)}  {show_metrics(status.metrics)}{reason}".rstrip())
 
 
 def _show(plan: SweepPlan, at_once: int | None) -> None:
@@ -146,7 +146,7 @@ def _show(plan: SweepPlan, at_once: int | None) -> None:
     sys.stdout.flush()
     limit = f", {at_once} at once" if at_once is not None else ""
     names = labels(plan.elements)
-    tell(
+    inform(
         "",
         "dry run: nothing was written or submitted",
         f"  sweep directory:  {plan.sweep.path}",
@@ -164,11 +164,11 @@ def _report(plan: SweepPlan, submitted: Submitted) -> None:
     jobs = f", Slurm job {', '.join(submitted.job_ids)}" if submitted.job_ids else ""
     others = Counter(status.state.value for status in submitted.found)
     left = sum(others.values()) - submitted.started
-    tell(f"sweep {sweep.id}: {submitted.started} of {len(submitted.found)} elements submitted{jobs}")
+    inform(f"sweep {sweep.id}: {submitted.started} of {len(submitted.found)} elements submitted{jobs}")
     if left:
-        told = ", ".join(f"{count} {state}" for state, count in sorted(others.items()))
-        tell(f"  left alone: {left} (before this call: {told})")
-    tell(
+        counts = ", ".join(f"{count} {state}" for state, count in sorted(others.items()))
+        inform(f"  left alone: {left} (before this call: {counts})")
+    inform(
         f"  directory:  {one_line(str(sweep.path))}",
         f"  watch:      cluster-ddp status {sweep.id} --watch",
         f"  end early:  cluster-ddp stop {sweep.id}   (for good: cancel)",

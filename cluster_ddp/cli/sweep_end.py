@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster_ddp.cli.answer import tell
 from cluster_ddp.cli.described import PATIENCE_SECONDS
+from cluster_ddp.cli.output import inform
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
@@ -48,11 +48,11 @@ def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], 
         if isinstance(known, KnownRun) and status.state.alive
     )
     if not asked and not waiting and not starting and not started_here:
-        raise RunError(f"sweep {sweep.id}: nothing of it is alive or waiting")
-    tell(
-        f"sweep {sweep.id}: {asked} element{'s' * (asked != 1)} asked to save and end, "
-        f"{len(waiting) + len(starting)} taken out of the queue "
-        f"(see: cluster-ddp status {sweep.id}; go on later: cluster-ddp resume {sweep.id})"
+        raise RunError(f"sweep {sweep.id}: none of it is running or waiting")
+    inform(
+        f"sweep {sweep.id}: {asked} element{'s' * (asked != 1)} asked to save and exit, "
+        f"{len(waiting) + len(starting)} removed from the queue "
+        f"(see: cluster-ddp status {sweep.id}; continue later: cluster-ddp resume {sweep.id})"
     )
 
 
@@ -69,8 +69,8 @@ def cancel_sweep(sweep: SweepDirectory, mark: Callable[[RunDirectory], None]) ->
         _try(functools.partial(mark, sweep.run(element)))
     living = [job.job_id for _, _, jobs in _look(sweep) for job in jobs]
     _cancel(sweep, living)
-    tell(
-        f"cancelled sweep {sweep.id}, including {len(living)} of its Slurm jobs (to take a run up again: "
+    inform(
+        f"cancelled sweep {sweep.id}, including {len(living)} of its Slurm jobs (to start a run again: "
         "cluster-ddp resume DIRECTORY)"
     )
 
@@ -96,7 +96,7 @@ def _try(act: Callable[[], None]) -> bool:
     try:
         act()
     except ClusterDDPError as error:
-        tell(f"cluster-ddp: {error}")
+        inform(f"cluster-ddp: {error}")
         return False
     return True
 
@@ -107,7 +107,7 @@ def _cancel(sweep: SweepDirectory, job_ids: Sequence[str], *, only_waiting: bool
     try:
         cancel_job(*job_ids, only_waiting=only_waiting)
     except SlurmError as error:
-        raise SlurmError(f"jobs of sweep {sweep.id} may go on or wait: {error}") from error
+        raise SlurmError(f"jobs of sweep {sweep.id} may still run or wait: {error}") from error
 
 
 def _start_no_more(sweep: SweepDirectory) -> bool:

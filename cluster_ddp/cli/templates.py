@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.answer import show, tell
+from cluster_ddp.cli.output import inform, show
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.job.templates import template_file, template_names
 
@@ -20,7 +20,7 @@ def command(
     if action is None:
         for template in template_names():
             show(f"{template:<14}{_summary(template)}")
-        tell("\nprint one: cluster-ddp templates show NAME     submit one: cluster-ddp submit NAME")
+        inform("\nprint one: cluster-ddp templates show NAME     submit one: cluster-ddp submit NAME")
     elif action == "show" and name is not None:
         sys.stdout.write(template_file(name).read_text(encoding="utf-8"))
     else:

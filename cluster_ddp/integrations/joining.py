@@ -68,7 +68,7 @@ class FrameworkSteps(Geometry):
                 f"the checkpoint was saved by {was['world']} ranks, now there are {self.world}, and {self.samples} "
                 f"samples are no multiple of the {per_step} of a step: several ranks fill up the last step of an epoch "
                 f"with samples of its beginning, so that it would have others; resume on {was['world']} ranks, or "
-                "begin a new run with a data set of a multiple"
+                "start a new run with a data set of a multiple"
             )
 
 

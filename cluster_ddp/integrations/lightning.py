@@ -327,6 +327,6 @@ def _warn_of_hooks(trainer: Any, warn: Callable[[str], None]) -> None:
     if names := sorted({type(part).__name__ for part in asked if is_overridden("on_save_checkpoint", part)}):
         warn(
             f"on_save_checkpoint() of {', '.join(names)} is for Lightning's own checkpoints; the run's do not hold "
-            "what it gives, and a resume is exact only where no step depends on it. Make it buffers of the "
+            "what it gives, and a resume is exact only if no step depends on it. Make it buffers of the "
             "LightningModule, or let state_dict() of the callback or the datamodule give it"
         )

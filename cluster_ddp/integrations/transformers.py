@@ -193,7 +193,7 @@ class _Training:
         if self._run.step != (self._resumes_at or 0):
             raise TrainError(
                 f"the newest checkpoint, of step {self._resumes_at}, is damaged and has been set aside: resume the run "
-                "once more, and it goes on from the one before"
+                "once more, and it continues from the one before"
             )
         batches.arrange(loop.seed)
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
@@ -255,7 +255,7 @@ class _Training:
         if changed:
             self._going().warn(
                 f"steps change {', '.join(sorted(changed))} of the {type(self._trainer).__name__}, which no checkpoint "
-                "holds: it starts over at a resume, which is exact only where no step depends on it, as where it is "
+                "contains: it starts over after a resume, which is exact only if no step depends on it, as where it is "
                 "only logged. Numbers, tensors, and lists and dicts of these are kept: take those for it"
             )
 

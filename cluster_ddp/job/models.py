@@ -245,7 +245,7 @@ class CheckpointSpec(Section):
     every_steps: fields.PositiveInt | None = None
     every_minutes: fields.Positive | None = None
     keep_last: fields.PositiveInt = 3
-    keep_every: fields.PositiveInt | None = None  # steps: multiples of it are kept for ever
+    keep_every: fields.PositiveInt | None = None  # steps: multiples of it are kept forever
     keep_best: KeepBestSpec | None = None
     background: bool = True
     when_busy: Literal["wait", "skip"] = "wait"  # when a save is due while the one before is still being written
@@ -350,7 +350,7 @@ class JobSpec(Section):
             raise contradiction("args go to a script, and this job runs a task", at="args", instead="params: {...}")
         if self.task is not None and self.args_on_resume:
             raise contradiction(
-                "a task goes on by itself, and only a script is told to", at="args_on_resume", instead="params: {...}"
+                "a task resumes by itself; only a script needs to be told", at="args_on_resume", instead="params: {...}"
             )
 
     def _check_requeue(self) -> None:

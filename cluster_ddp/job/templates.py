@@ -22,7 +22,7 @@ def template_file(name: str) -> Path:
     if name not in names:
         hint = nearest(name, names)
         raise JobFileError(
-            f'no template is called "{name}"'
+            f'there is no template "{name}"'
             + (f"\n    did you mean: {hint}" if hint else "")
             + f"\n    allowed: {', '.join(names)}, or the path of a job file (with a / or ending in .yaml)"
         )

@@ -133,7 +133,7 @@ def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
 
 
 def _job_is_active(job_id: str) -> bool | None:
-    """Whether Slurm lets processes of a job run; None when it cannot be asked."""
+    """Whether Slurm lets processes of a job run; None when it cannot be queried."""
     try:
         job = _job(job_id)
     except SlurmError:
@@ -152,5 +152,5 @@ def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
 
 
 def _job(job_id: str) -> SlurmJob | None:
-    """A job; None when Slurm does not know it, and `SlurmError` when it cannot be asked."""
+    """A job; None when Slurm does not know it, and `SlurmError` when it cannot be queried."""
     return query_jobs([job_id], seconds=_QUEUE_SECONDS).get(job_id)

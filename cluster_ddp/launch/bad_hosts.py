@@ -70,7 +70,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     """All suspects of the run, if Slurm has started its job again on one of them; none otherwise.
 
     Call it before the attempt is begun. It names a host only once since a person's last resume, and records that, so
-    that a job which Slurm keeps starting on a host is not requeued for ever.
+    that a job which Slurm keeps starting on a host is not requeued forever.
 
     Raises
     ------

@@ -123,7 +123,7 @@ class EndOfJob:
             self._react(news)
 
     def pause(self, seconds: float) -> None:
-        """Wait so long at the most: what a signal, Slurm or a person says of the end meanwhile is not waited out."""
+        """Wait so long at most: what a signal, Slurm or a person says of the end meanwhile is not waited out."""
         until, before = self._host.now() + seconds, (self._unanswered, self.reason)
         while (left := until - self._host.now()) > 0 and before == (self._unanswered, self.reason):
             if self.unwanted():
@@ -150,7 +150,7 @@ class EndOfJob:
         """Stop at the warning."""
         self.reason = TIME_LIMIT
         self._ask_to_stop(None, of=warning)
-        say(f"the end of the job is near{self._asking}")
+        say(f"the job is about to end{self._asking}")
         self._ask_why(warning)
 
     def _end_has_come(self, term: Signal) -> None:
@@ -179,7 +179,7 @@ class EndOfJob:
         self._unanswered = None
         if answer.reason == TERMINATED:  # it lets the job run: somebody has sent a signal
             self.lets_it_run = True
-            say(f"a SIGTERM came that is none of Slurm's{self._asking}")
+            say(f"received a SIGTERM that Slurm did not send{self._asking}")
             return
         self.reason = answer.reason
         within = "" if answer.seconds is None else f", in {answer.seconds:.0f} s"

@@ -159,7 +159,7 @@ class Keeper:
         self._train(attempt)
         self._end.react_to_all()
         if is_superseded(attempt):
-            why = "a newer attempt has begun: what this one did beyond its place does not count"
+            why = "a newer attempt has begun: what this one did after that does not count"
             return KeptStart("end", "stop", why)
         self._end.find_out_why(self._say_delayed)
         decision, bad = self._decide(attempt)
@@ -175,9 +175,9 @@ class Keeper:
             return []
         names = " ".join(bad)
         if not self._allocation.has_enough_others(bad):
-            say(f"{names} failed more than once, but the partition has too few other nodes: going on")
+            say(f"{names} failed more than once, but the partition has too few other nodes: continuing with them")
             return []
-        say(f"this allocation has hosts that failed more than once ({names}): starting again without")
+        say(f"this allocation has hosts that failed more than once ({names}): starting again without them")
         self._end.react_to_all()
         return bad
 
@@ -297,12 +297,12 @@ class Keeper:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
         if not queued:
-            say("not queued again: ended by its owner meanwhile")
+            say("not queued again: its owner has ended it meanwhile")
             if not self._end.unwanted():
                 self._end.cancelled()
             if attempt is not None:
-                self._record(attempt, Decision("stop", "ended by its owner meanwhile"))
-            return KeptStart("end", "stop", "ended by its owner meanwhile")
+                self._record(attempt, Decision("stop", "its owner has ended it meanwhile"))
+            return KeptStart("end", "stop", "its owner has ended it meanwhile")
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
@@ -315,7 +315,7 @@ class Keeper:
         return REQUEUED if superseded else self._end.known()
 
     def _say_delayed(self, reason: str) -> None:
-        say(f"cannot be queued again yet, and keeps trying: {reason}")
+        say(f"cannot be requeued yet; trying again: {reason}")
         self._write(REQUEUE_DELAYED, reason=reason)
 
     def _write(self, event: str, **fields: object) -> None:
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str]) -> int:
     limit_umask(parsed.run)
     start = this_start(os.environ)
     if start is None:
-        say("the keeper keeps a job of Slurm's, and there is no SLURM_JOB_ID here")
+        say("the keeper runs inside a Slurm job, and there is no SLURM_JOB_ID here")
         return 2
     run, warning = RunDirectory(parsed.run.absolute()), signal.Signals[f"SIG{parsed.warning}"]
     try:

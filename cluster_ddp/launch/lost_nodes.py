@@ -53,7 +53,7 @@ def record_lost_nodes(
 def record_silent_node(attempt: AttemptDirectory, writer: EventWriter, node: int, host: str | None) -> None:
     """Record a node that gave no sign of life any more while others had signed off."""
     who = f"node {node} ({host})" if host else f"node {node}"
-    reason = f"{who} was lost: no sign of life, while others had signed off"
+    reason = f"{who} was lost: no sign of life while others had finished"
     writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=reason)
 
 
@@ -84,7 +84,7 @@ def record_failed_nodes(
     if job_step.unstarted:
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
     if not failed and not _explained(history, attempt.number) and spoke and spoke <= set(hosts):
-        failed = dict.fromkeys(hosts, "it never said that it had started")
+        failed = dict.fromkeys(hosts, "it never reported that it had started")
     if not failed and not spoke and job_step.output.own_error and read_stop(attempt) is None:
         error = f"srun started nothing: {job_step.output.own_error}"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
@@ -133,7 +133,7 @@ def _record_killed_node(
         return
     error = f"its node program ended without signing off: {first.describe()}"
     if first.by_signal:
-        error = f"its node program was ended from outside, as for want of memory (srun: {first.how})"
+        error = f"its node program was killed from outside, for example because memory ran out (srun: {first.how})"
     node, suspect = nodes[NODE_STARTED], first.by_signal
     writer.write(NODE_FAILED, attempt=attempt.number, node=node, host=first.host, error=error, suspect=suspect)
 

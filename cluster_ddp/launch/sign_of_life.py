@@ -2,7 +2,7 @@
 
 Each node program leaves a file in the attempt, touches it every few seconds, and removes it when it signs
 off. Slurm alone does not tell: for the task of a node that was rebooted within SlurmdTimeout, or whose slurmstepd was
-killed, srun waits for ever.
+killed, srun waits forever.
 """
 
 from __future__ import annotations

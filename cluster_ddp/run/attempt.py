@@ -218,8 +218,9 @@ def _refuse_alive(
             f"run {run.id} is alive: attempt {last.number} on {where}{job}. Stop it first: cluster-ddp stop {run.id}"
         )
     raise RunAlive(
-        f"run {run.id} may be alive: attempt {last.number} on {where}{job} has left no sign of its end, and from this "
-        f"machine it cannot be seen. Make sure that it is gone, then: cluster-ddp resume {run.id}"
+        f"run {run.id} may be alive: attempt {last.number} on {where}{job} left no record of its end and cannot be "
+        "checked "
+        f"from this machine. Make sure that it is gone, then: cluster-ddp resume {run.id}"
     )
 
 

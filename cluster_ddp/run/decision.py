@@ -100,7 +100,7 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:
         if link := _next_of_chain(history, number):
-            return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain goes on")
+            return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues")
         return _stalled(history, number, outcome, f"requeued {requeues} times, as often as requeue.max_requeues allows")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):

@@ -120,7 +120,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
     if refused := history.of_attempt(number, REQUEUE_FAILED):
         why = refused[-1].get("reason") or "Slurm did not take it"
         return AttemptOutcome(
-            Ending.NOT_REQUEUED, f"requeue failed: {why}. To go on: cluster-ddp resume {history.run.id}"
+            Ending.NOT_REQUEUED, f"requeue failed: {why}. To continue: cluster-ddp resume {history.run.id}"
         )
     failures = failures_of(history, number)
     own_fault = any(not _is_surroundings(event) for event in failures)
@@ -164,8 +164,7 @@ def refuse_ended(history: History) -> None:
     else:
         why = f": {outcome.why}" if ending in (Ending.STALLED, Ending.FAILED_AT_START) else ""
         message = (
-            f"run {run_id} {ending.words}{why}. It starts again only when a person asks for it: "
-            f"cluster-ddp resume {run_id}"
+            f"run {run_id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run_id}"
         )
     raise RunEnded(message, ending.state.value)
 

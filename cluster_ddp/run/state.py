@@ -18,7 +18,7 @@ from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED, SBATCH
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
 
-_NEVER_BEGAN = "it was to start on this machine and has not"
+_NEVER_BEGAN = "it should have started on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
 
 
@@ -30,7 +30,7 @@ def state_of(
     if outcome is not None and outcome.settled:
         return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.why
     if job is not None and job.state in SUSPENDED:
-        return RunState.SUSPENDED, "suspended by Slurm; it goes on from where it is when Slurm resumes it"
+        return RunState.SUSPENDED, "suspended by Slurm; it continues where it is when Slurm resumes it"
     if job is not None and job.state in ACTIVE:
         starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
         return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
@@ -72,7 +72,10 @@ def _without_slurm(
     if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
         return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
     if not answered and last.slurm_job_id and is_being_decided(history):
-        return RunState.RUNNING, "its nodes have ended; what follows is being decided, and Slurm cannot be asked here"
+        return (
+            RunState.RUNNING,
+            "its nodes have finished; the next step is being decided, and Slurm cannot be queried here",
+        )
     alive = attempt_is_alive(history, last)
     if alive or (alive is None and not (answered and last.slurm_job_id)):
         if delayed := waits_for_requeue(history):
@@ -104,11 +107,11 @@ def _never_began(
     if ids and answered:
         return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and it has not begun an attempt since"
     if ids:
-        return RunState.PENDING, f"Slurm cannot be asked about job {ids[-1]} from here"
+        return RunState.PENDING, f"Slurm cannot be queried about job {ids[-1]} from here"
     if record is not None and record.via in QUEUED:
         return RunState.PENDING, "not submitted yet"
     if record is not None and record.via == LAUNCH:
-        return RunState.PENDING, "its nodes wait for each other, or have to be started"
+        return RunState.PENDING, "its nodes are waiting for each other, or still have to be started"
     return RunState.PENDING, None
 
 
@@ -119,12 +122,12 @@ def _ended(
     outcome: AttemptOutcome = outcome_of(history, number)
     cancelled = job is not None and job.state == "CANCELLED"
     if not cancelled and (delayed := why_delayed(history)):  # killed while it tried
-        return RunState.FAILED, f"requeue failed: {delayed}. To go on: cluster-ddp resume {history.run.id}"
+        return RunState.FAILED, f"requeue failed: {delayed}. To continue: cluster-ddp resume {history.run.id}"
     requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
         return RunState.REQUEUED, str(requeued[-1].get("reason") or outcome.why)
     if job is not None and cancelled and requeued and outcome.ending is not Ending.STOPPED_BY_PERSON:
-        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to go on"
+        return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to continue"
     last = history.attempts[-1]
     came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
@@ -132,14 +135,14 @@ def _ended(
         storage = "" if job.state == "DEADLINE" else "The batch host may not have been able to use the run directory. "
         return RunState.LOST, (
             f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
-            f"attempt began. {storage}To go on: cluster-ddp resume {history.run.id}"
+            f"attempt began. {storage}To continue: cluster-ddp resume {history.run.id}"
         )
     decided = requeued or last.ended is not None or not (answered or outcome.stop_reason == TERMINATED)
     if outcome.ending is Ending.STOPPED and not cancelled and last.slurm_job_id and not decided:
         # Slurm ends the step of a batch process that is gone; whether training can still save is a race.
         ended = f"Slurm job {job.job_id} ended as {_end_by_slurm(job)}: " if job is not None else ""
         return RunState.LOST, (
-            f"{ended}its keeper was killed before it had the job queued again; training {outcome.why}. To go on: "
+            f"{ended}its keeper was killed before it had the job queued again; training {outcome.why}. To continue: "
             f"cluster-ddp resume {history.run.id}"
         )
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
@@ -150,7 +153,7 @@ def _ended(
         )
         if record is not None and record.id != history.run.id:
             forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy's own"
-        return outcome.ending.state, f"{outcome.why}; {forgotten}. To go on: cluster-ddp resume {history.run.id}"
+        return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.id}"
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
     if cancelled:
@@ -173,8 +176,8 @@ def _stopping(history: History) -> str | None:
 
 def _unseen(job_id: str | None, host: str) -> str:
     if job_id:
-        return f"Slurm cannot be asked about job {job_id} from here; this is the last that is known"
-    return f"begun on {host}, which cannot be seen from here; this is the last that is known"
+        return f"Slurm cannot be queried about job {job_id} from here; this is its last known state"
+    return f"begun on {host}, which cannot be checked from here; this is its last known state"
 
 
 def how_to_release(job: SlurmJob) -> str:
@@ -202,8 +205,11 @@ def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
     if record.busy:
         return RunState.PENDING, "not submitted yet"
     if not answered:
-        return RunState.PENDING, "Slurm cannot be asked from here whether it was submitted"
-    return RunState.LOST, f"it was to be submitted, and is not in the queue; cluster-ddp resume {record.id} submits it"
+        return RunState.PENDING, "Slurm cannot be queried from here whether it was submitted"
+    return (
+        RunState.LOST,
+        f"it was about to be submitted and is not in the queue; cluster-ddp resume {record.id} submits it",
+    )
 
 
 def failed_start(history: History, record: RunRecord | None, job_id: str, *, queued: bool) -> str | None:

@@ -3,7 +3,7 @@
 It is how a stop reaches a run whatever started it (sbatch, submitit, local). One poller per node reads it; the node
 program passes the request on to its ranks through the heartbeat file.
 
-Several may write it in the same moment, on several machines, and the last one wins. So a person's decision has a file
+Several may write it at the same moment, on several machines, and the last one wins. So a person's decision has a file
 of its own, which nothing but another one replaces.
 """
 

@@ -93,7 +93,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
         if record.busy:
             return RunState.PENDING, "waits for its turn"
         if (record.arrays or record.announced is not None) and not answered:
-            return RunState.PENDING, "Slurm cannot be asked about it from here"
+            return RunState.PENDING, "Slurm cannot be queried about it from here"
         return RunState.LOST, f"has not begun, and no job is to start it; cluster-ddp resume {record.id} does"
     if job.held:
         return RunState.HELD, how_to_release(job)

@@ -21,7 +21,7 @@ _DECIDED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which
 def waits_for_requeue(history: History) -> str | None:
     """Says why the last attempt, which is over, still waits to be queued again; None when it does not."""
     why = why_delayed(history)
-    return why and f"waiting to be queued again, which is tried until the allocation is nearly over: {why}"
+    return why and f"trying to requeue the job until the allocation is nearly over: {why}"
 
 
 def why_delayed(history: History) -> str | None:

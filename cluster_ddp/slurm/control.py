@@ -15,7 +15,7 @@ from cluster_ddp.slurm.states import LETS_RUN
 _SECONDS = 20.0
 _REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all the same
 DEFAULT_KILL_WAIT = 30.0
-"""Slurm's own, where it cannot be asked."""
+"""Slurm's own, where it cannot be queried."""
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
 """The same."""
@@ -35,7 +35,7 @@ def kill_wait(*, seconds: float) -> float | None:
 
 
 def max_array_size() -> int:
-    """How many tasks a job array may have at the most; Slurm's own default where it cannot be asked."""
+    """How many tasks a job array may have at most; Slurm's own default where it cannot be queried."""
     found = _configured("MaxArraySize", seconds=_SECONDS)
     return int(found) if found is not None else DEFAULT_MAX_ARRAY_SIZE
 
@@ -91,7 +91,7 @@ def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
 def taken_hosts(start: SlurmStart) -> list[str]:
     """The hosts of a start that Slurm lets run, and that its job no longer has: it was made smaller.
 
-    None when it cannot be asked.
+    None when it cannot be queried.
     """
     job = show_job(start.task, seconds=_SECONDS / 2)
     if job is None or job.state not in LETS_RUN or job.restarts != str(start.restart_count) or not job.nodes:
@@ -145,7 +145,7 @@ def usable_nodes(partition: str) -> set[str]:
 
 
 def down_nodes(hosts: Sequence[str]) -> list[str]:
-    """The hosts among these that Slurm considers down; none when it cannot be asked."""
+    """The hosts among these that Slurm considers down; none when it cannot be queried."""
     command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", f"--nodes={','.join(hosts)}"]
     try:
         answer = call_once(command, seconds=_SECONDS / 2)

@@ -9,7 +9,7 @@ _PLAIN = {
     "Resources": "waits for nodes to become free",
     "BeginTime": "not before its begin time, which Slurm also sets after a requeue",
     "Dependency": "waits for another job to end",
-    "JobArrayTaskLimit": "waits for others of its array: only so many may run at once",
+    "JobArrayTaskLimit": "waits for other jobs of its array: only so many may run at once",
     "DependencyNeverSatisfied": "never starts: the job that it depends on has not ended as it should",
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes",
     "PartitionTimeLimit": "does not start: the partition allows less time",

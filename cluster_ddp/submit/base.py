@@ -100,7 +100,7 @@ def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:
 
 
 def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int) -> None:
-    """Take a job out of the queue again if its run was cancelled before the job was noted, where `cancel` looks.
+    """Take a job back out of the queue if its run was cancelled before the job was noted, where `cancel` looks.
 
     Parameters
     ----------
@@ -121,12 +121,12 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
     if job_id is not None:
         try:
             cancel_job(job_id)
-            job = f"; Slurm job {job_id} has been taken out of the queue again"
+            job = f"; Slurm job {job_id} has been taken back out of the queue"
         except SlurmError as error:
             job = f"; Slurm job {job_id} may still wait, and ends when it starts ({error})"
     raise SubmitError(
         f"run {run.id} was cancelled by {since[-1].get('by')} while it was being submitted{job}.\n"
-        f"To go on with it: cluster-ddp resume {run.id}"
+        f"To continue it: cluster-ddp resume {run.id}"
     )
 
 

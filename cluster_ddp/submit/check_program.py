@@ -111,7 +111,7 @@ class ProgramCheck:
             return None
         wrong = self._what_is_wrong(said)
         if wrong and not spec.launch.setup:
-            raise SubmitError("\n".join([*wrong, "(--no-check submits it all the same.)"]))
+            raise SubmitError("\n".join([*wrong, "(--no-check submits it anyway.)"]))
         remark(f"{what} (only a note: the lines of launch.setup may change that)" for what in wrong)
         if untried := said.get("untried"):
             remark(

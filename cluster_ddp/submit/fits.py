@@ -1,6 +1,6 @@
 """Whether a partition can ever run a job: compares the request with what the partition allows and its nodes have.
 
-Many clusters accept a job that asks for more, and it waits for ever (PartitionConfig, PartitionTimeLimit).
+Many clusters accept a job that asks for more, and it waits forever (PartitionConfig, PartitionTimeLimit).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class RunHandle:
     def status(self) -> RunStatus:
         """Where the run stands: state, step, total_steps, metrics, reason, and all that `status --json` tells.
 
-        Where Slurm cannot be asked it is told from the run directory alone.
+        Where Slurm cannot be queried it is told from the run directory alone.
         """
         known = know(self._run)
         try:
@@ -138,7 +138,7 @@ class RunHandle:
         Raises
         ------
         SubmitError
-            Nothing of it is alive, or it cannot be asked.
+            Nothing of it is alive, or it cannot be queried.
         """
         self._call("stop")
 

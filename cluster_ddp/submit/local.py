@@ -168,7 +168,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     if not run.exists():
         raise RunGone(
             f"{run.path} is gone: it was removed or renamed, or its storage is away. The training has ended.\n"
-            "What was saved before goes on from where the directory is now: cluster-ddp resume DIRECTORY"
+            "To continue from what was saved, wherever the directory is now: cluster-ddp resume DIRECTORY"
         )
     speak_for_script(attempt, EventWriter(run, login_writer()))
     not_noted = conclude(attempt)

@@ -159,7 +159,7 @@ def plan_manual(
 
 
 def all_commands(start: ManualStart, job: str, settings: tuple[str, ...], *, port: int | None) -> list[str]:
-    """The command for each node, to be pasted there; the last one has ``%n`` in place of the node's number."""
+    """The command for each node, to be pasted there; the last one has ``%n`` instead of the node's number."""
     source = str(Path(job).absolute()) if Path(job).exists() else job
     words = [sys.executable, "-m", "cluster_ddp", "launch", source, *(f"--set={setting}" for setting in settings)]
     words += [f"--run={start.run.path}", f"--nnodes={start.nodes}", f"--procs={start.procs}"]
@@ -291,7 +291,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
     via = read_record(run).via
     if via != LAUNCH:
         raise SubmitError(
-            f"{run.path} is a run that was started by {via}: go on with it by cluster-ddp resume {run.id}"
+            f"{run.path} is a run that was started by {via}: continue it with cluster-ddp resume {run.id}"
         )
     there, here = _flat(load_resolved(run.job_file).model_dump()), _flat(spec.model_dump())
     differing = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))

@@ -94,7 +94,7 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
     yield ""
     if spec.launch.setup:
         yield from ("# The lines of launch.setup", setup, "", _AFTER_SETUP.replace("@signal@", signal), "")
-    yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported in place of Python's own"
+    yield f"export {SAFE_PATH_VARIABLE}=1 # a json.py in this folder is not imported instead of Python's own"
     yield ""
 
 

@@ -35,7 +35,7 @@ def check_before_queue(
     remark: Callable[[Iterable[str]], None],
     program: ProgramCheck | None = None,
 ) -> None:
-    """Look for everything that would make a job fail at its start or wait for ever.
+    """Look for everything that would make a job fail at its start or wait forever.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def _remark_on_grace(spec: JobSpec, partition: Partition, remark: Callable[[Iter
 def _misfit_error(loaded: LoadedJob, found: list[Misfit]) -> SubmitError:
     places = {origin.key: f"{origin.place}: " for origin in loaded.origins}
     lines = [f"{places.get(key, '')}{key}: {what}" for key, what in found]
-    return SubmitError("\n".join([*lines, "The job would never start. (--no-check submits it all the same.)"]))
+    return SubmitError("\n".join([*lines, "The job would never start. (--no-check submits it anyway.)"]))
 
 
 def _try(sending: Submission, remark: Callable[[Iterable[str]], None]) -> None:

@@ -112,7 +112,9 @@ def _submission(run: RunDirectory, via: str, spec: JobSpec) -> Submission:
     if via in QUEUED:
         return submission(spec, via)
     if via == LAUNCH:
-        raise SubmitError(f"run {run.id} was started on each node by launch, and goes on the same way.\n{_again(run)}")
+        raise SubmitError(
+            f"run {run.id} was started on each node by launch, and continues the same way.\n{_again(run)}"
+        )
     raise SubmitError(
         f"run {run.id} was started via {one_line(via)}, which this version of cluster_ddp does not know.\n"
         f"Resume it with the version that has started it: {run.path}\n"
@@ -144,7 +146,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
         who = status.record.submitting or {}
         raise SubmitError(
             f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; resume does not do it too.\n"
-            f"See how it goes on: cluster-ddp status {run.id}"
+            f"Check on it: cluster-ddp status {run.id}"
         )
     if status.state.alive or in_queue:
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
@@ -154,7 +156,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
                 f"Resume it once it has ended, which shows in: cluster-ddp status {run.id}"
             )
         raise SubmitError(
-            f"run {run.id} is {status.state.value}{job} and goes on by itself.\n"
+            f"run {run.id} is {status.state.value}{job} and continues by itself.\n"
             f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
         )
 
@@ -209,7 +211,7 @@ def _refuse_overtaken(seen: History, record: RunRecord) -> None:
         by = f" ({claimed['by']})" if overtaken and isinstance(claimed.get("by"), str) else ""
         raise SubmitError(
             f"run {seen.run.id} was resumed a moment ago by another call{by}, and this one has changed nothing.\n"
-            f"See how it goes on: cluster-ddp status {seen.run.id}"
+            f"Check on it: cluster-ddp status {seen.run.id}"
         )
 
 

@@ -81,10 +81,10 @@ class SbatchSubmission:
 
 
 def _take_back(job_ids: list[str], error: SlurmError) -> None:
-    """Take the first jobs of a chain out of the queue again, whose next one was not queued."""
+    """Take the first jobs of a chain back out of the queue, whose next one was not queued."""
     try:
         cancel_job(*job_ids)
     except SlurmError as left:
         raise SubmissionUnclear(
-            f"{error}\nThe chain's first jobs ({' '.join(job_ids)}) could not be taken out of the queue again: {left}"
+            f"{error}\nThe chain's first jobs ({' '.join(job_ids)}) could not be taken back out of the queue: {left}"
         ) from error

@@ -147,7 +147,7 @@ def prepare(plan: SweepPlan, via: str, at_once: int | None) -> SweepRecord:
 def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str, at_once: int | None) -> SweepRecord:
     if before is not None and before.via != via:
         raise RunError(
-            f"sweep {before.id} was started via {before.via}, and its runs go on only there.\n"
+            f"sweep {before.id} was started via {before.via}, and its runs can only continue that way.\n"
             f"For another one: --set name=... or --set runs_dir=..."
         )
     record = replace(claimed(with_elements(plan.sweep, before, plan.elements)), via=via, at_once=at_once)
@@ -185,7 +185,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     Raises
     ------
     ClusterDDPError
-        A check failed, another process is submitting the sweep, or Slurm refuses or cannot be asked. Arrays that were
+        A check failed, another process is submitting the sweep, or Slurm refuses or cannot be queried. Arrays that were
         submitted before stay in the queue, and the same command submits the rest.
     """
     require("sbatch")
@@ -215,13 +215,13 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
 
 
 def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: str) -> None:
-    """Take an array out of the queue again if `stop` or `cancel` has taken the claim before the array was noted."""
+    """Take an array back out of the queue if `stop` or `cancel` has taken the claim before the array was noted."""
     if read_sweep(sweep).submitting == claim.submitting:
         return
     cancel_job(job_id)
     raise RunError(
         f"sweep {sweep.id} was stopped or cancelled while it was being submitted; its Slurm job {job_id} has been "
-        f"taken out of the queue again.\nTo go on with it: cluster-ddp resume {sweep.id}"
+        f"taken back out of the queue.\nTo go on with it: cluster-ddp resume {sweep.id}"
     )
 
 

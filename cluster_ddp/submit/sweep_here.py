@@ -49,7 +49,7 @@ class SweepHere:
 
     Parameters
     ----------
-    told
+    report
         Called with each element that has ended.
     claim
         This process as the one that starts elements, as the sweep's record has it.
@@ -59,7 +59,7 @@ class SweepHere:
     places: list[Place]
     nodes: int | None
     procs: int | None
-    told: Callable[[RunStatus], None]
+    report: Callable[[RunStatus], None]
     claim: dict[str, Any] | None
     _signals: list[int] = field(default_factory=list)
     _closed: bool = False  # nothing more is started
@@ -105,7 +105,7 @@ class SweepHere:
         if place.process is not None and place.process.poll() is not None:
             assert place.run is not None
             place.process = None
-            self.told(describe(place.run, None))
+            self.report(describe(place.run, None))
 
     def _start(self, place: Place, element: Element) -> None:
         run = run_of_element(self.sweep, element, via=LOCAL, job=None)
@@ -137,7 +137,7 @@ def run_sweep(
     nodes: int | None,
     procs: int | None,
     gpus: str | None,
-    told: Callable[[RunStatus], None],
+    report: Callable[[RunStatus], None],
 ) -> list[RunStatus]:
     """Run the elements of a sweep that are missing or unfinished; returns where all of them stand then.
 
@@ -147,7 +147,7 @@ def run_sweep(
         How many run at the same time. The GPUs are divided among them.
     nodes, procs, gpus
         For each element, as for `cluster_ddp.submit.local.plan_local`; `gpus` is shared by all.
-    told
+    report
         Called with each element that has ended.
 
     Raises
@@ -169,7 +169,7 @@ def run_sweep(
     try:
         states = {number: status.state for number, status in enumerate(find_out(plan.sweep))}
         waiting = [element for element in record.elements if states[element.number] in TO_START]
-        SweepHere(plan.sweep, places, nodes, procs, told, record.submitting).run(waiting)
+        SweepHere(plan.sweep, places, nodes, procs, report, record.submitting).run(waiting)
         return find_out(plan.sweep)
     finally:
         release(plan.sweep, record)

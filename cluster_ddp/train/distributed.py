@@ -240,7 +240,7 @@ def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
 def _store_again(world: World) -> Store | None:
     """For a group after another of the same ranks, a part of the first one's store; None for the first.
 
-    In the same part Gloo would find the addresses of the group before, and wait there for ever.
+    In the same part Gloo would find the addresses of the group before, and wait there forever.
     """
     stores = _stores.get(_meeting_point(world.world_size), [])
     return PrefixStore(f"cluster_ddp/group-{len(stores)}", stores[0]) if stores else None

@@ -147,12 +147,12 @@ def _advice(error: BaseException, text: str) -> str | None:
     if any(sign in text for sign in _UNUSED):
         return (
             "some parameters take no part in the loss: let DDP look for them (a task: train.find_unused_parameters: "
-            "true; a loop of one's own: DistributedDataParallel(..., find_unused_parameters=True); Lightning: "
+            "true; a custom loop: DistributedDataParallel(..., find_unused_parameters=True); Lightning: "
             'strategy="ddp_find_unused_parameters_true"), or give them requires_grad=False'
         )
     if "Expected more than 1 value per channel when training" in text:
         return (
-            "a BatchNorm was given a single sample: leave the last batch out (a task: train.drop_last: true; a "
+            "a BatchNorm was given a single sample: leave out the last batch (a task: train.drop_last: true; a "
             "DataLoader: drop_last=True), or choose the batch size so that no rank is left with one sample of it"
         )
     if "default process group twice" in text:

@@ -57,6 +57,6 @@ def _strangers(first: str, place: str, other: str, other_place: str) -> str:
         )
     return (
         f"{other} does not see what {first} has put into the run directory {place}: the ranks write their checkpoints "
-        "together, so it has to lie on storage that all hosts share. Set runs_dir, or the folder that join_run() is "
+        "together, so it has to be on storage that all hosts share. Set runs_dir, or the folder that join_run() is "
         "given, to such a place"
     )

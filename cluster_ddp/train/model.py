@@ -107,8 +107,8 @@ def _refuse_unsent(model: nn.Module, unsent: Mapping[torch.dtype, str]) -> None:
         for name, tensor in named:
             if tensor.dtype in unsent:
                 raise TaskError(
-                    f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, as "
-                    f"several of them do with all that the model registers: keep it as {unsent[tensor.dtype]}"
+                    f"the {kind} {name} has dtype {tensor.dtype}, which ranks cannot send to each other, which "
+                    f"several ranks have to do with everything the model registers: keep it as {unsent[tensor.dtype]}"
                 )
 
 
@@ -168,7 +168,7 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
 
 
 def settle_layout(model: nn.Module, world_size: int) -> None:
-    """Settle DDP's buckets as `settle_buckets` does, where there is no loss to compute: a loop of one's own.
+    """Settle DDP's buckets as `settle_buckets` does, where there is no loss to compute: a custom loop.
 
     Gradients of zeros arrive in an order that every attempt repeats, the reverse of their registration. DDP that looks
     for unused parameters keeps its first layout; there is nothing to settle.

@@ -87,7 +87,7 @@ def join_ranks(job: JobSpec) -> None:
 def _fork_between_threads() -> None:
     """Let no worker be forked in the moment in which a thread of Gloo's or pyarrow's makes itself known to Python.
 
-    That takes a lock, and before 3.12 (3.11.10, 3.10.15) a worker that is forked meanwhile waits for it for ever:
+    That takes a lock, and before 3.12 (3.11.10, 3.10.15) a worker that is forked meanwhile waits for it forever:
     python/cpython#112275. To tell of all threads Python takes the same lock: it waits until no other has it.
     """
     if sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):

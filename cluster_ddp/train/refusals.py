@@ -32,8 +32,8 @@ _UNSTORED = {
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"float4\w*|u?int[1-7]|bits\w+|qu?int\w+|complex32", name)
 }
 _NO_GROUP = "process group has not been initialized"  # in what torch raises
-_OTHER_OPTIMIZERS = "task.more"  # what a loop of one's own has besides its first
-_HANDED_OVER = "task.rest."  # by name, to a loop of one's own
+_OTHER_OPTIMIZERS = "task.more"  # what a custom loop has besides its first
+_HANDED_OVER = "task.rest."  # by name, to a custom loop
 _FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
 
 
@@ -92,7 +92,8 @@ def refuse_dtypes(model: nn.Module) -> None:
         for name, tensor in named:
             if tensor.dtype in _UNSTORED:
                 raise TaskError(
-                    f"the {kind} {name} has dtype {tensor.dtype}, which a checkpoint cannot hold: keep it in another "
+                    f"the {kind} {name} has dtype {tensor.dtype}, which a checkpoint cannot contain: keep it in "
+                    "another "
                     "dtype, or its bits in torch.uint8, to be seen as the other by view() where they are used"
                 )
 
@@ -264,7 +265,7 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     if different:
         raise TaskError(
             f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
-            "    each rank would train a model of its own: compute everything that has a gradient by model(...), the "
+            "    each rank would train its own model: compute everything that has a gradient by model(...), the "
             "model that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a "
             "method of it, and let nothing that changes weights depend on the rank"
         )

@@ -88,7 +88,7 @@ class Saving:
             state.load(restored.step, restored.scalars, restored.extra)
             self._saved = restored.step
         if self._gone is not None and (restored is None or restored.step < self._gone):
-            begins = "begins again at step 0" if restored is None else f"goes on from step {restored.step}"
+            begins = "starts again at step 0" if restored is None else f"continues from step {restored.step}"
             self.warn(
                 f"the checkpoint of step {self._gone}, the last that this run saved, is gone from its folder "
                 f"checkpoints/: training {begins}"
@@ -209,8 +209,8 @@ class Saving:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.warn(
-                f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint holds: a resume "
-                "is exact only where no step depends on it. Else make it a buffer of the model, or keep it by "
+                f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint contains: a resume "
+                "is exact only if no step depends on it. Else make it a buffer of the model, or keep it by "
                 "state_dict() and load_state_dict() of the task (an optimizer: of its own)"
             )
 

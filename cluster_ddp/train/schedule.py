@@ -90,7 +90,7 @@ class Schedule:
         self._warn(
             f"the learning rate of the optimizer's group {number} was set to {found:g} in training, which has no "
             f"effect: the trainer sets the rate of each update by train.schedule, here {rate:g}. Let train.schedule "
-            "say how it changes; for a rate of its own give the group its lr in optimizer()"
+            "control it; to give a group its own rate, set the group's lr in optimizer()"
         )
 
 

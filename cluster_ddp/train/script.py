@@ -1,4 +1,4 @@
-"""A rank's side of a run for a training loop of one's own: what the trainer does around its loop, without the loop.
+"""A rank's side of a run for a training custom loop: what the trainer does around its loop, without the loop.
 
     with join_run() as run:
         model, optimizer, loader, scheduler = ...          # as ever
@@ -83,7 +83,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
             run.fail()
             raise TrainError(
                 "nothing holds the block of join_run() open, as after run = join_run().__enter__(): nothing is saved "
-                "from here on. Write `with join_run() as run:` around the loop"
+                "from now on. Write `with join_run() as run:` around the loop"
             ) from error
         except SystemExit as end:
             if end.code not in (None, 0):

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_run_is_named_and_is_no_damage(run: Path) -> Non
     assert "other-run   of another run, other-20260101-000000-0000" in shown.stdout
     done = call(run, "export", RUN, "-o", "model.safetensors")
     assert done.returncode == 0 and "step 20" in done.stdout
-    assert "passed over step-00000030: of another run" in done.stderr
+    assert "skipped step-00000030: of another run" in done.stderr
     refused = call(run, "export", RUN, "--step", "30", "-o", "other.safetensors")
     assert refused.returncode == 4 and "of another run" in refused.stderr
 
@@ -162,7 +162,7 @@ def test_export_loads_into_the_bare_model(run: Path) -> None:
         assert torch.equal(model.state_dict()[name], value), name
     with safe_open(run.parent / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt", "run_id": RUN, "step": "20", "weights": "model"}
-    assert "evaluation uses their averages, which --ema writes" in done.stderr
+    assert "evaluation uses their moving average, which --ema exports" in done.stderr
     again = call(run, "export", RUN, "-o", "model.safetensors")
     assert again.returncode == 2 and "--force" in again.stderr
     assert call(run, "export", RUN, "-o", "model.safetensors", "--force", "--step", "10").returncode == 0
@@ -181,7 +181,7 @@ def test_export_replaces_nothing_but_files(run: Path, target: str) -> None:
 
 def test_export_of_the_averages(run: Path) -> None:
     done = call(run, "export", RUN, "--ema", "-o", "ema.safetensors")
-    assert done.returncode == 0 and "which --ema writes" not in done.stderr
+    assert done.returncode == 0 and "which --ema exports" not in done.stderr
     torch.manual_seed(20)
     model = Tied()
     read = load_file(run.parent / "ema.safetensors")
@@ -200,7 +200,7 @@ def test_export_of_what_was_never_saved_is_a_wrong_call(run: Path) -> None:
 def test_export_passes_over_damage(run: Path) -> None:
     damage(run)
     done = call(run, "export", RUN, "-o", "model.safetensors")
-    assert done.returncode == 0 and "passed over step-00000020: shard-0000.safetensors" in done.stderr
+    assert done.returncode == 0 and "skipped step-00000020: shard-0000.safetensors" in done.stderr
     assert "step 10" in done.stdout
     refused = call(run, "export", RUN, "--step", "20", "-o", "other.safetensors")
     assert refused.returncode == 4 and "shard-0000.safetensors" in refused.stderr

@@ -127,7 +127,7 @@ def test_read_only_storage(small_disk: Path) -> None:
 
 
 def test_damaged_on_read_only_storage(small_disk: Path) -> None:
-    """It cannot be set aside, and is passed over all the same."""
+    """It cannot be set aside, and is skipped all the same."""
     target = checkpointer(small_disk / "checkpoints")
     for step in (1, 2):
         save(target, step, state(step))

@@ -157,13 +157,13 @@ def test_what_cannot_be_said_to_a_person_does_not_change_the_exit_status(
 def test_a_line_of_json_that_cannot_be_written_does_not_deny_what_was_done(tmp_path: Path) -> None:
     """Exit status 2 after a submission would have a program submit it once more."""
     code = (
-        "from cluster_ddp.cli.answer import answer; from cluster_ddp.run.directory import RunDirectory; "
+        "from cluster_ddp.cli.output import print_json_line; from cluster_ddp.run.directory import RunDirectory; "
         "from pathlib import Path; from cluster_ddp.process import fast_exit; "
-        "answer(RunDirectory(Path('/runs/x')), '7', 'PENDING'); fast_exit(0)"
+        "print_json_line(RunDirectory(Path('/runs/x')), '7', 'PENDING'); fast_exit(0)"
     )
     done = shell(f'"{sys.executable}" -c "{code}" >/dev/full', tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "cluster-ddp: the line of --json could not be written: No space left on device\n"
+    assert done.stderr == "cluster-ddp: could not write the --json line: No space left on device\n"
 
 
 def left(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -218,7 +218,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path) -> None:
     for arguments in ("status", "submit multi-node --dry-run", "local cpu"):
         done = shell(f"mkdir gone; cd gone; rmdir ../gone; ddp {arguments}", tmp_path)
         assert done.returncode == 2
-        assert done.stderr == "cluster-ddp: the current folder no longer exists; change to another one (cd)\n"
+        assert done.stderr == "cluster-ddp: the current folder no longer exists; cd to another one\n"
 
 
 def test_a_folder_of_runs_whose_name_is_not_utf_8(tmp_path: Path) -> None:

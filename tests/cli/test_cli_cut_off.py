@@ -96,7 +96,7 @@ def test_a_job_that_nobody_noted_is_seen(here: Path, cluster: Slurm, call: Call)
     assert (row["state"], row["slurm_job_id"]) == ("PENDING", "101")
     assert read_record(run).slurm_job_ids == ()  # who only looks changes nothing
     said = call("resume", run.id)
-    assert said.status == 2 and "is PENDING (Slurm job 101) and goes on by itself" in said.err
+    assert said.status == 2 and "is PENDING (Slurm job 101) and continues by itself" in said.err
     assert len(cluster.submissions()) == 1
     said = call("stop", run.id)
     assert said.status == 2 and f"to take it out of the queue for good: cluster-ddp cancel {run.id}" in said.err
@@ -129,7 +129,7 @@ def test_what_was_never_given_to_slurm_is_lost_and_resume_submits_it(here: Path,
     run = RunDirectory(only(here))
     assert state(call, cluster, run.id) == [("LOST", None)]
     assert f"is not in the queue; cluster-ddp resume {run.id} submits it" in call("status", run.id).out
-    assert "To go on with it: cluster-ddp resume" in call("stop", run.id).err
+    assert "To continue it: cluster-ddp resume" in call("stop", run.id).err
     said = call("resume", run.id, "--json")
     assert said.status == 0, said.err
     job = json.loads(said.out)["slurm_job_id"]
@@ -151,7 +151,7 @@ def test_a_resume_and_a_chain_that_were_killed(here: Path, cluster: Slurm, call:
     killed(cluster, "resume", run.id, behind=True)
     queue(cluster, run.id, "103")
     assert state(call, cluster, run.id) == [("PENDING", "103")]
-    assert "(Slurm job 103) and goes on by itself" in call("resume", run.id).err
+    assert "(Slurm job 103) and continues by itself" in call("resume", run.id).err
     begin_attempt(run, slurm_job_id="103", host="n1", pid=0, nodes=2, procs=1)
     assert read_record(run).slurm_job_ids == ("101", "102", "103")
 
@@ -188,7 +188,7 @@ def test_the_array_of_a_sweep_that_nobody_noted_is_seen(here: Path, cluster: Slu
     asked(cluster)
     assert "3 elements: 3 PENDING" in call("status").out and asked(cluster) == (1, 0)
     assert "3 elements: 3 PENDING" in call("list").out and asked(cluster) == (1, 0)
-    assert "3 taken out of the queue" in call("stop", sweep.id).err
+    assert "3 removed from the queue" in call("stop", sweep.id).err
     assert (cluster.folder / "cancelled").read_text() == "--state=PENDING 101_0 101_1 101_2\n"
     assert [(array.job_id, array.offset) for array in read_sweep(sweep).arrays] == [("101", 0)]
     assert state(call, cluster, sweep.id) == waiting

@@ -47,12 +47,12 @@ def test_lines_of_all_ranks_or_of_one(call: Call, run: RunDirectory) -> None:
 
 
 def test_what_is_not_there_is_said(call: Call, run: RunDirectory) -> None:
-    assert "has not begun an attempt" in call("logs", "digits").err
+    assert "has not started an attempt" in call("logs", "digits").err
     begin(run).log_file(0).write_text(NODE_0)
     for option, words in (("--attempt", "no attempt 7: there are 0 to 0"), ("--node", "no log of node 7")):
         said = call("logs", "digits", option, "7")
         assert said.status == 2 and words in said.err and "Traceback" not in said.err
-    assert "no rank has failed in any attempt" in call("logs", "digits", "--errors").err
+    assert "no rank failed in any attempt" in call("logs", "digits", "--errors").err
 
 
 def test_the_error_of_the_rank_that_failed_first(call: Call, run: RunDirectory) -> None:
@@ -72,7 +72,7 @@ def test_the_error_of_the_rank_that_failed_first(call: Call, run: RunDirectory) 
         "attempt 0: rank 1 on n1 at step 8 failed: ValueError: \\x1b[2Jbad (2 more followed)", "",
         "Traceback (most recent):", "  File x", "ValueError: \\x1b[2Jbad", "", f"more: {attempt.log_file(0)}",
     ]  # fmt: skip
-    assert "no rank has failed in attempt 1" in call("logs", "digits", "--errors", "--attempt", "1").err
+    assert "no rank failed in attempt 1" in call("logs", "digits", "--errors", "--attempt", "1").err
 
 
 def test_following_goes_over_a_requeue_to_the_end_of_the_run(call: Call, run: RunDirectory) -> None:

@@ -258,9 +258,9 @@ def test_what_is_said_of_a_run_of_launch_is_what_helps(call: Call, here: Path, n
     for command in ("stop", "cancel"):
         said = call(command, made.id)
         assert said.status == 0, said.err
-        assert "start the same commands again, on every node" in said.err and "resume" not in said.err
+        assert "run the same commands again, on every node" in said.err and "resume" not in said.err
     end_attempt(made.attempt(0))
-    assert "To go on with it: start the same commands again" in call("stop", made.id).err
+    assert "To continue it: run the same commands again" in call("stop", made.id).err
 
 
 def test_a_local_run_with_ranks_that_do_not_divide_its_batch_is_left_as_it_is(call: Call, here: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_run_that_is_cancelled_while_it_is_submitted_leaves_no_job_in_the_queu
     assert said.status == 2 and f"was cancelled by {caller()} while it was being submitted" in said.err
     assert (slurm.folder / "cancelled").read_text() == "102\n" and describe(run, {}).state is RunState.CANCELLED
     said = call("submit", "job.yaml")
-    assert said.status == 2 and "Slurm job 103 has been taken out of the queue again" in said.err
+    assert said.status == 2 and "Slurm job 103 has been taken back out of the queue" in said.err
     slurm.program("scancel", "exit 1")
     monkeypatch.setattr(SbatchSubmission, "send", lambda submission, to: noted_after_a_cancel(send, submission, to))
     said = call("submit", "job.yaml")

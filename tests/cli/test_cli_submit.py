@@ -211,7 +211,7 @@ def test_a_chain_that_cannot_be_taken_back_keeps_its_run(call: Call, here: Path,
     slurm.program("sbatch", f'[[ -e $here/one ]] && {{ {away}; }}\ntouch "$here/one"; echo 7')
     slurm.program("scancel", away)
     said = call("submit", "job.yaml", "--chain", "2")
-    assert said.status == 3 and "first jobs (7) could not be taken out of the queue again" in said.err
+    assert said.status == 3 and "first jobs (7) could not be taken back out of the queue" in said.err
     assert read_record(only_run(here)).slurm_job_ids == ("7",)
 
 
@@ -255,7 +255,7 @@ def test_what_submitit_cannot_do(call: Call, here: Path, slurm: Slurm, options: 
 def test_remarks_about_the_network_are_passed_on(call: Call, here: Path) -> None:
     said = call("submit", "job.yaml", "--dry-run", "--set", "network.env.NCCL_TIMEOUT=1800")
     assert "became the process-group timeout" in " ".join(said.err.split())
-    assert "collectives may take 1800 s" in said.err
+    assert "collectives time out after 1800 s" in said.err
     assert "NCCL_TIMEOUT=" not in said.out
 
 

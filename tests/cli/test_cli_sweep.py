@@ -163,7 +163,7 @@ def test_a_sweep_that_is_cancelled_while_it_is_submitted_leaves_no_array_in_the_
 
     monkeypatch.setattr("cluster_ddp.submit.sweep.submit_script", cancelled_before)
     said = call("sweep", "--no-check", "job.yaml", *GRID)
-    assert said.status == 2 and "its Slurm job 101 has been taken out of the queue again" in said.err
+    assert said.status == 2 and "its Slurm job 101 has been taken back out of the queue" in said.err
     assert (cluster.folder / "cancelled").read_text() == "101\n"
     assert read_sweep(the_sweep(here)).submitting is None
 
@@ -292,7 +292,7 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     queue = f"101_1|103|RUNNING|n1|None|{mine}\n101_2|101|PENDING||Priority|{mine}\n101_3|101|PENDING||Priority|other\n"
     cluster.queue.write_text(queue)
     said = call("stop", sweep.id)
-    assert "1 element asked to save and end, 1 taken out of the queue" in said.err
+    assert "1 element asked to save and exit, 1 removed from the queue" in said.err
     assert json.loads(attempt.stop_file.read_text())["reason"] == "person"
     assert (cluster.folder / "cancelled").read_text() == "--state=PENDING 101_2\n"
     assert call("cancel", str(sweep.path)).status == 0
@@ -357,7 +357,7 @@ def test_the_arguments_of_a_script_may_differ(
 def test_a_sweep_of_this_machine_is_not_mixed_with_one_of_slurm(here: Path, cluster: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     said = call("sweep", "--no-check", "job.yaml", *GRID, "--local", "--gpus", "none")
-    assert said.status == 2 and "was started via sbatch, and its runs go on only there" in said.err
+    assert said.status == 2 and "was started via sbatch, and its runs can only continue that way" in said.err
     assert call("sweep", "--no-check", "job.yaml", *GRID, "--procs", "2").status == 2
 
 

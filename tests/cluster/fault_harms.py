@@ -178,7 +178,7 @@ def without_controller(scene: Scene) -> None:
     def told() -> bool:
         reason = scene.run.status()["reason"] or ""
         scene.said.append(reason)
-        return "waiting to be queued again" in reason
+        return "trying to requeue the job" in reason
 
     scene.wait(told, "status tells what the run waits for", 300)
     time.sleep(max(0.0, began + _CONTROLLER_AWAY_SECONDS - time.monotonic()))

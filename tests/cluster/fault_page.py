@@ -56,7 +56,7 @@ def _figures(both: list[str]) -> str:
 
 
 def _most_lost(results: Results, case: str) -> str:
-    """The steps trained again, at the most of all versions."""
+    """The steps trained again, at most of all versions."""
     lost = [found[case]["lost"] for found in results.values() if case in found]
     return str(max(lost)) if lost else _NOT_RUN
 

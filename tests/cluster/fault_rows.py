@@ -227,7 +227,7 @@ ROWS: dict[str, Row] = {
         "its ranks have 3 s to save, then they are ended; the node is named; requeued, and after the second time "
         "without it",
         as_in_chaos("kill -9 of a node program"),
-        words=("its node program was ended from outside",),
+        words=("its node program was killed from outside",),
         lost=2 * EVERY_STEPS,
         short=("submitit",),
     ),
@@ -269,7 +269,7 @@ ROWS: dict[str, Row] = {
         "tried until the allocation is nearly over, which `status` says while it lasts",
         without_controller,
         lost=2 * EVERY_STEPS,
-        words=("waiting to be queued again, which is tried until the allocation is nearly over",),
+        words=("trying to requeue the job until the allocation is nearly over",),
     ),
     "requeue refused by Slurm": Row(
         "saved; FAILED with Slurm's words and the command that goes on",
@@ -346,7 +346,7 @@ ROWS: dict[str, Row] = {
         job={"launch": {"setup": ["no_such_module load cuda"]}},
     ),
     "a setup line that fails at a restart, once": Row(
-        "tried again, three times at the most",
+        "tried again, three times at most",
         preempt,
         job={"launch": {"setup": ["((${SLURM_RESTART_COUNT:-0} != 1))"]}},
     ),
@@ -370,6 +370,6 @@ ROWS: dict[str, Row] = {
         damage_between,
         at=STRUCK_AT + EVERY_STEPS,
         lost=3 * EVERY_STEPS,
-        words=("is passed over",),
+        words=("is skipped",),
     ),
 }

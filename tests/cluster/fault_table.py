@@ -164,7 +164,7 @@ def _is_over(training: TrainingJob) -> bool:
 
 
 def _longest_pause(rows: list[dict[str, Any]], *, since: float | None) -> float | None:
-    """Seconds without a new step, at the most; the step before counts as made at the beginning."""
+    """Seconds without a new step, at most; the step before counts as made at the beginning."""
     trained = sorted((row for row in rows if "train/loss" in row), key=lambda row: float(row["time"]))
     made, reached = [] if since is None else [since], 0
     for row in trained:

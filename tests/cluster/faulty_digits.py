@@ -23,7 +23,7 @@ class FaultyDigits(Digits):
     ----------
     fault:
         "import": an import fails at the start. "crash": an exception. "kill": SIGKILL. "memory": 2 GiB,
-        and an exception should it be given them. "hang": it sleeps for ever.
+        and an exception should it be given them. "hang": it sleeps forever.
     at:
         The fault comes instead of this forward pass for training, counted from 1 in each process; of two that settle
         DDP's buckets the first two are made.

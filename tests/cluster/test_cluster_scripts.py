@@ -57,7 +57,7 @@ def test_a_script_as_it_is_is_told_requeued_and_given_other_arguments(cluster: S
         return "".join(log.read_text() for log in training.run.glob(f"attempts/{attempt:03d}/node-*.log"))
 
     cluster.wait_for(lambda: "goes on from 0" in said(0), PATIENCE, f"it counts\n{training.story()}")
-    assert "unknown (the script reports none)" in cluster.cli("status", str(training.run)).stdout
+    assert "unknown (the script does not report any)" in cluster.cli("status", str(training.run)).stdout
     cluster.preempt(training.job)
     training.wait_for_restart(1)
     cluster.wait_for(lambda: "attempt 1 goes on" in said(1), PATIENCE, f"it goes on\n{training.story()}")

@@ -46,7 +46,7 @@ PROGRAMS = {
 }
 # Batches of an update; a batch counts as a step.
 BATCHES = {"accelerated": 2, "dcgan": 0.5}
-# The batch that one rank takes in place of two, where the program says what each rank takes.
+# The batch that one rank takes instead of two, where the program says what each rank takes.
 ONE_RANK = {
     "ddp": {"batch_size=16": "batch_size=32"},
     "accelerated": {"batch_size=8": "batch_size=16"},

@@ -1,4 +1,4 @@
-"""A loop of Lightning's Fabric is one's own: what Fabric has set up is handed over."""
+"""A loop of Lightning's Fabric is one's own: what Fabric has set up is passed in."""
 
 from __future__ import annotations
 

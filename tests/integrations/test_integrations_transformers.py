@@ -129,7 +129,7 @@ def test_what_a_derived_trainer_counts_is_kept_or_told(tmp_path: Path) -> None:
     assert (stopped, resumed) == ([None, None], ended)
     assert told(calm) == told(broken) == []
     (message,) = told(strange)
-    assert "steps change strange of the Counting, which no checkpoint holds" in message
+    assert "steps change strange of the Counting, which no checkpoint contains" in message
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:

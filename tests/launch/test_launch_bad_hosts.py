@@ -128,7 +128,7 @@ def test_a_host_that_failed_twice_is_given_back_once(run: RunDirectory) -> None:
     assert suspected(run) == [("n2", "77")]
     assert avoided(run) == [], "the partition had too few others"
     assert begin(run, restart=2) == 2
-    assert avoided(run, restart=3) == [], "Slurm did not keep the job from it: not for ever"
+    assert avoided(run, restart=3) == [], "Slurm did not keep the job from it: not forever"
     assert suspected(run) == [("n2", "77")]
 
 
@@ -224,7 +224,7 @@ def test_a_node_list_that_cannot_be_read_does_not_keep_the_job_from_training(run
 
 
 def test_what_cannot_be_recorded_is_not_asked(run: RunDirectory) -> None:
-    """It would be asked for ever."""
+    """It would be asked forever."""
     for file in run.events.glob("login-*"):
         file.unlink()
     (run.events / f"login-{socket.gethostname()}.jsonl").mkdir()

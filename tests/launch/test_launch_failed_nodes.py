@@ -106,7 +106,7 @@ def test_a_node_that_was_given_up_is_lost(fresh: RunDirectory) -> None:
         happened(fresh, "node-started", 0, host=node)
     ((host, reason),) = recorded(fresh, Ended(lost=(2,)))
     assert host == "n3"
-    assert reason == "node 2 (n3) was lost: no sign of life, while others had signed off"
+    assert reason == "node 2 (n3) was lost: no sign of life while others had finished"
 
 
 KILLED_TASK = ("srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Exited with exit code 5")
@@ -127,7 +127,7 @@ def test_a_node_program_that_was_killed_is_named_and_the_run_goes_on(trained: Ru
     ((host, error),) = recorded(trained, Ended(*KILLED_TASK))
     assert host == "n2" and "ended from outside" in error and "srun: Killed" in error
     outcome = outcome_of(read_history(trained), 0)
-    assert outcome.ending is Ending.FAILED and "node n2 failed: its node program was ended" in outcome.why
+    assert outcome.ending is Ending.FAILED and "node n2 failed: its node program was killed" in outcome.why
     assert suspects(read_history(trained), 0) == []
     EventWriter(trained, "batch").write("node-failed", attempt=1, node=1, host="n2", error=error, suspect=True)
     assert suspects(read_history(trained), 1) == ["n2"]

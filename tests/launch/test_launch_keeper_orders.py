@@ -186,7 +186,7 @@ def test_a_requeue_that_slurms_silence_prevents_is_told_after_the_end_too(fast_d
     assert live(World(run, 0, Life(((10, "time limit"),), limit=10, silent=(5, 100)))) is None
     status = describe(run, {})
     assert status.state.value == "FAILED"
-    assert "requeue failed: Slurm's controller does not answer. To go on: cluster-ddp resume" in str(status.reason)
+    assert "requeue failed: Slurm's controller does not answer. To continue: cluster-ddp resume" in str(status.reason)
 
 
 @pytest.mark.parametrize("word", ["kill -USR2", "kill -QUIT", "kill -ALRM"])
@@ -203,7 +203,7 @@ def test_what_follows_that_cannot_be_decided_fails_the_run_with_the_reason(fast_
     live(World(run, 0, Life(((10, "warning"),), lasts=1000, saves_in=3.0)))
     status = describe(run, {})
     assert status.state.value == "FAILED"
-    assert "job.yaml:1: the file is empty. To go on: cluster-ddp resume" in str(status.reason)
+    assert "job.yaml:1: the file is empty. To continue: cluster-ddp resume" in str(status.reason)
 
 
 def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(

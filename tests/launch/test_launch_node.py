@@ -222,7 +222,7 @@ def test_warnings_of_the_ranks_are_shown_once_and_recorded(start_node: Start) ->
     node = start_node("warning_rank.py", light=True)
     status, out, _ = node.finish()
     assert status == 0
-    expected = ["the save of step 7 failed; training goes on", "BatchNorm stays"]
+    expected = ["the save of step 7 failed; training continues", "BatchNorm stays"]
     for text in expected:
         assert out.count(text) == 1
     assert "some library" not in out

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from run_builders import begin, begin_dead, fake_slurm, job
 
-from cluster_ddp.cli.answer import told_if_slow
+from cluster_ddp.cli.output import inform_if_slow
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.record import add_slurm_job
@@ -192,7 +192,7 @@ def test_the_accounting_tells_of_jobs_that_squeue_has_forgotten(
     calls = fake_slurm(tmp_path, "sacct", 'for n in 7 8; do echo "$n|$n|CANCELLED by 0|n1|None|"; done')
     found = {entry["run_id"]: entry for entry in json.loads(ddp("status", "--json").stdout)}
     assert {entry["state"] for entry in found.values()} == {"CANCELLED"}
-    assert "was cancelled while it waited to go on" in found[waited.id]["reason"]
+    assert "was cancelled while it waited to continue" in found[waited.id]["reason"]
     assert len(calls.read_text().splitlines()) == 1
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_is_not_there_is_answered_with_status_2(ddp: Ddp, run: RunDir
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.05, "no answer yet\n"), (60.0, "")])
 def test_what_takes_long_is_said(seconds: float, said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with told_if_slow("no answer yet", seconds=seconds):
+    with inform_if_slow("no answer yet", seconds=seconds):
         time.sleep(0.3)
     assert capfd.readouterr().err == said
 

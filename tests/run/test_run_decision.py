@@ -306,7 +306,7 @@ def test_the_next_job_of_a_chain_goes_on_where_requeues_are_not_allowed(run: Run
     request_stop(first, reason="time-limit", by="the keeper")
     say("checkpoint", 0, at=1, step=10)
     decision = conclude(first)
-    assert decision.action == "stop" and "job 6 of its chain goes on" in decision.why
+    assert decision.action == "stop" and "job 6 of its chain continues" in decision.why
     last = begin_dead(run, slurm_job_id="6")
     request_stop(last, reason="time-limit", by="the keeper")
     say("checkpoint", 1, at=2, step=20)

@@ -33,7 +33,7 @@ def log(run: RunDirectory, attempt: int, step: int, **values: float) -> None:
 
 @pytest.fixture
 def overtaken(run: RunDirectory, say: Say) -> RunDirectory:
-    """Attempt 1 goes on from step 20, while attempt 0 trains to the end. The newer one's clock is an hour behind."""
+    """Attempt 1 continues from step 20, while attempt 0 trains to the end. The newer one's clock is an hour behind."""
     begin_dead(run, slurm_job_id="7")
     record_origin(run.attempt(0), Origin(None), Storage())
     say("started", 0, at=5000, step=0, total_steps=50, training="lr 1")

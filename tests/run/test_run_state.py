@@ -65,7 +65,7 @@ def test_a_held_job_is_not_waiting(run: RunDirectory, say: Say, word: str, reaso
     assert found.state.value == "HELD"
     assert found.reason is not None and found.reason.endswith("release it with: scontrol release 7")
     assert (word if reason == "None" else reason) in found.reason
-    assert not found.state.open, "status --watch would wait for ever"
+    assert not found.state.open, "status --watch would wait forever"
     own, _ = living_jobs(run, {"7": slurm_job(word, reason, run_id=run.id)})
     assert [job.job_id for job in own] == ["7"]
 
@@ -83,7 +83,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
     say("requeued", 0, reason="stopped: preemption")
     assert state_of(run, {"7": slurm_job("PENDING", "BeginTime")}) == "REQUEUED"
     assert state_of(run, {"7": slurm_job("RESV_DEL_HOLD", "Priority")}) == "REQUEUED"  # it was released
-    assert state_of(run, None) == "REQUEUED"  # Slurm cannot be asked: the run's own word
+    assert state_of(run, None) == "REQUEUED"  # Slurm cannot be queried: the run's own word
     assert state_of(run, {"7": slurm_job("RUNNING")}) == "RUNNING"
     assert state_of(run, {}) == "STOPPED"  # it was to come again and is gone
 
@@ -133,10 +133,12 @@ def test_a_run_whose_requeue_is_delayed_has_not_failed_though_slurm_is_away(run:
     say("node-finished", 0, node=0, outcome="failed")
     say("requeue-delayed", 0, reason="Slurm's controller does not answer")
     found = describe(run, None)
-    assert found.state is RunState.RUNNING and "waiting to be queued again" in str(found.reason)
+    assert found.state is RunState.RUNNING and "trying to requeue the job" in str(found.reason)
     killed = describe(run, {"7": slurm_job("TIMEOUT", run_id=run.id)})
     assert killed.state is RunState.FAILED
-    assert str(killed.reason).startswith("requeue failed: Slurm's controller does not answer. To go on: cluster-ddp re")
+    assert str(killed.reason).startswith(
+        "requeue failed: Slurm's controller does not answer. To continue: cluster-ddp re"
+    )
     say("requeue-failed", 0, reason="no answer")
     assert state_of(run, None) == "FAILED"
 
@@ -177,7 +179,7 @@ def test_a_run_that_is_being_judged_has_not_failed_where_slurm_cannot_be_asked(r
     say("rank-failed", 0, rank=1, host="n2", signal="SIGKILL", error="ended by SIGKILL")
     say("node-finished", 0, at=9_960, node=0, outcome="failed")
     found = describe(run, None)
-    assert found.state is RunState.RUNNING and "what follows is being decided" in str(found.reason)
+    assert found.state is RunState.RUNNING and "the next step is being decided" in str(found.reason)
     assert state_of(run, {}) == "FAILED", "Slurm knows no job that could still decide"
     say("stalled", 0, reason="no progress")
     assert state_of(run, None) == "STALLED"
@@ -206,7 +208,9 @@ def test_a_run_whose_keeper_was_killed_is_lost_although_training_could_save(
         found = describe(run, jobs)
         assert found.state is RunState.LOST
         assert str(found.reason).startswith("Slurm job 7 ended as PREEMPTED: " if jobs else "its keeper")
-        assert f"killed before it had the job queued again; training stopped: {reason}. To go on:" in str(found.reason)
+        assert f"killed before it had the job queued again; training stopped: {reason}. To continue:" in str(
+            found.reason
+        )
     if reason == "terminated":
         assert state_of(run, {"7": slurm_job("CANCELLED", run_id=run.id)}) == "CANCELLED"
     end_attempt(attempt)
@@ -287,7 +291,7 @@ def test_a_local_run_on_another_machine_is_told_as_last_known(run: RunDirectory,
     begin(run)
     hide(run, 0)
     found = describe(run, {})
-    assert found.state is RunState.RUNNING and "n7, which cannot be seen from here" in str(found.reason)
+    assert found.state is RunState.RUNNING and "n7, which cannot be checked from here" in str(found.reason)
     say("stopped", 0, step=5, reason="person")
     assert state_of(run) == "STOPPED"
 
@@ -298,7 +302,7 @@ def test_without_slurm_a_running_job_is_told_as_last_known(run: RunDirectory, sa
     begin(run, slurm_job_id="7")
     hide(run, 0)
     found = describe(run, None)
-    assert found.state is RunState.RUNNING and "Slurm cannot be asked about job 7" in str(found.reason)
+    assert found.state is RunState.RUNNING and "Slurm cannot be queried about job 7" in str(found.reason)
     say("failed", 0, error="ValueError: x")
     assert state_of(run, None) == "FAILED"
 

@@ -89,7 +89,7 @@ def test_an_attempt_whose_nodes_have_ended_hears_that_it_is_not_to_be_queued_aga
     request = read_stop(attempt)
     assert request is not None and request.reason == reason
     if command == "stop":
-        assert f"attempt 0 of {run.id}, which has ended, not be followed by another" in done.stderr
+        assert f"attempt 0 of {run.id} has ended already; no other attempt will follow it" in done.stderr
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
@@ -104,7 +104,7 @@ def test_a_run_that_waits_to_start_again_or_starts_is_stopped(
     fake_slurm(tmp_path, "squeue", f"echo '7|7|{state}||BeginTime|cluster_ddp {run.id}'")
     calls = fake_slurm(tmp_path, "scancel", "")
     done = ddp("stop", run.id)
-    assert done.returncode == 0 and "which has ended, not be followed by another" in done.stderr, done.stderr
+    assert done.returncode == 0 and "has ended already; no other attempt will follow it" in done.stderr, done.stderr
     assert (calls.read_text() if calls.exists() else "") == ("--state=PENDING 7\n" if state == "PENDING" else "")
     with pytest.raises(RunEnded, match="was stopped by a person"):
         begin(run, slurm_job_id="7", restart_count=1)
@@ -130,7 +130,7 @@ def test_stop_takes_the_other_jobs_of_a_chain_out_of_the_queue(ddp: Ddp, run: Ru
     fake_slurm(tmp_path, "squeue", "\n".join(lines))
     fake_slurm(tmp_path, "scancel", f'echo "$1" >>{tmp_path}/cancelled')
     said = ddp("stop", run.id)
-    assert said.returncode == 0 and "took Slurm job 8 of its chain" in said.stderr, said.stderr
+    assert said.returncode == 0 and "removed Slurm job 8 of its chain" in said.stderr, said.stderr
     assert (tmp_path / "cancelled").read_text().split() == ["8", "9"]
 
 
@@ -145,7 +145,7 @@ def test_stop_refuses_when_nothing_is_alive(
         begin_dead(run)
         say(ending, 0, step=5, reason="time-limit")
     done = ddp("stop", run.id)
-    assert done.returncode == 2 and "nothing is alive to stop" in done.stderr and advice in done.stderr
+    assert done.returncode == 2 and "nothing is running that could stop" in done.stderr and advice in done.stderr
     assert read_stop(run.attempt(0)) is None
 
 
@@ -182,7 +182,7 @@ def test_cancel_leaves_a_job_alone_whose_comment_does_not_name_the_run(
     called = fake_slurm(tmp_path, "scancel", "")
     done = ddp("cancel", run.id)
     assert done.returncode == 0 and not called.exists()
-    assert "Slurm job 7 (RUNNING) is noted in this run, but its comment names" in done.stderr
+    assert "Slurm job 7 (RUNNING) is recorded in this run, but its comment names" in done.stderr
 
 
 def test_cancel_takes_a_job_whose_comment_names_the_run_and_goes_on(

@@ -26,7 +26,7 @@ START = SlurmStart("7", "7", restart_count=0, nodes=1, node_list="n1", partition
 
 
 def test_kill_wait(slurm: Path) -> None:
-    assert kill_wait(seconds=5) is None, "where Slurm cannot be asked"
+    assert kill_wait(seconds=5) is None, "where Slurm cannot be queried"
     stand_in(slurm, "scontrol", "printf 'KillOnBadExit           = 0\\nKillWait                = 5 sec\\n'")
     assert kill_wait(seconds=5) == 5.0
 

@@ -21,7 +21,7 @@ from cluster_ddp.slurm.reasons import in_words
         ("BadConstraints", "never starts: no nodes have what it asks for"),
         ("BeginTime", "not before its begin time"),
         ("InvalidQOS", "does not start: its QOS is no longer there"),
-        ("JobArrayTaskLimit", "waits for others of its array"),
+        ("JobArrayTaskLimit", "waits for other jobs of its array"),
     ],
 )
 def test_what_a_reason_means(reason: str, words: str) -> None:

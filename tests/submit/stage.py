@@ -240,7 +240,7 @@ class Stage:
         return [call[1] for call in self.calls("scontrol") if call[0] == "requeue"]
 
     def status(self) -> dict[str, Any]:
-        """What `status --json` says of the run where Slurm cannot be asked."""
+        """What `status --json` says of the run where Slurm cannot be queried."""
         return describe(RunDirectory(self.run), None).to_json()
 
     def events(self) -> list[str]:

@@ -126,7 +126,7 @@ def test_two_machines_train_stop_and_go_on_by_the_same_commands(
         wait_for(lambda: trained(run) > 12 or nodes[1].poll() is not None, "it trains beyond a checkpoint")
         hosts.hosts["second"].kill_all()
         status, _, err = finish(nodes[1])
-        assert status == 4 and "FAILED" in err and "second" in err and "start the same commands again" in err, err
+        assert status == 4 and "FAILED" in err and "second" in err and "run the same commands again" in err, err
         found = look()
         assert found["state"] == "FAILED" and "node 1 (second) was lost" in found["reason"], found
         nodes = start()
@@ -204,7 +204,7 @@ def test_failure_on_one_machine_ends_the_other_and_is_named_on_both(tmp_path: Pa
     nodes = [call(*launch(node, *settings)) for node in (0, 1)]
     for status, _, err in map(finish, nodes):
         assert status == 4 and "FAILED" in err and "KeyError: 'lr'" in err, err
-        assert "start the same commands again" in err
+        assert "run the same commands again" in err
 
 
 def test_printed_commands_are_those_of_all_nodes(tmp_path: Path, call: Call, script: Path) -> None:

@@ -206,7 +206,7 @@ signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
 assert pathlib.Path(os.environ["CLUSTER_DDP_RUN"], "job.yaml").exists()
 saved = pathlib.Path("saved")
 step = int(saved.read_text()) if "--resume" in sys.argv else 0
-print("attempt", os.environ["CLUSTER_DDP_ATTEMPT"], "goes on from step", step, flush=True)
+print("attempt", os.environ["CLUSTER_DDP_ATTEMPT"], "continues from step", step, flush=True)
 while not stopped and step < int(sys.argv[1]):
     step += 1
     time.sleep(0.01)
@@ -222,22 +222,22 @@ def test_a_script_that_knows_nothing_of_this_is_stopped_told_of_and_resumed(call
     process = call("local", "job.yaml", *(word for setting in settings for word in ("--set", setting)))
     run = wait_for_steps(tmp_path)
     _, out, _ = finish(call("status", run.id))
-    assert "unknown (the script reports none)" in out
+    assert "unknown (the script does not report any)" in out
     assert "productive" not in out and "%" not in out
     _, _, err = finish(call("stop", run.id))
-    assert "after 30 s it is killed, and what it has not saved itself is lost" in err
+    assert "after 30 s it is killed, and anything it has not saved itself is lost" in err
     assert finish(process)[0] == 5
     reached = int((tmp_path / "saved").read_text())
     run.job_file.write_text(run.job_file.read_text().replace("1000000", str(reached + 5)))
     status, _, err = finish(call("resume", run.id))
     assert status == 0, err
     _, _, err = finish(call("resume", run.id))
-    assert "to train on, give its script other arguments" in err and "train.epochs" not in err
+    assert "to train further, give its script different arguments" in err and "train.epochs" not in err
     status, _, err = finish(call("resume", run.id, "--set", f"args=['{reached + 9}']"))
     assert status == 0, err
     said = "".join(log.read_text() for log in run.path.rglob("node-0.log"))
     for attempt, step in ((0, 0), (1, reached), (2, reached + 5)):
-        assert f"attempt {attempt} goes on from step {step}\n" in said
+        assert f"attempt {attempt} continues from step {step}\n" in said
 
 
 RESTARTED = """
@@ -314,7 +314,7 @@ def test_ctrl_c_reaches_the_ranks_where_no_stop_file_can_be_written(call: Call, 
     """As on a full disk: the supervisor signals its nodes instead of ending with an error of its own."""
     process = call("local", "job.yaml", "--set", "args=['100000']")
     run = wait_for_steps(tmp_path)
-    run.attempt(0).stop_file.mkdir()  # in place of the file: it can be neither written nor replaced
+    run.attempt(0).stop_file.mkdir()  # instead of the file: it can be neither written nor replaced
     process.send_signal(signal.SIGINT)
     status, _, err = finish(process)
     assert "the nodes are signalled instead" in err

@@ -83,7 +83,7 @@ def test_not_where_too_few_others_are_left(stage: Stage) -> None:
 
 
 def test_hosts_that_the_job_is_kept_from_are_no_others(stage: Stage) -> None:
-    """Else the job would wait in the queue for ever."""
+    """Else the job would wait in the queue forever."""
     stage.does(job=RUNNING.format(1, "node-c,node-d"))
     partition(stage, "node-a", "node-b", "node-c", "node-d")
     assert restart(stage, 1) == 0, stage.output
@@ -139,7 +139,7 @@ def test_a_job_that_is_given_such_a_host_again_gives_it_back_before_it_trains(re
     assert exclusions(restarted) == [["JobId=77", "ExcNodeList=old[1-2],node-a,node-d"]]
     order = [call[0] for call in restarted.calls("scontrol") if call[0] in ("requeue", "update")]
     assert order == ["requeue", "update"], "Slurm excludes nodes of a queued job only"
-    assert "failed more than once (node-a node-d): starting again without" in restarted.output
+    assert "failed more than once (node-a node-d): starting again without them" in restarted.output
 
 
 def test_with_too_few_others_it_trains_all_the_same(restarted: Stage) -> None:
@@ -149,7 +149,7 @@ def test_with_too_few_others_it_trains_all_the_same(restarted: Stage) -> None:
     assert len(restarted.calls("srun")) == 1
     assert not restarted.requeues()
     assert exclusions(restarted) == []
-    assert "too few other nodes: going on" in restarted.output
+    assert "too few other nodes: continuing with them" in restarted.output
 
 
 @pytest.mark.parametrize(("event_name", "status"), [(COMPLETED, 0), ("stalled", 76)])

@@ -41,7 +41,7 @@ def test_a_requeue_waits_for_the_controller(stage: Stage) -> None:
     assert "requeued" not in stage.events()
     status = stage.status()
     assert status["state"] == "RUNNING"
-    assert "waiting to be queued again" in status["reason"] and "Unable to contact" in status["reason"]
+    assert "trying to requeue the job" in status["reason"] and "Unable to contact" in status["reason"]
     stage.does(requeue_status="0")
     assert stage.finish(process) == 0
     assert stage.events()[-1] == "requeued"
@@ -90,7 +90,7 @@ def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:
         time.sleep(0.05)
     stage.does(job=CANCELLED)
     assert stage.finish(process) == 0
-    assert "not queued again: ended by its owner meanwhile" in stage.output
+    assert "not queued again: its owner has ended it meanwhile" in stage.output
     assert stage.status()["state"] == "CANCELLED"
     assert "requeued" not in stage.events()
 

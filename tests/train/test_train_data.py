@@ -124,7 +124,7 @@ def test_a_set_that_is_another_after_a_pass_is_told(
     plans = [(epoch, np.arange(first, first + 10)) for epoch in range(3) for first in range(0, 50, 10)]
     loader = Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU)
     assert len(list(loader)) == 15
-    assert capfd.readouterr().err.count("(CachesAtTheEnd) gives other samples after a pass") == keeps
+    assert capfd.readouterr().err.count("(CachesAtTheEnd) gives different samples after a pass") == keeps
 
 
 class Curriculum(Noisy):

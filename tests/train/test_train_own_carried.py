@@ -1,4 +1,4 @@
-"""What a loop carries from step to step and nobody has handed over: hidden states, averages in dicts, schedulers."""
+"""What a loop carries from step to step and nobody has passed in: hidden states, averages in dicts, schedulers."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
         assert messages == []
         return
     copies, queues, scheduler, carried = messages
-    assert "in average.shadow, copies, which no checkpoint holds" in copies
-    assert queues.startswith("steps put tensors into memory, pool.images, which no checkpoint holds")
+    assert "in average.shadow, copies, which no checkpoint contains" in copies
+    assert queues.startswith("steps put tensors into memory, pool.images, which no checkpoint contains")
     assert "(LinearLR)" in scheduler
-    assert "in hidden, which no checkpoint holds" in carried
+    assert "in hidden, which no checkpoint contains" in carried
 
 
 def batches(end_step: Callable[[], None]) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients that a loop of one's own adds to those of a step before are told; those of one step are not."""
+"""Gradients that a custom loop adds to those of a step before are told; those of one step are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that leave an epoch of a loop of one's own: together, or one before the others."""
+"""Ranks that leave an epoch of a custom loop: together, or one before the others."""
 
 from __future__ import annotations
 

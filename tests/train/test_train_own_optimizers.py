@@ -1,4 +1,4 @@
-"""Optimizers that a task cannot have, in a loop of one's own."""
+"""Optimizers that a task cannot have, in a custom loop."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def with_others(place: Path, anew: bool) -> int | str | None:
 def test_an_optimizer_that_is_not_handed_over_is_refused_at_its_second_batch(tmp_path: Path) -> None:
     anew, inside = new_run(tmp_path / "anew"), new_run(tmp_path / "inside")
     assert run_ranks(with_others, 1, anew.path, anew=True) == [1]
-    assert "a SGD that is not handed over has trained weights that are" in failure(anew)
+    assert "a SGD that was not passed in has trained weights that are" in failure(anew)
     assert run_ranks(with_others, 1, inside.path, anew=False) == [None]
     assert states(inside) == ["started", "completed"]
 

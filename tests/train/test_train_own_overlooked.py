@@ -1,4 +1,4 @@
-"""Modules and generators that the steps of a loop change, and that nobody has handed over, are told."""
+"""Modules and generators that the steps of a loop change, and that nobody has passed in, are told."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def told(handed: bool = True, draw: Any = None, seeded: tuple[Any, ...] = (), op
 
 def test_an_average_that_is_not_handed_over_is_told_once() -> None:
     (message,) = told(handed=False)
-    assert "a module that is not handed over (Average)" in message
+    assert "a module that was not passed in (Average)" in message
     assert told() == []
 
 
@@ -148,4 +148,4 @@ def test_a_count_in_another_module_that_is_handed_over_is_told(tmp_path: Path) -
     run = new_run(tmp_path)
     run_ranks(train_with_a_ring, 1, run.path)
     (message,) = warnings_of(run)
-    assert message.startswith("training changes ring.place, which no checkpoint holds")
+    assert message.startswith("training changes ring.place, which no checkpoint contains")

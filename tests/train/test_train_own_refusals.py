@@ -84,7 +84,7 @@ def fill(run: ScriptRun, kept: Any, model: nn.Module, optimizer: torch.optim.Opt
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "sampler": (lambda run, model, opt: run.resumable(
-        plain(sampler=Restless()), model=model, optimizer=opt, epochs=1), "Restless gives another order each time"),
+        plain(sampler=Restless()), model=model, optimizer=opt, epochs=1), "Restless gives a different order each time"),
     "samples": (lambda run, model, opt: loop_over(
         run.resumable(plain(Clocked()), model=model, optimizer=opt, epochs=1)), "sample 0 of"),
     "no length": (lambda run, model, opt: run.resumable(
@@ -133,13 +133,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
         "optimizer.before.0.weight: does not come back"),
     "named tuples kept later": (lambda run, model, opt: fill(run, run.keep(memory=[]), model, opt),
-        "run.keep(memory=...): memory.0 is a test_train_own_refusals.Step, which a checkpoint cannot hold: keep "
-        "tensors, numbers, strings, or lists and dicts of these, and a plain tuple(...) in place of one with names"),
+        "run.keep(memory=...): memory.0 is a test_train_own_refusals.Step, which a checkpoint cannot contain: keep "
+        "tensors, numbers, strings, or lists and dicts of these, and a plain tuple(...) instead of one with names"),
     "past its sampler": (lambda run, model, opt: loop_over(
         run.resumable(PastItsSampler(Images(), 6), model=model, optimizer=opt, epochs=1)),
         "the PastItsSampler gives batches without asking its sampler"),
     "another optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=Forgetful(), epochs=1),
-        "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is handed over"),
+        "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is passed in"),
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
         "a CopiesItself copies itself by a __deepcopy__() of its own, as the models of Keras do"),
@@ -281,7 +281,7 @@ def unsharded(place: Path, wrapped: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "message"), [(True, "sampler=DistributedSampler(dataset)"), (False, "hand over the wrapped model")]
+    ("wrapped", "message"), [(True, "sampler=DistributedSampler(dataset)"), (False, "pass in the wrapped model")]
 )
 def test_ranks_that_would_not_train_one_model_are_refused(wrapped: bool, message: str, tmp_path: Path) -> None:
     run = new_run(tmp_path)

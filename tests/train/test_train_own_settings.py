@@ -1,4 +1,4 @@
-"""What the job file sets for every training holds in a loop of one's own, too."""
+"""What the job file sets for every training holds in a custom loop, too."""
 
 from __future__ import annotations
 

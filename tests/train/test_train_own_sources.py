@@ -56,4 +56,6 @@ def test_readers_and_generators_whose_place_is_not_kept_are_told(tmp_path: Path)
     run_ranks(train, 1, forgotten.path, False)
     assert told(kept) == []
     (message,) = told(forgotten)
-    assert message.startswith("steps take batches from given, reader, whose place in the data no checkpoint holds")
+    assert message.startswith(
+        "steps take batches from given, reader, whose position in the data no checkpoint contains"
+    )

@@ -106,8 +106,8 @@ def refused(place: Path, kind: type[Rows], workers: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "workers", "words"),
     [
-        (CountsPasses, 0, "the CountsPasses gives other items when the same epoch is read again"),
-        (TimeShuffled, 2, "the TimeShuffled gives other items when the same epoch is read again"),
+        (CountsPasses, 0, "the CountsPasses gives different items when the same epoch is read again"),
+        (TimeShuffled, 2, "the TimeShuffled gives different items when the same epoch is read again"),
         (InThreads, 0, "the InThreads reads in threads of its own, and draws random numbers there"),
         (InThreads, 1, "the InThreads reads in threads of its own, and draws random numbers there"),
     ],

@@ -1,4 +1,4 @@
-"""How a loop of one's own takes its batches, and what it does around them: put back at a resume, or told."""
+"""How a custom loop takes its batches, and what it does around them: put back at a resume, or told."""
 
 from __future__ import annotations
 

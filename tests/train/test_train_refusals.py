@@ -194,7 +194,7 @@ def test_what_cannot_be_trained_is_refused_before_the_first_update(
 
 
 class OfLoaders(Plain):
-    """As in a loop of one's own: DataLoaders in the place of data sets."""
+    """As in a custom loop: DataLoaders in the place of data sets."""
 
     def __init__(self, method: str) -> None:
         self.method = method

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_is_gone_is_missed(purged: list[int], tmp_path: Path) 
             shutil.rmtree(run.checkpoints / step_name(step))
     [said] = [event["message"] for event in read_events(run) if event["event"] == "warning"]
     assert said.startswith("the checkpoint of step 8,")
-    assert said.endswith("goes on from step 4" if purged == [8] else "begins again at step 0")
+    assert said.endswith("continues from step 4" if purged == [8] else "starts again at step 0")
     run.attempt(2).path.mkdir()
     train(Plain(), job(**sections), run, 2)
     assert len([event for event in read_events(run) if event["event"] == "warning"]) == 1, "it is told once"

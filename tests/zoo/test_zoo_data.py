@@ -51,7 +51,9 @@ def test_samples_that_depend_on_their_worker_are_refused(
 ) -> None:
     monkeypatch.setitem(DATA, "of worker", partial(OfWorker, what))
     verdict = judge(Case(data="of worker", train={"workers": 2}), tmp_path)
-    assert "gives other samples in another worker" in (verdict.refused or "") and verdict.refused_at == 0, verdict
+    assert "gives different samples in a different worker" in (verdict.refused or "") and verdict.refused_at == 0, (
+        verdict
+    )
 
 
 PROGRAM = """
@@ -133,7 +135,7 @@ def judge_lengths(folder: Path) -> str:
 def test_a_length_of_each_rank_is_refused(tmp_path: Path) -> None:
     for verdict in run_ranks(judge_lengths, 2, tmp_path):
         assert verdict.startswith(
-            "refused after step -1: train_data() has another length on each rank (40, 41, by rank)"
+            "refused after step -1: train_data() has a different length on each rank (40, 41, by rank)"
         )
 
 

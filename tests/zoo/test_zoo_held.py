@@ -118,7 +118,7 @@ def test_whatever_a_step_changes_is_told(
 ) -> None:
     monkeypatch.setattr(saving, "_SHOWN", 1000)
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, Changes)
-    told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line)
+    told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line)
     task = Changes(Case())
     kinds = {"a_function_more", *vars(task)} - vars(ZooTask(Case())).keys() - {"of_set"}
     assert [name for name in sorted(kinds) if f"task.{name}" not in told] == []
@@ -179,7 +179,7 @@ def test_generators_in_modules_and_deques_are_exact_and_not_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert str(judge(Case(), tmp_path, Draws)) == "exact"
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert [line for line in told if "training changes task.losses, which" not in line] == []
 
 
@@ -228,7 +228,7 @@ class GivesBack(ZooTask):
 
 def test_what_a_task_gives_back_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert str(judge(Case(), tmp_path, GivesBack)) == "exact"
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert [line for line in told if "training changes task.losses, which" not in line] == []
 
 
@@ -266,7 +266,7 @@ def test_what_each_step_makes_anew_is_not_told(
 ) -> None:
     monkeypatch.setattr(Settings, "__module__", "omegaconf.dictconfig")
     assert str(judge(Case(train={"ema_decay": None}), tmp_path, Pruned)) == "exact"
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert [line for line in told if "training changes task.losses, which" not in line] == []
 
 
@@ -307,4 +307,4 @@ class RaggedAtRandom(Ragged):
 @pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:Sparse CSR tensor support")
 def test_nested_and_sparse_batches_that_nobody_seeds_are_refused(layout: torch.layout, tmp_path: Path) -> None:
     verdict = judge(Case(), tmp_path, lambda *given: RaggedAtRandom(layout, *given))
-    assert "is another when it is fetched again" in (verdict.refused or ""), verdict
+    assert "differs when it is fetched again" in (verdict.refused or ""), verdict

@@ -57,7 +57,7 @@ class Forgets(CountsLabels):
 
 
 class Counts(ZooTask):
-    """Its loss depends on a count, on a tensor and on a scheduler that no checkpoint holds."""
+    """Its loss depends on a count, on a tensor and on a scheduler that no checkpoint contains."""
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         made = super().optimizer(model, lr)
@@ -89,7 +89,7 @@ class Keeps(Counts):
 
 def test_what_no_checkpoint_holds_is_told_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(), tmp_path, Counts)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "training changes task.before, task.calls, task.losses, task.scheduler, which" in told[0]
     for record in tmp_path.rglob("run.json"):
         warnings = describe(RunDirectory(record.parent), {}).warnings
@@ -126,7 +126,7 @@ class CountsElsewhere(ZooTask):
 
 def test_numbers_in_whatever_holds_them_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(), tmp_path, CountsElsewhere)
-    told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line)
+    told = next(line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line)
     names = ("data", "log", "options", "waiting")
     assert [name for name in names if f"task.{name}" not in told] == [], told
 
@@ -145,7 +145,7 @@ def test_what_an_optimizer_keeps_and_is_not_refused_for_is_told(
     optimizer: str, named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     judge(Case(optimizer), tmp_path, ZooTask)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert any(f"changes {named}, which" in line for line in told)
     assert any("optimizer." in line for line in told) == ("optimizer." in named)
 
@@ -264,7 +264,7 @@ class ReplacesLayer(ZooTask):
 
 def test_a_layer_that_training_replaces_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, ReplacesLayer)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "training changes task.losses, the model's layers, which" in told[0]
 
 
@@ -306,7 +306,7 @@ def test_variables_of_modules_and_classes_that_training_changes_are_told(
 ) -> None:
     monkeypatch.setitem(OPTIMIZERS, "AdamW", lambda model, lr: CountsForAll(model.parameters(), lr))
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, OfVariables)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "changes CountsForAll.calls, OfVariables.calls, task.losses, test_zoo_told.counts, which" in told[0]
 
 
@@ -336,7 +336,7 @@ class HoldsIterators(ZooTask):
 
 def test_an_iterator_that_nobody_moves_on_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, HoldsIterators)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "training changes task.losses, which" in told[0]
 
 
@@ -345,7 +345,7 @@ def test_what_a_model_counts_is_told_wherever_it_is(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     judge(Case(model=f"counts in {kind}", train={"steps": 3, "ema_decay": None}), tmp_path)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert f"{kind}, task.losses, which" in told[0]
 
 
@@ -370,7 +370,7 @@ def test_what_each_forward_pass_makes_anew_is_not_told(
 ) -> None:
     monkeypatch.setattr(Augmentation, "__module__", "kornia.augmentation.base")
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, Recomputes)
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "training changes model.0.count, task.losses, which" in told[0]
 
 
@@ -385,7 +385,7 @@ def test_an_answer_on_the_device_is_no_state_of_the_optimizer(
 
 def test_what_the_task_keeps_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert str(judge(Case(), tmp_path, Keeps)) == "exact"
-    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert not any("task.calls" in line or "task.before" in line for line in told)
 
 

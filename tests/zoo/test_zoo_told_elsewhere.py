@@ -25,7 +25,7 @@ _SHORT = {"steps": 3, "ema_decay": None}
 
 def _told(make: Any, folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
     judge(Case(train=_SHORT), folder, make)
-    said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint holds" in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     return said[0].partition("training changes ")[2].partition(", which")[0]
 
 

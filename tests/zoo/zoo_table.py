@@ -86,7 +86,7 @@ REFUSED = [
     (Case("an optimizer in itself"), "optimizer.inner.state.0.weight.momentum_buffer: does not come back"),
     (Case("a dict in itself"), "optimizer.momentum.0.weight: does not come back"),
     (Case("state of what it does not hold"), "optimizer.state.0.weight.momentum: does not come back"),
-    (Case(model="parameter replaced"), "is another parameter than when training began"),
+    (Case(model="parameter replaced"), "is not the parameter that it was when training began"),
     (Case(model="None buffer filled later"), "model.mean"),
     (Case(model="stride-0 buffer"), "register it with .expand(...).contiguous()"),
     (Case(model="buffer that grows"), "model.mean [2, 32], now [0, 32]"),

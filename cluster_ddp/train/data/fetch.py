@@ -261,9 +261,9 @@ class Fetcher:
         changing = [index for index in indices.reshape(-1, 1) if self._changes(epoch, index)]
         what = f"sample {changing[0].item()}" if changing else "a batch"
         raise DataError(
-            f"{what} of the training set ({type(self._data).__name__}) is another when it is fetched again with the "
-            "same seed, so that no resume could be exact: the set or collate() draws from a generator that nothing "
-            "seeds, or counts its calls. Use the global generators of torch, random or numpy, which are seeded for "
+            f"{what} of the training set ({type(self._data).__name__}) differs when it is fetched again with the same "
+            "seed, so no resume could be exact: the set or collate() draws from a generator that nothing "
+            "seeds, or counts its calls. Use the global generators of torch, random or NumPy, which are seeded for "
             "each sample, or keep the generator as an attribute of the data set: it is seeded too"
         )
 
@@ -275,9 +275,10 @@ class Fetcher:
             there = fingerprint(self._read(epoch, indices))
         if there != here:
             raise DataError(
-                f"the training set ({type(self._data).__name__}) gives other samples in another worker, so that no "
-                "resume could be exact: they depend on the id or the seed that get_worker_info() gives. Use the global "
-                "generators of torch, random or numpy, which are seeded for each sample in every worker"
+                f"the training set ({type(self._data).__name__}) gives different samples in a different worker, so "
+                "no resume "
+                "could be exact: they depend on the id or the seed that get_worker_info() gives. Use the global "
+                "generators of torch, random or NumPy, which are seeded for each sample in every worker"
             )
 
     def _try_after_a_pass(self) -> None:
@@ -292,14 +293,15 @@ class Fetcher:
             self._at_first = None
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass and had "
-                f"{self._length} before: every epoch is of those that it had when training began. Give it its final "
+                f"{self._length} before: every epoch uses those that it had when training began. Give it its final "
                 "length, or derive it from IterableDataset"
             )
         if fingerprint(self._read(epoch, indices)) != was:
             self._at_first = None
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) gives other samples after a pass than "
-                "before, with the same seed: a resume is exact only where what has changed in it is put back. A cache "
+                f"cluster_ddp: the training set ({type(self._data).__name__}) gives different samples after a pass "
+                "than "
+                "before it, with the same seed: a resume is exact only if what has changed in it is put back. A cache "
                 "has to hold samples as they are before their augmentation"
             )
 
@@ -316,7 +318,7 @@ class Fetcher:
         first = fingerprint(self._read(epoch, few))
         self._read(epoch, few[::-1])
         if fingerprint(self._read(epoch, few)) != first:
-            how = "gives other samples after others have been read: the set or collate() keeps something of them"
+            how = "gives different samples after others have been read: the set or collate() keeps something of them"
         elif self._draws_once(epoch, indices):
             how = (
                 "draws the random numbers of a sample when it is read for the first time, and keeps what comes of them"
@@ -334,7 +336,7 @@ class Fetcher:
             self._data, self._own = data, own
         if how is not None:
             raise DataError(
-                f"the training set ({type(self._data).__name__}) {how}, so that no resume could be exact: draw and "
+                f"the training set ({type(self._data).__name__}) {how}, so no resume could be exact: draw and "
                 "number in __init__, which is seeded, or draw for every sample; a cache has to hold samples as they "
                 "are before their augmentation"
             )

@@ -199,14 +199,15 @@ class _Reader:
             )
         if first is None:
             raise DataError(
-                f"the training set ({type(self._data).__name__}) gives other items when the same epoch is read again, "
-                "so that no resume could be exact: let its order and its random numbers follow from set_epoch(epoch), "
+                f"the training set ({type(self._data).__name__}) gives different items when the same epoch is read "
+                "again, "
+                "so no resume could be exact: let its order and its random numbers follow from set_epoch(epoch), "
                 "or from the global generators, which are seeded before each item, not from a count of its passes"
             )
         if draws[0] != draws[-1]:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) draws the random numbers of an item when it is read "
-                "for the first time, and keeps what comes of them, so that no resume could be exact: a cache has to "
+                "for the first time, and keeps what comes of them, so no resume could be exact: a cache has to "
                 "hold items as they are before their augmentation"
             )
         return first
@@ -326,7 +327,8 @@ def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:
         return sum(filter(None, lengths))
     if len(set(lengths)) > 1:
         raise DataError(
-            f"train_data() has another length on each rank ({', '.join(map(str, lengths))}, by rank): give every rank "
+            f"train_data() has a different length on each rank ({', '.join(map(str, lengths))}, by rank): give every "
+            "rank "
             "the whole stream, or say that each reads a part of its own by sharded = True of the task"
         )
     return length

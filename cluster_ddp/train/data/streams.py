@@ -196,7 +196,8 @@ def _expect_one_length(length: int) -> None:
     lengths = all_gather_object(length)
     if len(set(lengths)) > 1:
         raise DataError(
-            f"train_data() has another length on each rank ({', '.join(map(str, lengths))}, by rank): every rank must "
+            f"train_data() has a different length on each rank ({', '.join(map(str, lengths))}, by rank): every rank "
+            "must "
             "see the whole set, of which it is given its part. Do not split it by rank; download in prepare(), which "
             "runs before the sets are made"
         )

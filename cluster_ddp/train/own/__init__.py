@@ -1,4 +1,4 @@
-"""Training loops of one's own: a DataLoader and a loop that stay as they are, and are resumed exactly.
+"""Training custom loops: a DataLoader and a loop that stay as they are, and are resumed exactly.
 
 run, loop, loader, parts     what a program calls, and what happens around each of its steps
 geometry                     what a step stands for, and whether another attempt may go on from it

@@ -1,4 +1,4 @@
-"""Sees that a loop of one's own begins before an optimizer steps, in its block, and in the thread of the block."""
+"""Sees that a custom loop begins before an optimizer steps, in its block, and in the thread of the block."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Beginning:
         Raises
         ------
         TrainError
-            It is another, which a stop would end in place of the block.
+            It is another, which a stop would end instead of the block.
         """
         if self._runs_in != self.thread:
             raise TrainError(

@@ -1,4 +1,4 @@
-"""What a step of a loop of one's own stands for, and whether another attempt may go on from it."""
+"""What a step of a custom loop stands for, and whether another attempt may go on from it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Geometry:
         if was["samples"] != now["samples"] and not has_own:
             raise TrainError(
                 f"the data set has {now['samples']} samples, and had {was['samples']} when the checkpoint was saved; "
-                "the order depends on it: bring back the set as it was, or begin a new run"
+                "the order depends on it: restore the data set, or start a new run"
             )
         if was["batch"] is None or self.batch is None:
             same = [was[key] == now[key] for key in ("batch", "world", "accumulate")]

@@ -1,4 +1,4 @@
-"""What a loop of one's own hands over to be kept, by name."""
+"""What a custom loop hands over to be kept, by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Handed:
     Parameters
     ----------
     things
-        By the names under which they are handed over; None and empty lists are left out.
+        By the names under which they are passed in; None and empty lists are left out.
     world_size
         Ranks; with several of them what is trained has to be wrapped in DDP.
 
@@ -68,7 +68,7 @@ class Handed:
         if not optimizers:
             given = next((thing for name, thing in bare.items() if "optim" in name), None)
             of = "" if given is None else f" of torch.optim, but a {type(given).__module__}.{type(given).__name__}"
-            raise TrainError(f"no optimizer{of} is handed over: give optimizer=")
+            raise TrainError(f"no optimizer{of} is passed in: give optimizer=")
         held = {id(weight) for opt in optimizers.values() for group in opt.param_groups for weight in group["params"]}
         trained = {
             name: thing
@@ -111,15 +111,15 @@ class Handed:
         Raises
         ------
         TrainError
-            Other things were handed over when the checkpoint was saved.
+            Other things were passed in when the checkpoint was saved.
         """
         was = {*state["more"], *state["rest"]}
         differing = sorted(was ^ {*self.more, *self._rest})
         if differing:
             raise TrainError(
-                f"the checkpoint and this program do not hand over the same: {', '.join(differing)} "
-                f"{'is' if len(differing) == 1 else 'are'} in one of the two only; hand over what was handed over "
-                "before, or begin a new run"
+                f"the checkpoint and this program do not pass in the same: {', '.join(differing)} "
+                f"{'is' if len(differing) == 1 else 'are'} in one of the two only; pass in what was passed in "
+                "before, or start a new run"
             )
         for name, thing in self._rest.items():
             thing.load_state_dict(state["rest"][name] | state[MODULE_BUFFERS][name])
@@ -146,7 +146,7 @@ class Handed:
 
     @property
     def apart(self) -> frozenset[str]:
-        """The attributes of the first optimizer that are optimizers which are handed over themselves."""
+        """The attributes of the first optimizer that are optimizers which are passed in themselves."""
         return self._inside(self.optimizers[0])
 
     def _inside(self, optimizer: Optimizer) -> frozenset[str]:
@@ -195,7 +195,7 @@ class Handed:
         for name, optimizer in optimizers.items():
             if any(id(weight) not in known for group in optimizer.param_groups for weight in group["params"]):
                 raise TrainError(
-                    f"{name} trains parameters that are in no module that is handed over: give that module too, under "
+                    f"{name} trains parameters that are in no module that is passed in: give that module too, under "
                     "a name of its own (head=head), and of parameters alone, such as an image, a "
                     "torch.nn.ParameterList (image=ParameterList([image]))"
                 )
@@ -276,7 +276,7 @@ def _listed(things: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_scalers(named: dict[str, Any]) -> dict[str, Any]:
-    """Besides what was handed over: the gradient scaler in an optimizer that Accelerate has prepared."""
+    """Besides what was passed in: the gradient scaler in an optimizer that Accelerate has prepared."""
     found = dict(named)
     for name, thing in named.items():
         scaler = getattr(thing, "scaler", None) if isinstance(thing, Optimizer) else None
@@ -313,13 +313,13 @@ def _ddp_of(thing: Any) -> DistributedDataParallel | None:
 
 
 def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapping[str, Any]) -> None:
-    """A scheduler of torch leaves its mark in the groups; any object that is handed over may hold it."""
+    """A scheduler of torch leaves its mark in the groups; any object that is passed in may hold it."""
     if any(not isinstance(thing, (nn.Module, torch.amp.GradScaler)) for thing in rest.values()):
         return
     for name, optimizer in optimizers.items():
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise TrainError(
-                f"a learning rate scheduler was made for {name} and is not handed over: after a resume it would start "
+                f"a learning rate scheduler was made for {name} and was not passed in: after a resume it would start "
                 "over; give scheduler="
             )
 

@@ -1,4 +1,4 @@
-"""What a loop of one's own keeps in the checkpoint besides the things that it hands over."""
+"""What a custom loop keeps in the checkpoint besides the things that it hands over."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KeptNumbers:
         return tensors_in(self.values)
 
     def add(self, initial: dict[str, Any]) -> Kept:
-        """Keep these, with what was restored in place of the initial values."""
+        """Keep these, with what was restored instead of the initial values."""
         for name, value in initial.items():
             _expect_that_it_can_be_kept(name, value)
             self._given[name] = self.values[name] = value
@@ -102,7 +102,7 @@ class KeptNumbers:
             self.in_place = [names for _, _, names in gathered]
 
     def restore(self, by_rank: list[dict[str, Any]], in_place: list[list[str]]) -> None:
-        """Take back what was gathered; on another number of ranks what rank 0 had."""
+        """Take back what was gathered; on a different number of ranks what rank 0 had."""
         self.by_rank, self.in_place = by_rank, in_place
         if not by_rank:
             return

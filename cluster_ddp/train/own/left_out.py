@@ -1,4 +1,4 @@
-"""Ends a loop of one's own whose GradScaler leaves out one update after another."""
+"""Ends a custom loop whose GradScaler leaves out one update after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LeftOutUpdates:
     Parameters
     ----------
     scalers
-        Those that were handed over.
+        Those that were passed in.
     max_in_a_row
         ``train.max_bad_steps``.
     """

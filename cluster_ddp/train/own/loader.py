@@ -1,4 +1,4 @@
-"""The loader that `ScriptRun.resumable` gives in place of the user's own."""
+"""The loader that `ScriptRun.resumable` gives instead of the user's own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ResumableLoader:
         self._is_open = self._is_through = self._is_resumed = False
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, by number from 0; use it in place of ``range(epochs)``.
+        """The epochs that are left, by number from 0; use it instead of ``range(epochs)``.
 
         What precedes the epochs is run again at a resume, and what precedes the batches of an epoch where it is resumed
         in its middle: weights and settings that are changed there are put back as they were restored.
@@ -110,7 +110,7 @@ class ResumableLoader:
             raise TrainError(
                 "the resumable loader is iterated "
                 + ("twice in an epoch, as by `while True:` around it" if self._is_open else "outside of its epochs")
-                + ": write `for epoch in loader.epochs():` in place of `range(epochs)`, and in it, once, `for batch in "
+                + ": write `for epoch in loader.epochs():` instead of `range(epochs)`, and in it, once, `for batch in "
                 "loader:`. For anything else, such as a single batch or statistics of the data, keep the DataLoader "
                 "that was given to resumable()"
             )

@@ -49,7 +49,7 @@ class Once:
 
 
 class Echo:
-    """Stands for what takes its state back, as has been seen when it was handed over."""
+    """Stands for what takes its state back, as has been seen when it was passed in."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._state: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a training loop of one's own does with its run."""
+"""What a training custom loop does with its run."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class ScriptRun:
         Raises
         ------
         TrainError
-            Something cannot be resumed exactly: the order of the loader, or a thing that was handed over. Or the run
-            has another number of ranks now and the steps would have other samples.
+            Something cannot be resumed exactly: the order of the loader, or a thing that was passed in. Or the run
+            has a different number of ranks now and the steps would have other samples.
         """
         with self._block.only_loop():
             world, epochs = self.world.world_size, whole("epochs", epochs)
@@ -154,7 +154,7 @@ class ScriptRun:
         Raises
         ------
         TrainError
-            A thing that was handed over cannot be kept.
+            A thing that was passed in cannot be kept.
         """
         with self._block.only_loop():
             loop = self._take_over(things, Draws(whole("the number of steps", total)))
@@ -169,7 +169,7 @@ class ScriptRun:
         ----------
         numbers
             Their values in a fresh run. Numbers, strings, tensors, and lists and dicts of these, which may also be
-            changed in place; each rank keeps its own, and on another number of ranks all take those of rank 0.
+            changed in place; each rank keeps its own, and on a different number of ranks all take those of rank 0.
 
         Returns
         -------
@@ -356,7 +356,7 @@ class ScriptRun:
     def _save(self, *, again: bool = False) -> None:
         self._check_weights(self.step)
         self._session.save(dict(self._report.latest), again=again)
-        # On a GPU the weights are still being copied. The trainer waits before its update; a loop of one's own may
+        # On a GPU the weights are still being copied. The trainer waits before its update; a custom loop may
         # change them at any time, as the inner steps of Reptile do, and the first step of SAM.
         self._session.saving.wait_for_staging()
 
@@ -379,7 +379,7 @@ def _same_on_all_ranks(found: Batches) -> tuple[int | None, int | None, Deal | N
     if len(set(lengths)) > 1:
         raise TrainError(
             f"the DataLoaders of the ranks give {', '.join(map(str, lengths))} batches in an epoch, by rank: the ranks "
-            "sum gradients in each batch, and would wait for each other for ever. Divide one data set by a "
+            "sum gradients in each batch, and would wait for each other forever. Divide one data set by a "
             "DistributedSampler, or say by batches= how many each takes, at most the fewest"
         )
     return (found.batch, found.samples, found.deal) if len(set(all_ranks)) == 1 else (None, None, None)

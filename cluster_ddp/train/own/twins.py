@@ -49,7 +49,7 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
         raise TaskError(
             "model and optimizer are copied once, to see in the first steps that their state comes back, and that "
             f"failed with {type(error).__name__}: {error}\n"
-            "    Hand over what copy.deepcopy() can copy: an average without the model that it may hold besides (EMA "
+            "    Pass in what copy.deepcopy() can copy: an average without the model that it may hold besides (EMA "
             "of ema_pytorch: include_online_model=False)"
         ) from error
     if any(

@@ -25,7 +25,7 @@ def refuse_divided(bare: Mapping[str, Any]) -> None:
                 raise TrainError(
                     f"{name} is divided among the ranks, as by FSDP (fully_shard), DeepSpeed or tensor parallelism, "
                     "and a checkpoint holds what all ranks have: wrap the whole model in DistributedDataParallel; or "
-                    "leave join_run() out, and let the script go on from checkpoints of its own"
+                    "leave join_run() out, and let the script resume from its own checkpoints"
                 )
         if isinstance(thing, Optimizer) and not hasattr(thing, "_optimizer_step_post_hooks"):
             raise TrainError(
@@ -45,7 +45,7 @@ def refuse_unwrapped(names: Mapping[str, bool]) -> None:
     for name, is_wrapped in names.items():
         if not is_wrapped:
             raise TrainError(
-                f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train weights "
-                f"of its own; hand over the wrapped {name}, which sums the gradients, and drop any all_reduce() of "
+                f"there are several ranks, and {name} is not in DistributedDataParallel: each rank would train its "
+                f"own weights; pass in the wrapped {name}, which sums the gradients, and drop any all_reduce() of "
                 "them from the loop"
             )

@@ -94,7 +94,7 @@ class Attributes:
     holders
         The objects, by name.
     known
-        Ids of what is passed over wherever it is found: what is saved anyway.
+        Ids of what is skipped wherever it is found: what is saved anyway.
     names
         Of tensors that are keys of dicts, by their ids.
     seeded

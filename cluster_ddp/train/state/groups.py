@@ -45,7 +45,8 @@ class FirstGroups:
         for name, first in self._defaults.items():
             if not is_same(now.get(name, first), first):
                 raise TaskError(
-                    f"training has changed {name} in the optimizer's defaults, which no checkpoint holds: change it in "
+                    f"training has changed {name} in the optimizer's defaults, which no checkpoint contains: change "
+                    "it in "
                     "optimizer.param_groups, whose settings are saved"
                 )
 
@@ -56,7 +57,7 @@ def check_groups(optimizer: Optimizer, at_first: int) -> None:
         raise TaskError(
             f"the optimizer had {at_first} parameter groups before the first step and has "
             f"{len(optimizer.param_groups)} now, which a resume could not repeat: give it all parameters "
-            "when it is made (in a loop of one's own before run.resumable() or run.steps()), and let those that come "
+            "when it is made (in a custom loop before run.resumable() or run.steps()), and let those that come "
             "later begin with requires_grad=False. A group of their own may have another learning rate"
         )
 

@@ -166,7 +166,8 @@ class OptimizerState:
         now = type(self.optimizer).__qualname__
         if (was := scalars.get("optimizer_class", now)) != now:  # older versions did not write it
             raise TaskError(
-                f"the checkpoint holds the state of {was}, which {now} cannot go on with: let optimizer() make {was} "
+                f"the checkpoint contains the state of {was}, which {now} cannot continue with: let optimizer() make "
+                f"{was} "
                 "as before, or start a new run"
             )
         self._refuse_others(scalars.get("optimizer_without"))
@@ -224,7 +225,7 @@ class OptimizerState:
     def changed_later(self) -> set[str]:
         """Attributes that have changed since the last call and that a checkpoint does not hold.
 
-        At the first call those that `hidden_differences` has passed over, because the optimizer never reads them.
+        At the first call those that `hidden_differences` has skipped, because the optimizer never reads them.
         """
         was, self._seen = self._seen, self._hidden()
         if was is None:

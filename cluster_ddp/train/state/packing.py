@@ -72,9 +72,9 @@ class Packer:
                 "take another optimizer"
             )
         if kind not in _KINDS:
-            plain = ", and a plain tuple(...) in place of one with names" if isinstance(value, tuple) else ""
+            plain = ", and a plain tuple(...) instead of one with names" if isinstance(value, tuple) else ""
             raise TaskError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: keep tensors, "
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: keep tensors, "
                 f"numbers, strings, or lists and dicts of these{plain}"
             )
         items = [list(item) for item in value.items()] if isinstance(value, dict) else list(value)
@@ -178,7 +178,7 @@ class Unpacker:
             return _LISTS[kind](self.unpack(content, take))
         if kind in _DICTS:
             return _DICTS[kind]([(key, value) for key, value in self.unpack(content, take)])
-        raise TaskError(f"the checkpoint holds a value of the kind {kind!r}, which this cluster_ddp does not know")
+        raise TaskError(f"the checkpoint contains a value of the kind {kind!r}, which this cluster_ddp does not know")
 
     def _tensor(self, tensor: Tensor, packed: Mapping[str, Any]) -> Any:
         if "numpy" in packed:

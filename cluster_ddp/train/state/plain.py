@@ -61,8 +61,9 @@ class PlainAttributes:
             for name, packed in changed.get(place, {}).items():
                 if not is_plain(there.get(name, getattr(self._optimizer, name, None))):
                     raise TaskError(
-                        f"the checkpoint holds a number or a string as {name} of the optimizer, which now is something "
-                        "else: bring back the code of the optimizer as it was, or begin a new run"
+                        f"the checkpoint contains a number or a string as {name} of the optimizer, which now is "
+                        "something "
+                        "else: restore the code of the optimizer, or start a new run"
                     )
                 there[name] = refilled(there.get(name), unpacked(packed))
 

@@ -27,15 +27,15 @@ from cluster_ddp.train.state.training import Collected, State
 _SHOWN = 5  # differences that are named
 _MAX_TEXT = 120  # characters of each
 _REMEDIES = {
-    "model": "what converts the model (.to(), .half()) comes before it is handed over; a buffer has to be registered "
+    "model": "what converts the model (.to(), .half()) comes before it is passed in; a buffer has to be registered "
     "in __init__ with its final shape, and changed in place (copy_, add_); state_dict() of a module has to give its "
     "tensors themselves. " + SHAPED_BY_A_BATCH,
     "ema": "what is averaged has to be in the model from the beginning",
     "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
-    "state_dict() and load_state_dict(); in a loop of your own, hand an optimizer inside it over as well, by a name of "
+    "state_dict() and load_state_dict(); in a loop of your own, pass in an optimizer inside it as well, by a name of "
     "its own (base=optimizer.base_optimizer)",
     "task": "load_state_dict() of the task has to take back all that its state_dict() gives",
-    "memory": "give each tensor memory of its own: weight.copy_(other) in place of weight.data = other",
+    "memory": "give each tensor memory of its own: weight.copy_(other) instead of weight.data = other",
     "counts": "report this as an error of cluster-ddp",
 }
 
@@ -86,7 +86,7 @@ def _refusal(differing: list[str], kind: str) -> TaskError:
     more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     listed = "\n  ".join(differing[:_SHOWN])
     remedy = _REMEDIES.get(kind, _REMEDIES["model"])
-    return TaskError(f"a resume would not go on from the same state:\n  {listed}{more}\n    {remedy}")
+    return TaskError(f"a resume would not continue from the same state:\n  {listed}{more}\n    {remedy}")
 
 
 def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> Iterator[str]:

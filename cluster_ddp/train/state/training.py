@@ -70,7 +70,7 @@ class Counts:
         if self.data_length not in (None, length):
             raise DataError(
                 f"the training set has {length} items; it had {self.data_length} when the checkpoint was saved, and "
-                "the order of the samples depends on it: bring back the set as it was, or begin a new run with this one"
+                "the order of the samples depends on it: restore the data set, or start a new run with this one"
             )
         self.data_length = length
 
@@ -273,8 +273,9 @@ class State:
             first = self._by_name.get(name, value)
             if first is not value and self._model.get_parameter(name) is not first:
                 raise TaskError(
-                    f"{name} of the model is another parameter than when training began, and a resume would have the "
-                    "first: change the values of the first in place (nn.init, parameter.data.copy_)"
+                    f"{name} of the model is not the parameter that it was when training began, and a resume "
+                    "would use the original one: change the values of the first in place (nn.init, "
+                    "parameter.data.copy_)"
                 )
             if name.rpartition(".")[2] == EXTRA_STATE:
                 extra_state[name] = value

@@ -161,8 +161,8 @@ class MapBatches:
                     raise batch
                 if not self._keys.is_read:
                     raise TrainError(
-                        f"the {type(self._copy.inner).__name__} gives batches without asking its sampler, so that no "
-                        "resume could be exact: give a torch.utils.data.DataLoader"
+                        f"the {type(self._copy.inner).__name__} gives batches without asking its sampler, so no resume "
+                        "could be exact: give a torch.utils.data.DataLoader"
                     )
                 if self._fetcher is not None:
                     self._fetcher.is_tried = True  # for the workers of the next epoch
@@ -198,8 +198,8 @@ class _Order:
         if not self._is_known and self._first() != self._first():
             unknown = next(part for part in reversed(self.chain) if type(part) not in _KNOWN)
             raise TrainError(
-                f"the DataLoader's {type(unknown).__name__} gives another order each time it is asked for the same "
-                "epoch, so that no resume could be exact: give it set_epoch(epoch), or an attribute `generator` "
+                f"the DataLoader's {type(unknown).__name__} gives a different order each time it is asked for the "
+                "same epoch, so no resume could be exact: give it set_epoch(epoch), or an attribute `generator` "
                 "(a torch.Generator) that it draws from, or draw from the global generators"
             )
 

@@ -100,7 +100,7 @@ class StreamBatches:
             )
         if first is None:
             raise TrainError(
-                f"the {self._name} gives other items when the same epoch is read again, so that no resume could be "
+                f"the {self._name} gives different items when the same epoch is read again, so no resume could be "
                 "exact: let its order follow from set_epoch(epoch), or from the global generators, which are seeded "
                 "before each pass, not from the time or a count of its passes; for WebDataset see docs/own-code.md"
             )

@@ -1,4 +1,4 @@
-"""Sees the tensors that a loop of one's own carries from batch to batch in its variables, such as hidden states."""
+"""Sees the tensors that a custom loop carries from batch to batch in its variables, such as hidden states."""
 
 from __future__ import annotations
 
@@ -27,16 +27,10 @@ _ENDS = (
 class Carried:
     """Warns, after the second step, about variables with tensors that a batch reads before it has set them.
 
-    Such as ``output, hidden = model(batch, hidden)``: they come from the batch before, and start over at a resume. What
-    is made once, in the first batch, is no such variable. Numbers are not reported: nearly every loop has some that are
-    only printed.
-
-    Parameters
-    ----------
-    kept
-        What the loop keeps by `ScriptRun.keep`, and may change by a name of its own.
-    warn
-        Takes the message.
+    Such as ``output, hidden = model(batch, hidden)``: they come from the previous batch and start over after a resume.
+    What is made once, in the first batch, does not count. Numbers are not reported: nearly every loop has some that are
+    only printed. Parameters ---------- kept What the loop keeps by `ScriptRun.keep`, and may change by a name of its
+    own. warn Takes the message.
     """
 
     def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
@@ -53,7 +47,7 @@ class Carried:
         if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
             self._warn(
                 f"the loop carries tensors from one batch to the next in {', '.join(names)}, which no "
-                "checkpoint holds: a resume is exact only where no step depends on them. Keep them: "
+                "checkpoint contains: a resume is exact only if no step depends on them. Keep them: "
                 f"kept = run.keep({names[0]}=None), and read and set kept.{names[0]} in the loop{_of_environments()}"
             )
 

@@ -1,4 +1,4 @@
-"""Sees that the code around the batches of an epoch changes the data set or its sampler, which no checkpoint holds."""
+"""Notices code around an epoch's batches that changes the data set or its sampler, which no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ChangedData:
         if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
             self._has_warned = True
             self._warn(
-                f"the code after the batches of an epoch changes {', '.join(changed)}, which no checkpoint holds: a "
-                "resume in the next epoch does not run it again, and is exact only where no sample depends on it. Set "
+                f"the code after the batches of an epoch changes {', '.join(changed)}, which no checkpoint contains: a "
+                "resume in the next epoch does not run it again, and is exact only if no sample depends on it. Set "
                 "it before the batches, from the number of the epoch or from what run.keep() has kept"
             )
 
@@ -74,7 +74,7 @@ class ChangedData:
         if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
             self._warn(
                 f"{', '.join(changed)} is not what it was when the batches of this epoch began before this resume, "
-                "which is exact only where no sample depends on it: what precedes the batches is run again, and not "
+                "which is exact only if no sample depends on it: what precedes the batches is run again, and not "
                 "for the epochs before. Set it there from the number of the epoch or from what run.keep() has kept"
             )
         return now

@@ -33,7 +33,8 @@ class CommHooks:
         if names := sorted(name for name, now in self._counts() if self._before.get(name, now) != now):
             self._warn(
                 f"DDP sums the gradients by a communication hook that keeps a state ({', '.join(names)}), which no "
-                "checkpoint holds: it starts over at a resume, which is not exact. Exact are hooks without, such as "
+                "checkpoint contains: it starts over after a resume, which is not exact. Exact are hooks without, "
+                "such as "
                 "bf16_compress_hook, and no hook at all"
             )
 

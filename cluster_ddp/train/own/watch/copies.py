@@ -1,4 +1,4 @@
-"""Sees averages of the weights that a loop of one's own keeps in lists and dicts of tensors."""
+"""Sees averages of the weights that a custom loop keeps in lists and dicts of tensors."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class Copies:
         changed = [name for name, key, state in now if key in before and before[key][1] != state]
         if changed:
             self._warn(
-                f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint holds: a "
-                "resume is exact only where no step, and nothing after the loop, depends on them. Hand over an object "
+                f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint "
+                "contains: a "
+                "resume is exact only if no step, and nothing after the loop, depends on them. Pass in an object "
                 "with state_dict() and load_state_dict() that holds them, such as torch's AveragedModel (ema=ema)"
             )
 
@@ -79,7 +80,7 @@ class Copies:
 
 
 def _look_of(tensor: Tensor) -> tuple[torch.Size, int]:
-    """By it a copy is recognised: state_dict() of what is handed over may give copies of what it holds."""
+    """By it a copy is recognised: state_dict() of what is passed in may give copies of what it holds."""
     return tensor.shape, sampled([tensor])
 
 

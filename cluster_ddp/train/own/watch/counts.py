@@ -1,4 +1,4 @@
-"""Sees a count of the batches in a variable of a loop of one's own by which the loop goes: it starts over."""
+"""Sees a count of the batches in a variable of a custom loop by which the loop goes: it starts over."""
 
 from __future__ import annotations
 

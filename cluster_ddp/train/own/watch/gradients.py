@@ -1,4 +1,4 @@
-"""Sees gradients that a loop of one's own adds to those of a step before, and that no checkpoint holds."""
+"""Sees gradients that a custom loop adds to those of a step before, and that no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CarriedGradients:
                 self._has_warned = True
                 self._warn(
                     f"an update of {type(optimizer).__name__} has gradients in it from before the last update, which "
-                    "no checkpoint holds: a resume is not exact. Call optimizer.zero_grad() in each step; to "
+                    "no checkpoint contains: a resume is not exact. Call optimizer.zero_grad() in each step; to "
                     "accumulate, step all optimizers after the same batches, and give resumable() accumulate="
                 )
 

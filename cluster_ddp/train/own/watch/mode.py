@@ -1,4 +1,4 @@
-"""Sees that a loop of one's own does not go on in evaluation mode after an evaluation."""
+"""Sees that a custom loop does not go on in evaluation mode after an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sees that the steps of a loop of one's own read from another DataLoader, whose place nothing keeps."""
+"""Sees that the steps of a custom loop read from another DataLoader, whose place nothing keeps."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class OtherLoaders:
                 names.add(name)
         if names:
             self._warn(
-                f"the steps read on in another DataLoader (of a {', '.join(sorted(names))}), which starts over at a "
-                "resume, because no checkpoint holds its place: a resume is exact only where no step depends on it. "
+                f"the steps read on in another DataLoader (of a {', '.join(sorted(names))}), which starts over after a "
+                "resume, because no checkpoint contains its position: a resume is exact only if no step depends on it. "
                 "Hand it to run.resumable(), and of two let one data set give what both give"
             )
 

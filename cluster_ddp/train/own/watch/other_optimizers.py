@@ -1,4 +1,4 @@
-"""Refuses training by an optimizer that a loop of one's own has not handed over."""
+"""Refuses training by an optimizer that a custom loop has not passed in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster_ddp.train.own.handed import Handed
 
 
 class OtherOptimizers:
-    """Sees that from step to step nothing but what is handed over trains the weights that are.
+    """Sees that from step to step nothing but what is passed in trains the weights that are.
 
     A loop that makes its optimizer in each epoch would train on, and never be saved: no update would be seen. One that
     is made for a step, as for the inner steps of MAML and Reptile, has no state that a resume would lack.
@@ -22,7 +22,7 @@ class OtherOptimizers:
     Parameters
     ----------
     handed
-        What is handed over.
+        What is passed in.
     batches
         Says how many batches there have been; None outside of a step: what follows the loop may train as it likes.
     """
@@ -46,7 +46,7 @@ class OtherOptimizers:
             return
         if any(id(weight) in self._weights for weight in _weights_of(optimizer)):
             raise TrainError(
-                f"a {type(optimizer).__name__} that is not handed over has trained weights that are: its state would "
+                f"a {type(optimizer).__name__} that was not passed in has trained weights that are: its state would "
                 "be in no checkpoint. Make all optimizers once, before resumable() or steps(), and hand them over "
                 "(optimizer=...); for another learning rate set that of the groups"
             )

@@ -1,4 +1,4 @@
-"""Sees what the steps of a loop of one's own change and nobody has handed over: modules and random generators."""
+"""Sees what the steps of a custom loop change and nobody has passed in: modules and random generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster_ddp.train.own.twins import COPIES
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
-HAND_OVER = "Hand it over by a name of its own (ema=ema)"
+HAND_OVER = "Pass it in by a name of its own (ema=ema)"
 _DEPTH = 3  # of the objects in a frame: its variables, their attributes, and those in lists and dicts
 
 
@@ -88,15 +88,15 @@ class Overlooked:
         inner = {id(part) for module in changed for part in module.modules() if part is not module}
         if names := sorted({type(module).__name__ for module in changed if id(module) not in inner}):
             self._warn(
-                f"steps change a module that is not handed over ({', '.join(names)}), which no checkpoint holds: a "
-                f"resume is exact only where no step, and nothing after them, depends on it. {self._remedy}"
+                f"steps change a module that was not passed in ({', '.join(names)}), which no checkpoint contains: a "
+                f"resume is exact only if no step, and nothing after them, depends on it. {self._remedy}"
             )
 
     def _tell_generators(self, drawn: list[Any]) -> None:
         if names := sorted({f"{type(found).__module__}.{type(found).__name__}" for found in drawn}):
             self._warn(
                 f"the steps draw from a generator of the loop's own ({', '.join(names)}), whose state no checkpoint "
-                "holds: a resume is exact only where no step depends on it. Draw from the global generators of torch, "
+                "contains: a resume is exact only if no step depends on it. Draw from the global generators of torch, "
                 "random and NumPy, which are seeded for each step, or make one in each step, seeded by run.step"
             )
 

@@ -1,4 +1,4 @@
-"""Sees queues of tensors that the steps of a loop of one's own fill, such as a replay buffer."""
+"""Sees queues of tensors that the steps of a custom loop fill, such as a replay buffer."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Queues:
         filled = {id(queue) for queue, end in before if _end_of(queue) != end}
         if names := sorted(name for name, queue in self._found() if id(queue) in filled):
             self._warn(
-                f"steps put tensors into {', '.join(names)}, which no checkpoint holds: a resume begins with what the "
-                "program puts there before the loop, and is exact only where no step depends on it. Keep it, as by "
+                f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume begins with what "
+                "the "
+                "program puts there before the loop, and is exact only if no step depends on it. Keep it, as by "
                 "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop; a "
                 "list that an object fills by run.keep(images=pool.images) before the loop, where it stays in place"
             )

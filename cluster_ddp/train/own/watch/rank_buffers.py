@@ -42,7 +42,7 @@ class RankBuffers:
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
             self._warn(
                 f"each rank has buffers of its own: {', '.join(differing[:_SHOWN])}{more}. A checkpoint holds those of "
-                "rank 0, and a resume gives them to all ranks: it is exact only where nothing depends on the others, "
+                "rank 0, and a resume gives them to all ranks: it is exact only if nothing depends on the others, "
                 "such as an evaluation on all ranks or an average over them. Let DDP send those of rank 0 in each "
                 "step, as it does by default, or take SyncBatchNorm (Lightning: sync_batchnorm=True)"
             )

@@ -1,4 +1,4 @@
-"""Sees learning rate schedulers that the steps of a loop of one's own move and nobody has handed over."""
+"""Sees learning rate schedulers that the steps of a custom loop move and nobody has passed in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from cluster_ddp.train.own.program import reachable
 
-_DEPTH = 4  # of what was handed over: a scheduler may be in one that is in an object of the program's own
+_DEPTH = 4  # of what was passed in: a scheduler may be in one that is in an object of the program's own
 
 
 class OtherSchedulers:
@@ -42,8 +42,8 @@ class OtherSchedulers:
         if moved:
             names = ", ".join(sorted({type(found).__name__ for found in moved}))
             self._warn(
-                f"steps move a learning rate scheduler that is not handed over ({names}), which starts over at a "
-                "resume, so the resume is not exact: make it before resumable() and hand it over by a name of its own "
+                f"steps move a learning rate scheduler that was not passed in ({names}), which starts over after a "
+                "resume, so the resume is not exact: make it before resumable() and pass it in by a name of its own "
                 "(warmup=warmup)"
             )
 

@@ -1,4 +1,4 @@
-"""Sees how a loop of one's own takes its batches: what reads ahead of it or counts them starts over at a resume."""
+"""Sees how a custom loop takes its batches: what reads ahead of it or counts them starts over after a resume."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may stand bet
 _BEGINS = ("GET_ITER", "GET_YIELD_FROM_ITER")
 _DEPTH = 4
 _REMEDIES: dict[type, str] = {
-    enumerate: "begins at 0 again when an epoch is resumed in its middle: where the number matters take "
+    enumerate: "starts at 0 again when an epoch is resumed in the middle: if the number matters, use "
     "loader.enumerate(), which counts from the place",
-    itertools.islice: "counts from the place of a resume, which is then not exact: leave the epoch by the number that "
-    "loader.enumerate() gives",
-    itertools.cycle: "repeats the batches that it has been given, which no checkpoint holds, so that no resume is "
+    itertools.islice: "counts from where the run was resumed, which is then not exact: leave the epoch by the number "
+    "that loader.enumerate() gives",
+    itertools.cycle: "repeats the batches that it has been given, which no checkpoint contains, so that no resume is "
     "exact: let the DataLoader's sampler give the samples of an epoch as often as they are wanted",
-    zip: "takes what begins again when an epoch is resumed in its middle, such as a range, beside what goes on from "
+    zip: "takes what begins again when an epoch is resumed in the middle, such as a range, beside what goes on from "
     "the place: take the number that loader.enumerate() gives, and leave the epoch by it",
 }
 _BEGIN_AGAIN: tuple[type, ...] = (type(iter(range(0))), type(iter([])), type(iter(())), itertools.count)
@@ -72,7 +72,7 @@ class Taking:
             self._is_counting = True
             self._warn(
                 "the loop takes the batches of an epoch by their number, as by next(batches) so many times: when an "
-                "epoch is resumed in its middle fewer are left, and next() fails. Take them by `for batch in loader`"
+                "epoch is resumed in the middle fewer are left, and next() fails. Take them by `for batch in loader`"
             )
 
     def update(self, batches: Any) -> None:
@@ -98,7 +98,7 @@ class Taking:
                 raise TrainError(
                     f"the generator {held.__name__}() goes over the resumable loader again and again, which gives the "
                     "batches of an epoch once, and after a resume those that are left: put `for epoch in "
-                    "loader.epochs():` around `for batch in loader:` there in place of `while True:`, and ask it for "
+                    "loader.epochs():` around `for batch in loader:` there instead of `while True:`, and ask it for "
                     "batches until it ends"
                 )
         for counting in (held for held in gc.get_objects() if type(held) in _COUNTING):
@@ -119,7 +119,7 @@ class Taking:
 
 
 def _begins_again(pairs: Any) -> bool:
-    """Whether something beside the batches in a `zip` starts over at a resume, and is told nowhere else."""
+    """Whether something beside the batches in a `zip` starts over after a resume, and is told nowhere else."""
     return any(isinstance(part, _BEGIN_AGAIN) for held in gc.get_referents(pairs) for part in gc.get_referents(held))
 
 

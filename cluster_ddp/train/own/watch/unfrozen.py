@@ -18,7 +18,7 @@ class Unfrozen:
     Parameters
     ----------
     wrapped
-        The modules in DDP, when they are handed over.
+        The modules in DDP, when they are passed in.
     """
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
@@ -52,7 +52,7 @@ class Unfrozen:
             elif low != high:
                 raise TrainError(
                     f"{name} was frozen when it was put into DistributedDataParallel and is trained now: DDP does not "
-                    "sum its gradients, and each rank would train a model of its own. Make DDP while all is trained, "
+                    "sum its gradients, and each rank would train its own model. Make DDP while all is trained, "
                     "with find_unused_parameters=True, and freeze layers after that"
                 )
 

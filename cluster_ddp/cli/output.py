@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from cluster_ddp.run.sweep import SweepDirectory
 
 
-def tell(*lines: str) -> None:
+def inform(*lines: str) -> None:
     """Say something to a person, on standard error: standard output is for what programs read."""
     for line in lines:
         say(line)
 
 
 @contextlib.contextmanager
-def told_if_slow(words: str, *, seconds: float = 10.0) -> Iterator[None]:
-    """Say something to a person if the block takes longer than this: hanging storage can block a process for ever."""
-    timer = threading.Timer(seconds, tell, [words])
+def inform_if_slow(words: str, *, seconds: float = 10.0) -> Iterator[None]:
+    """Say something to a person if the block takes longer than this: hanging storage can block a process forever."""
+    timer = threading.Timer(seconds, inform, [words])
     timer.daemon = True
     timer.start()
     try:
@@ -47,12 +47,12 @@ def show_json(value: object) -> None:
 
 def remark(remarks: Iterable[str]) -> None:
     """Pass on remarks about the job file."""
-    tell(*(f"note: {text}" for text in remarks))
+    inform(*(f"note: {text}" for text in remarks))
 
 
 def report_submitted(run: RunDirectory, job_id: str | None) -> None:
     """Say what was submitted and what to do next."""
-    tell(
+    inform(
         f"run {run.id}" + (f", Slurm job {job_id}" if job_id else ""),
         f"  directory:  {run.path}",
         f"  watch:      cluster-ddp status {run.id} --watch",
@@ -60,7 +60,7 @@ def report_submitted(run: RunDirectory, job_id: str | None) -> None:
     )
 
 
-def answer(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: str) -> None:
+def print_json_line(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: str) -> None:
     """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it.
 
     If it cannot be written the exit status stays as it is: one that says that the job was not submitted would be wrong.
@@ -71,7 +71,7 @@ def answer(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: 
     except OSError as error:
         discard_output()
         if not isinstance(error, BrokenPipeError):
-            tell(f"cluster-ddp: the line of --json could not be written: {error.strerror}")
+            inform(f"cluster-ddp: could not write the --json line: {error.strerror}")
 
 
 def discard_output() -> None:
