@@ -96,8 +96,8 @@ _NODE_PROGRAM = r"^\S*python\S* -m cluster_ddp\.launch\.node "
 def bad(before: Harm, undo: Harm, words: str, **more: Any) -> Row:
     """A node that cannot take part: the run goes on without it."""
     return Row(
-        "the node is named with its last words; requeued, and after the second time without it, while the partition "
-        "has enough others",
+        "the node is named, with its last output; requeued, after the second time without it if the partition has "
+        "enough others",
         before=before,
         undo=undo,
         attempts=3,
@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
         "saved within the grace of the partition or the QOS, requeued", preempt, words=("stopped: preemption",)
     ),
     "preemption without grace, on a CANCEL partition": Row(
-        "saved within KillWait, requeued by the keeper; with 15 s or less no logger (wandb) is waited for",
+        "saved within KillWait, requeued by the keeper; with 15 s or less, loggers (wandb) are not waited for",
         preempt,
         words=("stopped: preemption",),
         job=_CANCEL,
@@ -152,26 +152,26 @@ ROWS: dict[str, Row] = {
         "saved, STOPPED until `resume`", stop, state="STOPPED", attempts=1, words=("stopped by",)
     ),
     "`scancel`, `cluster-ddp cancel`": Row(
-        "saved if time allows, CANCELLED, never requeued; only `resume` starts it again",
+        "saved if time allows, CANCELLED, never requeued; only `resume` restarts it",
         lambda scene: scene.cluster.cancel(scene.run.job),
         state="CANCELLED",
         attempts=1,
         words=("cancel",),
     ),
     "SIGTERM from an unknown sender": Row(
-        "saved; requeued if Slurm lets the job run on, else STOPPED",
+        "saved; requeued if Slurm lets the job keep running, otherwise STOPPED",
         lambda scene: scene.cluster.send_signal(scene.run.job, "TERM"),
         words=("stopped: terminated",),
     ),
     "suspended (`scontrol suspend`, gang scheduling)": Row(
-        "SUSPENDED; its time does not count as a hang, and it goes on where it was",
+        "SUSPENDED; this time does not count as a hang, and it continues where it was",
         suspend,
         attempts=1,
         words=("suspended by Slurm",),
         job={"launch": {"hang_timeout": 10}},
     ),
     "requeued and held (`scontrol requeuehold`, a failed prolog, MaxBatchRequeue)": Row(
-        "saved, HELD with Slurm's reason and the command that releases it; nothing starts it before",
+        "saved, HELD with Slurm's reason and the command that releases it; nothing starts it before that",
         requeue_and_hold,
         lost=EVERY_STEPS + 5,
         words=("scontrol release",),
@@ -184,7 +184,7 @@ ROWS: dict[str, Row] = {
         words=("ended by SIGKILL, perhaps because the node ran out of memory",),
     ),
     "rank at a memory limit (`ulimit -v`)": Row(
-        "its error, or that it hangs, is recorded with the rank and its host; requeued",
+        "its error, or the hang, is recorded with the rank and its host; requeued",
         limit_memory,
         lost=2 * EVERY_STEPS,
         job={"launch": {"hang_timeout": 20}},
@@ -224,15 +224,15 @@ ROWS: dict[str, Row] = {
         "its ranks and all other nodes save; requeued", as_in_chaos("kill -9 of an agent"), words=("agent-lost",)
     ),
     "node program killed (as for memory)": Row(
-        "its ranks have 3 s to save, then they are ended; the node is named; requeued, and after the second time "
-        "without it",
+        "its ranks have 3 s to save, then they are killed; the node is named; requeued, after the second time without "
+        "it",
         as_in_chaos("kill -9 of a node program"),
         words=("its node program was killed from outside",),
         lost=2 * EVERY_STEPS,
         short=("submitit",),
     ),
     "the keeper killed (as for memory)": Row(
-        "Slurm ends the job, and training saves if it still can; nobody is left to queue it again: LOST until `resume`",
+        "Slurm ends the job, and training saves if it still can; nothing is left to requeue it: LOST until `resume`",
         processes(r"cluster_ddp\.launch\.keeper|submitit\.core\._submit", 0),
         state="LOST",
         attempts=1,
@@ -250,7 +250,7 @@ ROWS: dict[str, Row] = {
     "network away for seconds": Row("the job continues", as_in_chaos("link down for seconds"), attempts=1),
     "network of a node away, node lost": Row(
         "Slurm, errors of the other ranks or the watchdog end the attempt; requeued; a host that fails twice is "
-        "excluded while the partition has enough others",
+        "excluded if the partition has enough others",
         as_in_chaos("link down, node lost"),
         lost=2 * EVERY_STEPS,
         job={"network": {"timeout": "1m"}},
@@ -272,15 +272,15 @@ ROWS: dict[str, Row] = {
         words=("trying to requeue the job until the allocation is nearly over",),
     ),
     "requeue refused by Slurm": Row(
-        "saved; FAILED with Slurm's words and the command that goes on",
+        "saved; FAILED with Slurm's message and the command to continue",
         forbid_requeue,
         state="FAILED",
         attempts=1,
         words=("requeue failed: Slurm has not queued the job again", "cluster-ddp resume"),
     ),
     "node cut from Slurm's controller, but not from the storage": Row(
-        "the job is started elsewhere while the old attempt trains on; it ends within seconds of the newer one's start "
-        "and saves nothing more (below); the node is named in `status` and excluded",
+        "the job is started elsewhere while the old attempt keeps training; the old one ends within seconds of the newer "
+        "one's start and saves nothing more (below); the node is named in `status` and excluded",
         cut_from_controller,
         lost=30,  # what the old attempt trains beyond the newer one's beginning does not count
         words=("cut from the controller",),
@@ -332,21 +332,21 @@ ROWS: dict[str, Row] = {
         words=("20 s",),
     ),
     "rendezvous port taken": Row(
-        "another is taken before torchrun starts, and another for each attempt; with `launch.port` the failure names "
-        "the port",
+        "a different one is chosen before torchrun starts, and for each attempt; with `launch.port` the error "
+        "names the port",
         before=take_port,
         attempts=1,
     ),
     # -- before an attempt begins
     "a setup line that fails": Row(
-        "FAILED with the line, its status and the Slurm output's name",
+        "FAILED with the line, its status and the name of the Slurm output file",
         state="FAILED",
         attempts=0,
         words=("launch.setup: status 127 from: no_such_module load cuda",),
         job={"launch": {"setup": ["no_such_module load cuda"]}},
     ),
     "a setup line that fails at a restart, once": Row(
-        "tried again, three times at most",
+        "retried, at most three times",
         preempt,
         job={"launch": {"setup": ["((${SLURM_RESTART_COUNT:-0} != 1))"]}},
     ),
@@ -360,8 +360,8 @@ ROWS: dict[str, Row] = {
     ),
     # -- storage
     "disk full for a while": Row(
-        "a warning and `checkpoint-failed`; training continues, earlier checkpoints stay, the next save is tried, "
-        "lines for `metrics.jsonl` wait in memory",
+        "a warning and `checkpoint-failed`; training continues, earlier checkpoints are kept, the next save is "
+        "tried, lines for `metrics.jsonl` are kept in memory",
         as_in_chaos("full disk"),
         attempts=1,
     ),

@@ -35,7 +35,7 @@ def test_states_and_events_exist() -> None:
 def test_seconds_are_those_of_the_program() -> None:
     assert f"with {SHORT_GRACE_SECONDS:.0f} s or less" in PAGE
     assert f"have {SAVE_SECONDS:.0f} s to save" in PAGE
-    assert f"waits {ROOM_SECONDS / 60:.0f} minutes for room" in PAGE
+    assert f"waits {ROOM_SECONDS / 60:.0f} minutes for free space" in PAGE
     assert SHORTEST_LEARNED == 60
 
 
