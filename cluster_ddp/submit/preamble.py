@@ -17,14 +17,14 @@ _FAIL = r"""cluster_ddp_drop_traps() {
     [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
 }
 
-# Ends this start, which has failed before the keeper. With "again" the job is queued again, a few times: another host
-# may do better. What decides that lies beside this script in the run directory, and is told there.
+# Ends this start, which has failed before the keeper runs. With "again" the job is requeued, a few times: another host
+# may do better. The script beside this one in the run directory decides that, and explains it.
 cluster_ddp_fail() {
     cluster_ddp_drop_traps
     echo "job.sbatch: $2" >&2
     local policy=@policy@
     if [[ -f $policy ]]; then
-        trap 'kill $!' @signal@ TERM # what only this script is sent
+        trap 'kill $!' @signal@ TERM # which only this script receives
         "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2" &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
     elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < 3)); then # no run yet

@@ -187,7 +187,7 @@ def _title(spec: JobSpec) -> str:
 def _directives(spec: JobSpec) -> Iterator[str]:
     for option, value in job_options(spec).items():
         yield directive(option, value)
-    yield "# The output of all attempts in one file; a requeued attempt would else overwrite the one before."
+    yield "# The output of all attempts in one file; a requeued attempt would otherwise overwrite it."
     yield directive("output", "slurm-%j.out")
     yield directive("open-mode", "append")
     yield f"# This shell (B:) is signalled {spec.requeue.warning} s before the time limit, and the job may start again."
@@ -202,16 +202,16 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
     """The lines that set `run`, the run directory."""
     if own_run_of is None:
         yield "[[ -n $cluster_ddp_run ]] ||"
-        yield '    cluster_ddp_fail once "give the run directory: sbatch job.sbatch RUN_DIRECTORY"'
+        yield '    cluster_ddp_fail once "the run directory is missing: sbatch job.sbatch RUN_DIRECTORY"'
         yield "run=$cluster_ddp_run"
         if sweep:
             yield _RUN_OF_ELEMENT.replace("@keeper@", keeper)
     else:
-        yield "# Without a run directory this job makes a run of its own and finds it again at each restart."
-        yield "# Of what: a job file or a template, and settings laid over it, such as --set train.epochs=3."
+        yield "# Without a run directory, this job creates its own run and finds it again at each restart."
+        yield "# What to run: a job file or a template, and settings that override it, such as --set train.epochs=3."
         yield f"job=({quote(own_run_of)})"
         yield f'run=${{cluster_ddp_run:-$({keeper} -m cluster_ddp.submit.own_run "$0" "${{job[@]}}")}}'
-        yield '[[ -n $run ]] || cluster_ddp_fail once "without a run directory there is nothing to train"'
+        yield '[[ -n $run ]] || cluster_ddp_fail once "there is no run directory, so there is nothing to train"'
         yield 'run=$(realpath -- "$run")'
         yield "cluster_ddp_run=$run"
     yield '[[ -f $run/job.yaml ]] || cluster_ddp_fail once "$run is not a run directory: it has no job.yaml"'
@@ -224,8 +224,8 @@ def _port(spec: JobSpec) -> str:
 
 
 def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
-    yield f"# The network, by profile {spec.network.profile}. Defaults yield to exported values; the job's keys do not."
-    yield "# A node's environment report has what was in force there."
+    yield f"# The network, by profile {spec.network.profile}. Exported values override defaults, not the job file's keys."
+    yield "# The environment report of a node shows what was in effect there."
     for setting in network.settings:
         value = quote(setting.value) if setting.explicit else f'"${{{setting.name}:-{inside(setting.value)}}}"'
         yield f"export {setting.name}={value} # {comment(setting.why)}"
@@ -251,7 +251,7 @@ class _Launcher:
     def definitions(self) -> Iterator[str]:
         """The lines that define the array `python`, and `host_python` where ranks run in a container."""
         if self._container is None:
-            yield "# The interpreter that has cluster_ddp; the ranks run in it, too."
+            yield "# The interpreter that has cluster_ddp; the ranks use it too."
             yield f"python=({quote(self._python)})"
             return
         yield "# The interpreter outside of the container needs cluster_ddp, but no torch."

@@ -279,7 +279,8 @@ ROWS: dict[str, Row] = {
         words=("requeue failed: Slurm has not queued the job again", "cluster-ddp resume"),
     ),
     "node cut from Slurm's controller, but not from the storage": Row(
-        "the job is started elsewhere while the old attempt keeps training; the old one ends within seconds of the newer "
+        "the job is started elsewhere while the old attempt keeps training; the old one ends within seconds of the "
+        "newer "
         "one's start and saves nothing more (below); the node is named in `status` and excluded",
         cut_from_controller,
         lost=30,  # what the old attempt trains beyond the newer one's beginning does not count

@@ -54,7 +54,7 @@ def test_a_node_list_is_read_without_scontrol(stage: Stage) -> None:
 
 @pytest.mark.parametrize(
     ("python", "words"),
-    [("", "cannot tell the first node of node-[b,a]"), ("exit 127", "no Python with cluster_ddp starts")],
+    [("", "can determine the first node of node-[b,a]"), ("exit 127", "no Python with cluster_ddp starts")],
 )
 def test_an_scontrol_that_hangs_does_not_hold_the_nodes(stage: Stage, python: str, words: str) -> None:
     impatient = f'shift; exec {shutil.which("timeout")} 1 "$@"'
@@ -72,7 +72,7 @@ def test_without_scontrol_and_clustershell_the_job_fails_clearly(tmp_path: Path)
     stage = Stage(tmp_path, scontrol=False)
     stage.does(**{"python.sh": "[[ $* != *nodelist* ]] || exit 1"})
     assert stage.perform(stage.write()) == 1
-    assert "cannot tell the first node of node-[b,a]" in stage.output
+    assert "can determine the first node of node-[b,a]" in stage.output
     assert not stage.calls("srun")
 
 
@@ -266,7 +266,7 @@ def test_without_slurms_commands_a_failed_attempt_does_not_hold_its_nodes_until_
     ("line", "words"),
     [
         ("export PATH=/nowhere", "no Python with cluster_ddp starts"),
-        ("tail() { return 3; }", "cannot tell the first node"),
+        ("tail() { return 3; }", "can determine the first node"),
     ],
 )
 def test_a_script_that_fails_after_its_setup_lines_says_why(stage: Stage, line: str, words: str) -> None:
