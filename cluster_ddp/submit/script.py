@@ -224,7 +224,7 @@ def _port(spec: JobSpec) -> str:
 
 
 def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
-    yield f"# The network, by profile {spec.network.profile}. Exported values override defaults, not the job file's keys."
+    yield f"# The network, by profile {spec.network.profile}. Exported values override defaults, not the job's keys."
     yield "# The environment report of a node shows what was in effect there."
     for setting in network.settings:
         value = quote(setting.value) if setting.explicit else f'"${{{setting.name}:-{inside(setting.value)}}}"'

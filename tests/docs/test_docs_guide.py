@@ -20,7 +20,7 @@ from cluster_ddp.train import Task
 
 PAGE = (PROJECT / "docs" / "from-your-guide.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
-LAUNCH = PAGE.split("## Launch lines")[1]
+LAUNCH = PAGE.split("## Launch commands")[1]
 TASK = """\
 task: cluster_ddp.tasks.crowd_bt:CrowdBT
 train: {epochs: 1, batch_size: 16}
