@@ -74,7 +74,7 @@ def remove_folders(run: RunDirectory, folders: Iterable[HeavyFolder], attempts: 
             if target != folder.path:
                 with contextlib.suppress(OSError):  # the new attempt has put it back already
                     storage.rename(target, folder.path)
-        raise RunError(f"run {run.id} has begun again meanwhile: nothing of it was removed")
+        raise RunError(f"run {run.id} has started again meanwhile: none of its files were removed")
     for _, target in renamed:
         remove_checkpoint(storage, target)
     return sum(folder.size for folder, _ in renamed)

@@ -44,9 +44,9 @@ def elements_of(grid: Sequence[str], listed: Sequence[Settings] = ()) -> list[Se
     _refuse_keys([key_of(axis[0]) for axis in axes], listed)
     count = math.prod(map(len, axes)) * max(1, len(listed))
     if not axes and not listed:
-        raise JobFileError("a sweep needs something that differs: --grid KEY=VALUE,VALUE,... or --list FILE")
+        raise JobFileError("a sweep needs settings that vary: --grid KEY=VALUE,VALUE,... or --list FILE")
     if count > MAX_ELEMENTS:
-        raise JobFileError(f"{count:,} elements are too many for a sweep\n    allowed: {MAX_ELEMENTS:,}")
+        raise JobFileError(f"{count:,} elements are too many for one sweep\n    allowed: {MAX_ELEMENTS:,}")
     found = [(*entry, *values) for entry in (listed or ((),)) for values in itertools.product(*axes)]
     seen: dict[Settings, int] = {}
     for number, settings in enumerate(found):
@@ -97,7 +97,7 @@ def _axis(option: str) -> list[str]:
         raise fault(place, "is not of the form KEY=VALUE,VALUE,...", "such as train.lr=1e-3,1e-4")
     values = [value.strip() for value in _split(text)]
     if not all(values):
-        raise fault(place, "has an empty value", "values with one comma between two of them; null for a key's default")
+        raise fault(place, "has an empty value", "values separated by single commas; null for a key's default")
     return [f"{key.strip()}={value}" for value in values]
 
 
@@ -128,8 +128,8 @@ def _refuse_keys(keys: Sequence[str], listed: Sequence[Settings]) -> None:
     for key in (*keys, *sorted(in_list)):
         if key.partition(".")[0] not in _MAY_DIFFER:
             raise JobFileError(
-                f"{key}: cannot differ between the elements of a sweep, which share one batch script and one request "
-                f"to Slurm\n    allowed: keys of {', '.join(_MAY_DIFFER)}; --set {key}=... changes it for all of them"
+                f"{key}: cannot vary within a sweep: all elements share one batch script and one Slurm "
+                f"request\n    allowed: keys of {', '.join(_MAY_DIFFER)}; --set {key}=... changes it for all elements"
             )
 
 

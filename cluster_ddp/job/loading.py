@@ -314,8 +314,9 @@ def _check_target(spec: JobSpec, root: Node) -> tuple[str, ...]:
         return (f"{place}: {key}: {problem} (only a warning: {elsewhere} may see it)",)
     if spec.script is not None and (line := spawned_at(spec.script)) is not None:
         return (
-            f"{find(root, (key,)).place}: script: {spec.script}:{line} starts ranks itself, as torchrun does here, "
-            "under which they wait for each other forever: call the function once instead of mp.spawn(), with the "
+            f"{find(root, (key,)).place}: script: {spec.script}:{line} starts ranks itself, but torchrun does that "
+            "here, and the ranks would wait for each other forever: call the function once instead of mp.spawn(), "
+            "with the "
             "rank of os.environ['RANK'], and init_process_group() without rank, world_size and MASTER_PORT",
         )
     return ()

@@ -59,7 +59,7 @@ def _tree(override: str) -> Node:
     if not equals or len(keys) > MAX_DEPTH or not all(re.fullmatch(r"[A-Za-z_][\w-]*", key) for key in keys):
         raise fault(place, "is not of the form KEY=VALUE", "the key's whole path and a value, as in train.lr=0.1")
     if keys == ["extends"]:
-        raise fault(place, "what a job extends is chosen in its file", "any other key")
+        raise fault(place, "extends: can only be set in the job file", "any other key")
     node = _value(text.strip(), place)
     for key in reversed(keys):
         node = Node({key: node}, place)

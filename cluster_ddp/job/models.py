@@ -205,7 +205,7 @@ class TrainSpec(Section):
             )
         if self.compile and self.grad_checkpointing:
             raise contradiction(
-                "true does not work with train.compile: true, which cannot trace how blocks are computed again",
+                "true does not work with train.compile: true, which cannot trace recomputed blocks",
                 at="grad_checkpointing",
                 instead="one of the two, not both",
             )
@@ -331,7 +331,7 @@ class JobSpec(Section):
             raise contradiction(
                 f"{ranks} is more than the {gpus} GPUs of a node (slurm.gpus_per_node)",
                 at="launch.procs_per_node",
-                instead="at most one rank per GPU; auto is one for each",
+                instead="at most one rank per GPU; auto: one per GPU",
             )
         return self
 
@@ -340,7 +340,7 @@ class JobSpec(Section):
             raise contradiction(f"{self.script!r} contradicts task: {self.task}", at="script", instead="one of the two")
         if self.task is None and self.script is None:
             raise contradiction(
-                "neither task nor script is given: what is to be trained?",
+                "neither task nor script is given: nothing to train",
                 at="",
                 instead="task: package.module:Class, task: path/to/file.py:Class, or script: train.py",
             )
@@ -356,7 +356,7 @@ class JobSpec(Section):
     def _check_requeue(self) -> None:
         if self.slurm.time is not None and self.requeue.warning >= self.slurm.time:
             raise contradiction(
-                f"the warning {self.requeue.warning} s before the time limit would come before the job begins "
+                f"the warning {self.requeue.warning} s before the time limit would come before the job starts "
                 f"(slurm.time is {self.slurm.time} s)",
                 at="requeue.warning",
                 instead="less than slurm.time",

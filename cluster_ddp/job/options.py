@@ -37,13 +37,13 @@ _OWN_KEYS = {
     "dependency": "the option --after of submit",
 }
 _RENDERED = {
-    "array": "one run is one job; many that differ in some settings are a sweep: cluster-ddp sweep",
-    "clusters": "status and the others ask the cluster of this login node: submit on one of that cluster, or export "
+    "array": "one run is one job; to vary settings use cluster-ddp sweep",
+    "clusters": "status and others query the cluster of this login node: submit from one of that cluster, or export "
     "SLURM_CLUSTERS for all of them",
-    "output": "the run directory holds the output",
-    "error": "the run directory holds the output",
-    "open-mode": "a requeued attempt has to append to the output",
-    "parsable": "the answer of sbatch is read by the program",
+    "output": "the output goes to the run directory",
+    "error": "the output goes to the run directory",
+    "open-mode": "requeued attempts have to append to the output",
+    "parsable": "cluster-ddp reads the output of sbatch",
     "test-only": "use submit --dry-run",
     "wrap": "the script is rendered from the job file",
     "wait": "use status --watch",
@@ -69,17 +69,19 @@ def _option(name: object, setting: object) -> Option:
         return setting
     if name in _OWN_KEYS:
         shown = not name.startswith("export")  # what is exported may be a secret
-        raise refused("has a place of its own", allowed=f"use {_OWN_KEYS[name]} instead", at=at, show=shown)
+        raise refused("has its own key", allowed=f"use {_OWN_KEYS[name]} instead", at=at, show=shown)
     if name in _RENDERED:
         raise refused("cannot be set here", allowed=_RENDERED[name], at=at)
     if "ntasks" in name or name == "tasks-per-node":
-        raise refused("cannot be set here", allowed="one task a node starts them: use launch.procs_per_node", at=at)
+        raise refused(
+            "cannot be set here", allowed="one task per node starts the ranks: use launch.procs_per_node", at=at
+        )
     if name == "gres" and any(kind.startswith("gpu") for kind in str(setting).split(",")):
-        raise refused("has a place of its own", allowed="use slurm.gpus_per_node with gpu_option: gres", at=at)
+        raise refused("has its own key", allowed="use slurm.gpus_per_node with gpu_option: gres", at=at)
     if setting is None or isinstance(setting, (bool, int, float)):
         return setting
     if not isinstance(setting, str):
-        raise refused("is not the value of an option", allowed="a string, a number, true, false or nothing", at=at)
+        raise refused("is not a valid option value", allowed="a string, a number, true, false or nothing", at=at)
     try:
         return line(setting)
     except ValueError as error:

@@ -17,11 +17,12 @@ from cluster_ddp.job.report import find
 from cluster_ddp.job.secrets import secrets_in
 
 _ADVICE = (
-    "nothing secret in a job file: export it in the shell you submit from (Slurm hands the environment on), let a line "
-    "of launch.setup read it from a file of mode 600, or keep it in ~/.netrc. If this is no secret: not_secret: [{key}]"
+    "no secrets in a job file: export it in the shell you submit from (Slurm passes the environment on), let a line "
+    "of launch.setup read it from a file of mode 600, or keep it in ~/.netrc. If this is not a secret: not_secret: "
+    "[{key}]"
 )
-_DIRECTIVE = "is a directive to sbatch, which obeys it in some scripts"
-_NO_DIRECTIVE = "a line of bash; options of sbatch go to the section slurm, or to slurm.extra"
+_DIRECTIVE = "is a directive that sbatch may obey"
+_NO_DIRECTIVE = "a line of bash; sbatch options belong in the section slurm, or in slurm.extra"
 
 
 class _Refusal(NamedTuple):
@@ -59,7 +60,9 @@ def _refusals(spec: JobSpec) -> Iterator[_Refusal]:
     for path, what in secrets_in(spec):
         yield _Refusal(path, what, _ADVICE.format(key=".".join(path)))
     if "." in (spec.slurm.mem or ""):
-        yield _Refusal(("slurm", "mem"), "a fraction, which sbatch refuses", 'a whole number, such as "1536M" for 1.5G')
+        yield _Refusal(
+            ("slurm", "mem"), "a fraction, which sbatch does not accept", 'a whole number, such as "1536M" for 1.5G'
+        )
     for name in spec.slurm.extra:
         if meant := meant_by(name):
             yield _Refusal(("slurm", "extra", name), f"is short for {meant} to sbatch", "the whole name of an option")

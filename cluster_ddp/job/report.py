@@ -82,7 +82,7 @@ def _describe(details: ErrorDetails, context: dict[str, Any], key: Key) -> tuple
         what = f"{shown} {context['message']}" if context["show"] else context["message"]
         return what, f"allowed: {context['allowed']}"
     if kind == "extra_forbidden":
-        return f"is not a key of a job file (its value: {value})", _known_keys(key)
+        return f"is not a job file key (its value: {value})", _known_keys(key)
     if kind == "missing":
         return "is missing", ""
     if kind == "literal_error":

@@ -85,11 +85,11 @@ def _known(node: Node, model: type[Section], path: tuple[str, ...], remarks: lis
         if path[:1] == ("train",) and plain(below) not in _OFF:
             raise fault(
                 below.place,
-                f"{name}: cluster_ddp {__version__} does not know this setting, and without it the run would be "
-                "trained differently.\n    Go on with the version that made the run (run.json tells which), or "
-                "take the line out",
+                f"{name}: cluster_ddp {__version__} does not know this setting, and without it the training would "
+                "differ.\n    Use the version that created the run (see run.json), or remove the "
+                "line",
             )
-        remarks.append(f"{below.place}: {name}: cluster_ddp {__version__} does not know this key and omits it")
+        remarks.append(f"{below.place}: {name}: cluster_ddp {__version__} does not know this key and ignores it")
     return replace(node, value=kept)
 
 

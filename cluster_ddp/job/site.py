@@ -33,11 +33,11 @@ def site_defaults() -> Node | None:
     entries = mapping(root)
     for written in sorted({file, *_files(root)}):
         if written.stat().st_mode & stat.S_IWOTH:
-            raise fault(Place(written, 0), "anybody may write this file, and its setup lines run in your jobs",
+            raise fault(Place(written, 0), "this file is world-writable, and its setup lines run in your jobs",
                         f"chmod o-w {written}")  # fmt: skip
     for key, node in entries.items():
         if key not in KEYS:
-            raise fault(node.place, f"{key}: is not a key that a site can set defaults for", ", ".join(KEYS))
+            raise fault(node.place, f"{key}: cannot have a default in the site file", ", ".join(KEYS))
     if os.environ.get(RUNS_VARIABLE):  # what is exported beats a default
         entries.pop("runs_dir", None)
     return Node(entries, root.place)

@@ -72,7 +72,7 @@ def decide(
         return Decision(_FINAL_ACTIONS[outcome.ending], outcome.why)
     if outcome.stop_reason == TERMINATED and not (job_goes_on and job_goes_on()):
         # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
-        return Decision("stop", "stopped by a SIGTERM that nobody gave a reason for")
+        return Decision("stop", "stopped by a SIGTERM of unknown origin")
     return _within_limits(history, attempt.number, outcome, _limits(run))
 
 
@@ -101,7 +101,7 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
     if requeues >= limits.max_requeues:
         if link := _next_of_chain(history, number):
             return Decision("stop", f"{outcome.why}; Slurm job {link} of its chain continues")
-        return _stalled(history, number, outcome, f"requeued {requeues} times, as often as requeue.max_requeues allows")
+        return _stalled(history, number, outcome, f"requeued {requeues} times, the limit of requeue.max_requeues")
     idle = history.attempts_without_progress(number)
     if idle >= limits.max_without_progress and _guard_applies(history, outcome):
         return _stalled(history, number, outcome, f"{idle} attempts in a row ended without a new checkpoint")

@@ -130,8 +130,8 @@ class RunDirectory:
                 links = [Path(entry.path) for entry in entries if entry.is_symlink()]
         if links:
             raise RunError(
-                f"{links[0]} is a link, and nothing of a run is read or written through links: put the folder itself "
-                "in its place"
+                f"{links[0]} is a link, and runs are not read or written through links: replace it with the folder "
+                "itself"
             )
 
     def exists(self) -> bool:

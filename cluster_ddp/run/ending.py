@@ -139,7 +139,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         return AttemptOutcome(ending, describe_failure(root_failure(failures)))
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
     if asked:
-        return AttemptOutcome(Ending.UNKNOWN, f"it was killed before it had saved, after {asked[0]}")
+        return AttemptOutcome(Ending.UNKNOWN, f"it was killed before it could save, after {asked[0]}")
     return AttemptOutcome(Ending.UNKNOWN, "it left no record of its end (killed, or its node failed)")
 
 

@@ -107,7 +107,7 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
         else:
             return run, True
     if path.is_symlink() or not run.exists():
-        raise RunError(f"{path} is there already and is not a run; give another name, or move it away")
+        raise RunError(f"{path} exists and is not a run; choose another name, or move it away")
     return run, False
 
 
@@ -183,7 +183,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
         None is meant, or more than one; the message lists what is there.
     """
     if not text.strip():
-        raise RunNotFound("no run is named: give a run directory, a run id or the beginning of one")
+        raise RunNotFound("no run given: give a run directory, a run id or a unique prefix of one")
     at_path = RunDirectory(_absolute(text))
     if at_path.exists():
         return at_path
@@ -200,18 +200,16 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
     if len(found) == 1:
         return found[0]
     if found:
-        raise RunNotFound(
-            f"'{text}' could be any of {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}"
-        )
+        raise RunNotFound(f"'{text}' matches {len(found)} runs in {runs_dir}; give more of the name:{_names(found)}")
     for name in _names_in(runs_dir):
         if name.startswith(text):
             _refuse_sweep(runs_dir / name)
     if not runs:
         raise RunNotFound(
             f"no run '{text}': there are no runs in {runs_dir}. Give the run's directory, or set CLUSTER_DDP_RUNS to "
-            "the folder that holds the runs."
+            "the folder of your runs."
         )
-    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest there:{_names(runs[::-1])}")
+    raise RunNotFound(f"no run '{text}' in {runs_dir}. The latest runs there:{_names(runs[::-1])}")
 
 
 def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
@@ -233,10 +231,10 @@ def _refuse_sweep(folder: Path) -> None:
     if not os.path.lexists(folder / SWEEP_RECORD):
         return
     elements = list_runs(folder)
-    example = f", such as {folder}/{elements[0].id}" if elements else "; none of them has begun"
+    example = f", such as {folder}/{elements[0].id}" if elements else "; none of them has started"
     raise RunNotFound(
         f"{folder.name} is a sweep. Name one of its runs by its directory{example}\n"
-        f"Which there are: cluster-ddp status {folder.name}"
+        f"To list them: cluster-ddp status {folder.name}"
     )
 
 
@@ -245,8 +243,9 @@ def _refuse_not_begun(folder: Path) -> None:
     sweep = folder.parent
     if os.path.lexists(sweep / SWEEP_RECORD):
         raise RunNotFound(
-            f"{folder.name} of sweep {sweep.name} has not begun, so there is no run of it yet.\n"
-            f"Which Slurm job is to start it: cluster-ddp status {sweep.name}; to take that one out of the queue: "
+            f"{folder.name} of sweep {sweep.name} has not started, so it has no run yet.\n"
+            f"To see which Slurm job will start it: cluster-ddp status {sweep.name}; to take that one out of the "
+            "queue: "
             "scancel JOB"
         )
 

@@ -101,11 +101,11 @@ def _never_began(
     if job is not None:  # Slurm has ended it
         state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
         where = see_output(record, job.job_id)
-        return state, f"Slurm job {job.job_id} ended as {_end_by_slurm(job)} before an attempt began {where}"
+        return state, f"Slurm job {job.job_id} ended as {_end_by_slurm(job)} before an attempt started {where}"
     if record is not None and record.submitting is not None:
         return not_in_queue(record, answered=answered)
     if ids and answered:
-        return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and it has not begun an attempt since"
+        return RunState.LOST, f"Slurm no longer knows job {ids[-1]}, and no attempt has started"
     if ids:
         return RunState.PENDING, f"Slurm cannot be queried about job {ids[-1]} from here"
     if record is not None and record.via in QUEUED:
@@ -135,7 +135,7 @@ def _ended(
         storage = "" if job.state == "DEADLINE" else "The batch host may not have been able to use the run directory. "
         return RunState.LOST, (
             f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
-            f"attempt began. {storage}To continue: cluster-ddp resume {history.run.id}"
+            f"attempt started. {storage}To continue: cluster-ddp resume {history.run.id}"
         )
     decided = requeued or last.ended is not None or not (answered or outcome.stop_reason == TERMINATED)
     if outcome.ending is Ending.STOPPED and not cancelled and last.slurm_job_id and not decided:
@@ -148,11 +148,11 @@ def _ended(
     unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
     if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
         forgotten = (
-            f"Slurm has forgotten its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted without "
-            "its saved state"
+            f"Slurm no longer knows its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted "
+            "without its saved state"
         )
         if record is not None and record.id != history.run.id:
-            forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy's own"
+            forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy"
         return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.id}"
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
@@ -232,7 +232,7 @@ def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | 
     """What keeps a job that runs from training; None once its ranks do, and when that is not known."""
     last = history.current_attempt
     if last is None or last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, events.REQUEUED):
-        return f"starting: no attempt has begun yet, only launch.setup and Python {see_output(record, job_id)}"
+        return f"starting: no attempt yet, still in launch.setup or starting Python {see_output(record, job_id)}"
     if last.nodes is None or history.of_attempt(last.number, events.STARTED, events.RESUMED):
         return None
     up = len({event.get("node") for event in history.of_attempt(last.number, events.NODE_STARTED)})

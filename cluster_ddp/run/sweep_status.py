@@ -94,7 +94,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
             return RunState.PENDING, "waits for its turn"
         if (record.arrays or record.announced is not None) and not answered:
             return RunState.PENDING, "Slurm cannot be queried about it from here"
-        return RunState.LOST, f"has not begun, and no job is to start it; cluster-ddp resume {record.id} does"
+        return RunState.LOST, f"has not started, and no job will start it; cluster-ddp resume {record.id} does"
     if job.held:
         return RunState.HELD, how_to_release(job)
     if job.state in WAITING:
@@ -104,10 +104,10 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
     if job.state == "CANCELLED":
         return (
             RunState.LOST,
-            f"job {job.job_id} was cancelled before it began; cluster-ddp resume {record.id} starts it",
+            f"job {job.job_id} was cancelled before it started; cluster-ddp resume {record.id} starts it",
         )
     said = f"see slurm-{job.job_id.partition('_')[0]}.out of the sweep"
-    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt began ({said})"
+    return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt started ({said})"
 
 
 # The state of a sweep as a whole is the first of these that any element is in.

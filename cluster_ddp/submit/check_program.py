@@ -102,12 +102,12 @@ class ProgramCheck:
         if spec.launch.container is not None:
             return None
         if self._child is None:
-            remark([f"launch.python: {python} is not on this machine, so it was not checked whether the job can begin"])
+            remark([f"launch.python: {python} is not on this machine, so it was not checked whether the job can start"])
             return None
         try:
             said = _answer(self._child)
         except subprocess.TimeoutExpired:
-            remark([f"it was not checked whether the job can begin: {python} has not imported it in {_SECONDS:.0f} s"])
+            remark([f"it was not checked whether the job can start: {python} has not imported it in {_SECONDS:.0f} s"])
             return None
         wrong = self._what_is_wrong(said)
         if wrong and not spec.launch.setup:
@@ -115,7 +115,7 @@ class ProgramCheck:
         remark(f"{what} (only a note: the lines of launch.setup may change that)" for what in wrong)
         if untried := said.get("untried"):
             remark(
-                [f"of {len(self._names)} different params {untried} were not tried: it takes long to build the models"]
+                [f"of {len(self._names)} different params {untried} were not tried: building the models takes too long"]
             )
         return _whole(said.get("bytes"), spec)
 
@@ -129,7 +129,7 @@ class ProgramCheck:
         for index, error in said.get("refused", []):
             of.setdefault(error, []).extend(numbers[index])
         return [
-            f"{f'{which_elements(sorted(found))}: ' if self._of_many else place}{key}: it refuses the params: {error}"
+            f"{f'{which_elements(sorted(found))}: ' if self._of_many else place}{key}: it rejects the params: {error}"
             for error, found in of.items()
         ]
 

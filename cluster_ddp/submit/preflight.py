@@ -56,7 +56,7 @@ def check_before_queue(
     check_writable(runs_dir)
     reason = why_not_shared(runs_dir)
     if reason is not None and spec.slurm.nodes > 1:
-        remark([f"runs_dir: {runs_dir} may not be seen by the nodes: {reason}. It has to lie on shared storage"])
+        remark([f"runs_dir: {runs_dir} may not be visible on the nodes: {reason}. It has to be on shared storage"])
     sending.check()
     with contextlib.ExitStack() as until_then:
         if program is None:
@@ -113,14 +113,14 @@ def _try(sending: Submission, remark: Callable[[Iterable[str]], None]) -> None:
             raise
         remark([f"{error}\nWhere nodes are only down or drained at the moment the job waits for them"])
     except SlurmError as error:
-        remark([f"not tried with sbatch --test-only: {error}"])
+        remark([f"could not test the script with sbatch --test-only: {error}"])
 
 
 def _ask(what: str, ask: Callable[[], T], remark: Callable[[Iterable[str]], None]) -> T | None:
     try:
         return ask()
     except SlurmError as error:
-        remark([f"not checked against {what} of the cluster: {str(error).splitlines()[0]}"])
+        remark([f"could not check {what} of the cluster: {str(error).splitlines()[0]}"])
         return None
 
 
@@ -133,9 +133,9 @@ def why_not_shared(folder: Path) -> str | None:
     path = os.path.realpath(folder)
     for place in ("/tmp", "/var/tmp", "/dev/shm"):
         if f"{path}/".startswith(f"{place}/"):
-            return f"{place} is each machine's own"
+            return f"{place} is local to each machine"
     kind = _file_system(path)
-    return f"its file system ({kind}) is this machine's own, unless it is exported" if kind in _OF_ONE_NODE else None
+    return f"its file system ({kind}) is local to this machine, unless it is exported" if kind in _OF_ONE_NODE else None
 
 
 def _file_system(path: str) -> str:

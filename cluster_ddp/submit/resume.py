@@ -116,9 +116,9 @@ def _submission(run: RunDirectory, via: str, spec: JobSpec) -> Submission:
             f"run {run.id} was started on each node by launch, and continues the same way.\n{_again(run)}"
         )
     raise SubmitError(
-        f"run {run.id} was started via {one_line(via)}, which this version of cluster_ddp does not know.\n"
-        f"Resume it with the version that has started it: {run.path}\n"
-        f"Its weights, if it has saved any, for use elsewhere: cluster-ddp export {run.id} -o {run.id}.safetensors"
+        f"run {run.id} was started via {one_line(via)}, which this version of cluster_ddp does not support.\n"
+        f"Resume it with the version that started it: {run.path}\n"
+        f"To export its weights, if it has saved any: cluster-ddp export {run.id} -o {run.id}.safetensors"
     )
 
 
@@ -140,12 +140,13 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
     if status.state is RunState.HELD:
         raise SubmitError(
             f"run {run.id} is HELD: {status.reason}\n"
-            f"To start it in another job instead, take this one out of the queue first: cluster-ddp cancel {run.id}"
+            f"To start it in another job instead, remove this one from the queue first: cluster-ddp cancel {run.id}"
         )
     if status.record is not None and status.record.busy:
         who = status.record.submitting or {}
         raise SubmitError(
-            f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; resume does not do it too.\n"
+            f"run {run.id} is being submitted by process {who['pid']} on {who['host']}; another resume is not "
+            "possible now.\n"
             f"Check on it: cluster-ddp status {run.id}"
         )
     if status.state.alive or in_queue:
@@ -153,7 +154,7 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
         if not in_queue and (by := _asked_to_stop(read_history(run))) is not None:
             raise SubmitError(
                 f"run {run.id} is still ending{job}: {by} has asked it to stop.\n"
-                f"Resume it once it has ended, which shows in: cluster-ddp status {run.id}"
+                f"Resume it once it has ended; see: cluster-ddp status {run.id}"
             )
         raise SubmitError(
             f"run {run.id} is {status.state.value}{job} and continues by itself.\n"
@@ -210,7 +211,7 @@ def _refuse_overtaken(seen: History, record: RunRecord) -> None:
     ):
         by = f" ({claimed['by']})" if overtaken and isinstance(claimed.get("by"), str) else ""
         raise SubmitError(
-            f"run {seen.run.id} was resumed a moment ago by another call{by}, and this one has changed nothing.\n"
+            f"run {seen.run.id} was just resumed by another command{by}, and this one changed nothing.\n"
             f"Check on it: cluster-ddp status {seen.run.id}"
         )
 
@@ -220,7 +221,7 @@ def _check_global_batch(record: RunRecord, job: RunJob) -> None:
     if kept is not None and wanted not in (None, job.before.train.global_batch, kept):
         raise SubmitError(
             f"train.global_batch: this run has trained with {kept} samples a step and keeps that; "
-            f"{wanted} would be a different training.\nSubmit a new run for it."
+            f"with {wanted} it would be a different training.\nSubmit a new run for it."
         )
 
 
@@ -244,11 +245,11 @@ def _weights_remarks(job: RunJob, record: RunRecord, ranks: int) -> tuple[str, .
         if key in _LENGTH:
             if new[key] is not None and _goes_by_the_end(job.spec.train):
                 remarks.append(
-                    f"{change}, and train.schedule: {job.spec.train.schedule} goes by it: the run's weights will not "
-                    "be those of one that had it from the beginning."
+                    f"{change}, and train.schedule: {job.spec.train.schedule} depends on it: the weights will not be "
+                    "those of a run that had this value from the start."
                 )
         elif key not in _BATCHES or not _divide_alike(job, record, ranks):
-            remarks.append(f"{change}; the run's weights will differ from here on.")
+            remarks.append(f"{change}; the weights will differ from here on.")
     return tuple(remarks)
 
 

@@ -43,7 +43,7 @@ def test_a_question_without_an_answer_is_told_and_passed_over(call: Call, here: 
     slurm.program("scontrol", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     answer = call("submit", "job.yaml")
     assert answer.status == 0
-    assert "note: not checked against the partitions of the cluster" in answer.err
+    assert "note: could not check the partitions of the cluster" in answer.err
 
 
 def test_the_script_that_is_tried_is_the_one_that_is_sent(call: Call, here: Path, slurm: Slurm) -> None:
@@ -68,7 +68,7 @@ def test_submitit_asks_slurm_the_same_before(call: Call, here: Path, slurm: Slur
 
 def test_runs_on_a_file_system_of_this_machine_are_warned_of(call: Call, here: Path, slurm: Slurm) -> None:
     answer = call("submit", "job.yaml", "--set", "runs_dir=/dev/shm/cluster-ddp-none", "--set", "slurm.nodes=6")
-    assert "/dev/shm is each machine's own" in answer.err
+    assert "/dev/shm is local to each machine" in answer.err
 
 
 def test_a_task_that_cannot_be_imported_is_refused(call: Call, here: Path, slurm: Slurm, imported: None) -> None:
@@ -123,9 +123,9 @@ def test_what_a_task_refuses_of_a_sweep_is_told_by_its_elements(
     job = ("job.yaml", "--set", "task=picky.py:Picky", "--set", "params={}", "--grid", "train.seed=1,2")
     answer = call("sweep", *job, "--grid", "params.width=8,0,6", "--grid", "params.heads=2,4")
     assert answer.status == 2, answer.err
-    assert "element 2 and 3 more: task: it refuses the params: ValueError: width must be at least 1" in answer.err
+    assert "element 2 and 3 more: task: it rejects the params: ValueError: width must be at least 1" in answer.err
     assert f"{here / 'picky.py'}:6" in answer.err
-    assert "element 5 and 1 more: task: it refuses the params: AssertionError: embed_dim must be div" in answer.err
+    assert "element 5 and 1 more: task: it rejects the params: AssertionError: embed_dim must be div" in answer.err
     assert slurm.submissions() == []
     assert call("sweep", *job, "--grid", "params.width=8,4").status == 0
 
@@ -135,7 +135,7 @@ def test_params_that_a_task_refuses_by_itself_are_told(call: Call, here: Path, s
     job = ("submit", "job.yaml", "--set", "task=picky.py:Picky", "--set")
     answer = call(*job, "params={width: 0}")
     assert answer.status == 2
-    assert "--set task=" in answer.err and "it refuses the params: ValueError: width must be at least 1" in answer.err
+    assert "--set task=" in answer.err and "it rejects the params: ValueError: width must be at least 1" in answer.err
     unknown = call(*job, "params={widht: 8}")
     assert unknown.status == 2 and "unexpected keyword argument 'widht'\n" in unknown.err
     # Whether it is the model or this machine cannot be told where none can be built.

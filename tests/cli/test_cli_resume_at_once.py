@@ -61,7 +61,7 @@ def test_a_second_resume_while_the_first_plans_changes_nothing(
     monkeypatch.setattr(local, "plan_local", plan)
     said = call("resume", made.id, "--set", "train.lr=0.5")
     assert said.status == 2
-    assert "resumed a moment ago by another call" in said.err and f"cluster-ddp status {made.id}" in said.err
+    assert "was just resumed by another command" in said.err and f"cluster-ddp status {made.id}" in said.err
     assert made.job_file.read_bytes() == before and not (made.path / "job.yaml.1").exists()
     assert [event["by"] for event in read_events(made) if event["event"] == "resume-requested"] == ["the other"]
     assert describe(made, None).state is (RunState.RUNNING if begun else RunState.PENDING)
@@ -94,7 +94,7 @@ def test_of_two_that_send_a_run_to_the_queue_one_does(
     before = run.job_file.read_bytes()
     monkeypatch.setattr(SbatchSubmission, "check", lambda _: request_resume(run, by="the other"))
     said = call("resume", run.id, "--set", "slurm.partition=long")
-    assert said.status == 2 and "resumed a moment ago by another call" in said.err
+    assert said.status == 2 and "was just resumed by another command" in said.err
     assert run.job_file.read_bytes() == before and len(slurm.submissions()) == 1
 
 
@@ -114,7 +114,7 @@ def test_of_four_calls_at_once_one_submits_and_the_others_say_so(
     with ThreadPoolExecutor(4) as pool:
         said = sorted(pool.map(resume, range(4)))
     assert said[0] == "102" and len(slurm.submissions()) == 2
-    assert all("resumed a moment ago by another call (" in words for words in said[1:])
+    assert all("was just resumed by another command (" in words for words in said[1:])
     assert sum(event["event"] == "resume-requested" for event in read_events(run)) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_call_that_has_seen_the_winner_submit_and_judges_when_it_has_ended_sub
 
     monkeypatch.setattr("cluster_ddp.submit.resume.plan_resume", judged_late)
     said = call("resume", run.id)
-    assert said.status == 2 and "resumed a moment ago by another call" in said.err
+    assert said.status == 2 and "was just resumed by another command" in said.err
     assert len(slurm.submissions()) == 1
 
 

@@ -254,7 +254,7 @@ def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm
     sweep = the_sweep(here)
     for words in (("logs", sweep.id), ("checkpoints", str(sweep.path)), ("export", sweep.id[:-2], "-o", "weights")):
         said = call(*words)
-        assert said.status == 2 and "is a sweep" in said.err and "none of them has begun" in said.err
+        assert said.status == 2 and "is a sweep" in said.err and "none of them has started" in said.err
     run = start(sweep, 2, "101_2")
     assert f"such as {run.path}" in call("logs", sweep.id).err
     assert json.loads(call("status", f"{sweep.id}/{run.id}", "--json").out)["run_id"] == run.id
@@ -301,7 +301,7 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     cluster.queue.write_text(queue.replace("RUNNING", "CANCELLED").replace("PENDING", "CANCELLED"))
     assert [describe(run, {}).state.value for run in (done, running)] == ["COMPLETED", "CANCELLED"]
     assert (
-        f"job 101_2 was cancelled before it began; cluster-ddp resume {sweep.id} starts it"
+        f"job 101_2 was cancelled before it started; cluster-ddp resume {sweep.id} starts it"
         in call("status", sweep.id).out
     )
     # What was cancelled stays so; what never began is missing.

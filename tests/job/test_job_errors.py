@@ -78,7 +78,7 @@ def test_one_error(errors_of: Errors, tmp_path: Path, text: str, line: int, says
         ("train: {lr_scaling: linear}\n", ["train.lr_scaling", "train.base_batch"]),
         ("train: {lr: 0.1, min_lr: 0.2}\n", ["train.min_lr", "more than train.lr"]),
         ("train: {steps: 10, warmup_steps: 20}\n", ["train.warmup_steps", "more than train.steps: 10"]),
-        ("slurm: {time: 1}\nrequeue: {warning: 2m}\n", ["requeue.warning", "before the job begins"]),
+        ("slurm: {time: 1}\nrequeue: {warning: 2m}\n", ["requeue.warning", "before the job starts"]),
         ("slurm: {gpus_per_node: 2}\nlaunch: {procs_per_node: 4}\n", ["launch.procs_per_node", "4 is more than the 2"]),
         ("network: {profile: infiniband, ib_disable: true}\n", ["network.ib_disable", "contradicts"]),
         ("slurm: {mem: 10G, extra: {mem-per-cpu: 2G}}\n", ["slurm.extra.mem-per-cpu", "instead of slurm.mem"]),
@@ -102,16 +102,16 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(errors_of: Err
     ("text", "says"),
     [
         ("{signal: USR1}", "use requeue.signal and requeue.warning"),
-        ("{output: x}", "the run directory holds the output"),
+        ("{output: x}", "the output goes to the run directory"),
         ("{job-name: x}", "use name"),
-        ("{clusters: big}", "ask the cluster of this login node"),
+        ("{clusters: big}", "query the cluster of this login node"),
         ("{gpus: 3}", "use slurm.gpus_per_node"),
         ("{gres: 'gpu:4'}", "use slurm.gpus_per_node with gpu_option: gres"),
         ("{gres: 'lustre:1,gpu:4'}", "use slurm.gpus_per_node with gpu_option: gres"),
         ("{ntasks-per-node: 4}", "use launch.procs_per_node"),
         ("{requeue: true}", "use requeue.max_requeues"),
         ("{export: ALL}", "use network.env"),
-        ("{array: 0-3}", "one run is one job; many that differ in some settings are a sweep"),
+        ("{array: 0-3}", "one run is one job; to vary settings use cluster-ddp sweep"),
         ("{--mail-user: x}", "write mail-user"),
         ("{mail_user: x}", "write mail-user"),
         ("{'a b': x}", "an option as sbatch(1) names it"),
@@ -146,4 +146,4 @@ def test_sbatch_options_with_a_place_of_their_own(errors_of: Errors, text: str, 
 def test_a_line_of_setup_is_no_order_to_sbatch(errors_of: Errors, line: str) -> None:
     """submitit writes these lines directly behind its own directives, where sbatch obeys them."""
     message = errors_of(f'launch:\n  setup:\n    - "true"\n    - "{line}"\n')
-    assert "job.yaml:4: launch.setup.1: " in message and "is a directive to sbatch" in message
+    assert "job.yaml:4: launch.setup.1: " in message and "is a directive that sbatch may obey" in message

@@ -141,7 +141,7 @@ def test_the_last_override_wins_and_others_stay() -> None:
         ("slurm=3", "3 is not a mapping"),
         ("launch.setup=[a", "not YAML"),
         ("train.lr=.inf", "not a finite number"),
-        ("extends=cpu", "chosen in its file"),
+        ("extends=cpu", "can only be set in the job file"),
         ("name.first=x", "a mapping is not a string"),
         ("params.x=\udcff", "not UTF-8"),
         ("script=nowhere.py", "nowhere.py: no such file"),

@@ -125,7 +125,7 @@ def test_a_run_goes_on_with_what_it_was_submitted_with(tmp_path: Path, errors_of
     [
         ("params.api_key=an0ther", "params.api_key: is the name of a secret"),
         ("params.password=an0ther", "params.password: is the name of a secret"),
-        ("launch.setup=['#SBATCH -N an0ther']", "launch.setup.0: is a directive to sbatch"),
+        ("launch.setup=['#SBATCH -N an0ther']", "launch.setup.0: is a directive that sbatch may obey"),
         ("slurm.extra.outpu=an0ther", "slurm.extra.outpu: is short for output to sbatch"),
     ],
 )

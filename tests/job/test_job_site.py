@@ -69,7 +69,7 @@ def test_runs_are_made_and_looked_for_in_the_sites_folder(
     ("text", "said"),
     [
         ("slurm:\n  partitoin: gpu\n", ("site.yaml:2", "partition")),
-        ("\ntrain: {lr: 1}\n", ("site.yaml:2", "train", "a site can set defaults for")),
+        ("\ntrain: {lr: 1}\n", ("site.yaml:2", "train", "cannot have a default in the site file")),
         ("extends: ./nowhere.yaml\n", ("site.yaml:1", "no such file")),
         ("slurm: [", ("site.yaml:1", "not YAML")),
     ],

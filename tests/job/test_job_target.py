@@ -101,7 +101,7 @@ def test_a_script_that_starts_ranks_itself(here: Path, job: WriteJob) -> None:
     text = "import torch.multiprocessing as mp\nfrom torch.distributed import init_process_group\n"
     (here / "train.py").write_text(f"{text}if __name__ == '__main__':\n    mp.spawn(print, nprocs=2)\n")
     (warning,) = load_job(str(job("script: train.py\n"))).warnings
-    assert f"job.yaml:1: script: {here}/train.py:4 starts ranks itself, as torchrun does here" in warning
+    assert f"job.yaml:1: script: {here}/train.py:4 starts ranks itself, but torchrun does that here" in warning
     for harmless in ("if args.multiprocessing_distributed:\n    mp.spawn(print)\n", "mp.Queue()\n"):
         (here / "train.py").write_text(text + harmless)
         assert load_job(str(job("script: train.py\n"))).warnings == ()
@@ -113,8 +113,8 @@ def test_a_script_that_imports_from_its_own_package(errors_of: Callable[..., str
     script = here / "pkg" / "inner" / "train.py"
     script.write_text("import torch\nfrom .model import net\n")
     told = errors_of("script: pkg/inner/train.py\n")
-    assert f"{script}:2: from .model import net: a script belongs to no package" in told
-    assert 'beside the folder pkg/ that runs it: import runpy; runpy.run_module("pkg.inner.train", run_name=' in told
+    assert f"{script}:2: from .model import net: a script does not belong to a package" in told
+    assert 'next to the folder pkg/ that runs it: import runpy; runpy.run_module("pkg.inner.train", run_name=' in told
     for works in ("__package__ = 'pkg'\nfrom .model import net", "try:\n    from .model import net\nexcept: 1", "\0"):
         script.write_text(works)
         load_job(str(job("script: pkg/inner/train.py\n")))

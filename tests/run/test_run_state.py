@@ -101,7 +101,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
         ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
         ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
         ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),
-        ([], "LOST", "Slurm has forgotten its job 7"),
+        ([], "LOST", "Slurm no longer knows its job 7"),
     ],
 )  # fmt: skip
 def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
@@ -158,7 +158,7 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     say("requeued", 0, reason="stopped: time-limit")
     found = describe(run, {"7": slurm_job(state, "NonZeroExitCode", run_id=run.id)})
     assert found.state is RunState.LOST
-    assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt began" in str(found.reason)
+    assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt started" in str(found.reason)
     assert ("run directory" in str(found.reason)) == (state != "DEADLINE")
     assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"

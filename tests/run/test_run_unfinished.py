@@ -88,6 +88,6 @@ def test_an_attempt_that_was_killed_while_it_stopped_says_so(run: RunDirectory, 
     end_attempt(begin_dead(run, slurm_job_id="7"))
     say("stop-requested", 0, node=1, reason="terminated", by="SIGTERM to node 1 (n2)")
     found = describe(run, {})
-    why = "it was killed before it had saved, after SIGTERM to node 1 (n2)"
+    why = "it was killed before it could save, after SIGTERM to node 1 (n2)"
     assert found.state.value == "LOST" and found.reason is not None
-    assert found.reason.startswith(f"{why}; Slurm has forgotten its job 7"), found.reason
+    assert found.reason.startswith(f"{why}; Slurm no longer knows its job 7"), found.reason

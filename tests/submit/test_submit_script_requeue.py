@@ -132,7 +132,7 @@ def test_a_run_that_has_used_up_its_requeues_stalls(tmp_path: Path) -> None:
     stage.does(**{"training.sh": CRASH})
     assert stage.perform(stage.write()) == 4
     assert not stage.requeues()
-    assert "as often as requeue.max_requeues allows" in stage.output
+    assert "the limit of requeue.max_requeues" in stage.output
 
 
 def test_an_attempt_that_cannot_be_judged_is_not_blindly_requeued(stage: Stage) -> None:
