@@ -206,7 +206,7 @@ class EndOfJob:
         try:
             self._request(attempt, reason, seconds)
         except OSError as error:
-            say(f"cannot ask training to stop, and keeps trying: {error}")
+            say(f"cannot write the stop request, trying again: {error}")
             self._unwritten = attempt, reason, None if seconds is None else self._host.now() + seconds
 
     def _ask_again(self) -> None:

@@ -123,7 +123,7 @@ class Keeper:
         self._host = host or BatchHost()
         self._end = EndOfJob(allocation, self._host, warning=warning)
         self._attempt: AttemptDirectory | None = None
-        self._undecided = "what follows could not be decided"
+        self._undecided = "the next step could not be decided"
         self._storage_answers = True
 
     def keep(self) -> KeptStart:
@@ -177,7 +177,7 @@ class Keeper:
         if not self._allocation.has_enough_others(bad):
             say(f"{names} failed more than once, but the partition has too few other nodes: continuing with them")
             return []
-        say(f"this allocation has hosts that failed more than once ({names}): starting again without them")
+        say(f"this allocation includes hosts that failed more than once ({names}): starting again without them")
         self._end.react_to_all()
         return bad
 
@@ -202,7 +202,7 @@ class Keeper:
             nodes = start.nodes if start else 1
             job_step = self._host.start_job_step(command, environment, attempt, nodes, parent=os.getpid())
         except (OSError, NoFreePort, RuntimeError) as error:  # RuntimeError: no more threads
-            why = f"the job step cannot be started: {error}"
+            why = f"cannot start the job step: {error}"
             say(why)
             self._write(NODE_FAILED, host=self._host_name, error=why, suspect=True)
             self._end.job_step_has_ended()
@@ -232,7 +232,7 @@ class Keeper:
                 decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
                 bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
             except Exception as error:  # whatever it is comes again, unlike storage that does not answer
-                say(f"what follows attempt {attempt.number} cannot be decided: {error}")
+                say(f"cannot decide what follows attempt {attempt.number}: {error}")
                 self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
                 return None, []
             return decision, bad
@@ -297,7 +297,7 @@ class Keeper:
             self._write(REQUEUE_FAILED, reason=str(error).splitlines()[0])
             raise RequeueFailed(f"{error}\nGo on with: cluster-ddp resume {self._run.path}") from error
         if not queued:
-            say("not queued again: its owner has ended it meanwhile")
+            say("not requeued: its owner has ended it meanwhile")
             if not self._end.unwanted():
                 self._end.cancelled()
             if attempt is not None:

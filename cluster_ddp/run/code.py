@@ -48,7 +48,7 @@ def find_code(near: Path, *, leave_out: Path) -> Code:
         largest = max(files, key=lambda name: (root / name).lstat().st_size)
         raise RunError(
             f"launch.snapshot: the code in {root} has {size >> 20} MiB, and at most {MAX_BYTES >> 20} are kept.\n"
-            f"The largest file is {largest}; list what is not code in .gitignore"
+            f"The largest file is {largest}; list files that are not code in .gitignore"
         )
     return Code(root, files, revision, _git(root, "diff", "--binary", "HEAD")[:MAX_BYTES])
 
@@ -110,7 +110,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
             ["git", "-C", str(folder), *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise RunError(f"launch.snapshot: git could not be asked about {folder}: {error}") from error
+        raise RunError(f"launch.snapshot: cannot run git in {folder}: {error}") from error
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip()
         raise RunError(

@@ -39,7 +39,7 @@ def conclude(attempt: AttemptDirectory) -> str | None:
         end_attempt(attempt)
         write_digest(attempt.run)
     except OSError as error:
-        what = f"the end of attempt {attempt.number} cannot be noted in {attempt.record_file}"
+        what = f"the end of attempt {attempt.number} cannot be recorded in {attempt.record_file}"
         return f"{what}: {error.strerror or error}"
     return None
 

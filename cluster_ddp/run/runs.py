@@ -244,9 +244,9 @@ def _refuse_not_begun(folder: Path) -> None:
     if os.path.lexists(sweep / SWEEP_RECORD):
         raise RunNotFound(
             f"{folder.name} of sweep {sweep.name} has not started, so it has no run yet.\n"
-            f"To see which Slurm job will start it: cluster-ddp status {sweep.name}; to take that one out of the "
-            "queue: "
-            "scancel JOB"
+            f"To see which Slurm job will start it: cluster-ddp status {sweep.name}; to remove it from the queue: "
+            "scancel "
+            "JOB"
         )
 
 

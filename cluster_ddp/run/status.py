@@ -229,8 +229,8 @@ def silent_nodes(history: History) -> str | None:
         return None
     names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
     return (
-        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: hanging, or the storage does not "
-        "answer there; Slurm may be unable to end such a job until it does"
+        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: it hangs, or its storage does "
+        "not respond; Slurm may be unable to end such a job until it does"
     )
 
 

@@ -129,8 +129,8 @@ def read_sweep(sweep: SweepDirectory) -> SweepRecord:
         raise RunError(f"{sweep.record_file} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RunError(
-            f"{sweep.record_file} cannot be read: it is not what cluster_ddp writes ({error}). Move it away and give "
-            "the sweep's command again: it finds the runs that there are"
+            f"{sweep.record_file} cannot be read: it is not what cluster_ddp writes ({error}). Move it away and run "
+            "the sweep command again: it finds the existing runs"
         ) from error
 
 
@@ -174,7 +174,7 @@ def claimed(record: SweepRecord) -> SweepRecord:
     if record.busy:
         who = record.submitting or {}
         raise RunError(
-            f"sweep {record.id} is being submitted by process {who['pid']} on {who['host']}, and nothing is started "
+            f"sweep {record.id} is being submitted by process {who['pid']} on {who['host']}, and cannot be started "
             f"twice.\nSee how it goes on: cluster-ddp status {record.id}"
         )
     return replace(record, submitting=claim(), announced=None)
@@ -218,22 +218,22 @@ def _checked(value: dict[str, Any]) -> SweepRecord:
         raise ValueError(f"{len(elements):,} elements and {len(arrays):,} arrays are too many")
     for number, element in enumerate(elements):
         if not _NAME.fullmatch(element.name) or element.number != number:
-            raise ValueError(f"{element.name!r} is no name of element {number}")
+            raise ValueError(f"{element.name!r} is not the name of element {number}")
         if not all(isinstance(setting, str) for setting in element.settings):
-            raise ValueError(f"element {number} has a setting that is no string")
+            raise ValueError(f"element {number} has a setting that is not a string")
     for array in arrays:
         if not is_job_id(array.job_id) or not array.job_id.isdigit() or as_whole(array.offset) is None:
-            raise ValueError("an array is no job array of Slurm's")
+            raise ValueError("an array is not a Slurm job array")
     submitting = value.get("submitting") if isinstance(value.get("submitting"), dict) else None
     created = as_time(value["created"])
     metric, mode, at_once = value.get("metric"), value.get("mode", "max"), value.get("at_once")
     if not isinstance(value["id"], str) or created is None or not isinstance(metric, str | None):
         raise ValueError("the value of its id, its time of creation or its metric")
     if at_once is not None and not as_whole(at_once):
-        raise ValueError("at_once is no number of elements")
+        raise ValueError("at_once is not a number of elements")
     announced = value.get("announced")
     if announced is not None and as_whole(announced) is None:
-        raise ValueError("announced is no number of an element")
+        raise ValueError("announced is not the number of an element")
     return SweepRecord(
         value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting, announced
     )

@@ -37,7 +37,7 @@ class UnfinishedSave:
         more_time = "requeue.warning for more time, or " if self.reason == TIME_LIMIT else ""
         return (
             f"save of step {self.step} not finished {within}{known}. Set {more_time}checkpoint.every_steps or "
-            "checkpoint.every_minutes so that less is trained again; until then the run saves more often by itself"
+            "checkpoint.every_minutes so that less work is repeated; until then the run automatically saves more often"
         )
 
 

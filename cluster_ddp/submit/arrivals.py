@@ -148,7 +148,7 @@ class Meeting:
                 seen_at = seen_at or time.monotonic()
                 if time.monotonic() - seen_at > _LATE_SECONDS:
                     raise RunAlive(
-                        f"attempt {newer[-1].number} of run {self.run.id} has begun without this start of node "
+                        f"attempt {newer[-1].number} of run {self.run.id} has started without this start of node "
                         f"{self.node}: it was started twice or too late. See: cluster-ddp status {self.run.path}"
                     )
             others = self._others()
@@ -167,10 +167,11 @@ class Meeting:
         now = time.monotonic()
         if now > deadline:
             raise NodesMissing(
-                f"run {self.run.id}: not all {self.nodes} nodes came within {patience:.0f} s (launch.join_timeout).\n"
+                f"run {self.run.id}: not all {self.nodes} nodes joined within {patience:.0f} s (launch.join_timeout).\n"
                 f"Missing: {missing}.\n"
-                "Start the same command there, each with its own --node-rank (--print shows them all). Where it runs "
-                f"already, see whether that machine has the same\n{self.run.path}: it has to be on storage that all "
+                "Start the same command there, each with its own --node-rank (--print shows them all). If it is "
+                f"running there already, check that that machine sees the same\n{self.run.path}: it has to be on "
+                "storage that all "
                 "nodes share."
             )
         if missing != self._said:
@@ -214,7 +215,7 @@ class Meeting:
                 raise RunError(
                     f"node {arrival.node} (host {one_line(arrival.process.host)}) was started for {arrival.nodes} "
                     f"nodes of {arrival.procs} ranks, and node {self.node} here for {self.nodes} of {self.procs}.\n"
-                    "Give all nodes the same --nnodes and --procs"
+                    "Use the same --nnodes and --procs on all nodes"
                 )
 
 

@@ -125,7 +125,7 @@ def plan_local(
     if len(devices) % count:
         raise SubmitError(
             f"{len(devices)} GPUs ({','.join(devices)}) cannot be divided among {count} nodes.\n"
-            "Give other --gpus or --nodes"
+            "Use different --gpus or --nodes"
         )
     share = len(devices) // count
     asked = procs or (spec.launch.procs_per_node if isinstance(spec.launch.procs_per_node, int) else None)
@@ -167,7 +167,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     supervisor.run()
     if not run.exists():
         raise RunGone(
-            f"{run.path} is gone: it was removed or renamed, or its storage is away. The training has ended.\n"
+            f"{run.path} is gone: it was removed or renamed, or its storage is unavailable. The training has ended.\n"
             "To continue from what was saved, wherever the directory is now: cluster-ddp resume DIRECTORY"
         )
     speak_for_script(attempt, EventWriter(run, login_writer()))

@@ -147,13 +147,13 @@ def plan_manual(
     if devices and ranks > len(devices):
         raise SubmitError(
             f"{ranks} ranks need {ranks} GPUs, and this node has {len(devices)} ({','.join(devices)}).\n"
-            "Give fewer --procs, or export CUDA_VISIBLE_DEVICES= to train on CPUs"
+            "Use fewer --procs, or export CUDA_VISIBLE_DEVICES= to train on CPUs"
         )
     if spec.task is not None:
         plan_batch(spec.train, nodes * ranks)
     fixed = port or (spec.launch.port if isinstance(spec.launch.port, int) else None)
     if fixed and node == 0 and not is_free(fixed):
-        raise SubmitError(f"port {fixed} is in use on this node; give another --master-port to all nodes")
+        raise SubmitError(f"port {fixed} is in use on this node; use a different --master-port on all nodes")
     run = RunDirectory(Path(os.path.normpath(path)))
     return ManualStart(spec, run, nodes, node, ranks, master, fixed or free_port(""), interpreter(spec))
 
@@ -301,7 +301,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
         raise SubmitError(
             f"run {run.id} in {run.path.parent} belongs to another job: "
             + one_line("; ".join(shown) + (f"; and {more} more" if more > 0 else ""))
-            + "\nStart all nodes with the same job file and settings, or give this job another --run"
+            + "\nStart all nodes with the same job file and settings, or use a different --run for this job"
         )
 
 
@@ -326,7 +326,7 @@ def _refuse_alive(seen: History) -> None:
         return
     alive = attempt_is_alive(seen, last)
     if alive is None:
-        say(f"looking whether attempt {last.number} of {seen.run.id} is still alive elsewhere")
+        say(f"checking whether attempt {last.number} of {seen.run.id} is still alive elsewhere")
         alive = gives_sign_of_life(seen.run.attempt(last.number), last.nodes or 1)
     if alive:
         host = one_line(last.process.host) if last.process else "an unknown host"
@@ -351,8 +351,8 @@ def _warn_of_address(start: ManualStart) -> None:
             probe.bind(target)
     except OSError as error:
         say(
-            f"note: --master-addr {one_line(start.master)} is no address of this machine, which is node 0 "
-            f"({error.strerror}); the others cannot reach it there unless something translates the address"
+            f"note: --master-addr {one_line(start.master)} is not an address of this machine, which is node 0 "
+            f"({error.strerror}); the others cannot reach it there, unless the address is translated"
         )
 
 

@@ -61,7 +61,7 @@ class BatchScript:
 
 
 class ScriptError(ClusterDDPError):
-    """launch.setup is no valid bash, and would break the script."""
+    """launch.setup is not valid bash, and would break the script."""
 
 
 def render_script(
@@ -128,7 +128,7 @@ def check_setup(spec: JobSpec) -> None:
     lines = "\n".join([*spec.launch.setup, ""])
     done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, timeout=20, cwd="/")
     if done.returncode != 0 or done.stderr.strip():  # of an open heredoc bash only warns
-        raise ScriptError(f"launch.setup is no valid bash: {done.stderr.strip()}")
+        raise ScriptError(f"launch.setup is not valid bash: {done.stderr.strip()}")
 
 
 def job_options(spec: JobSpec) -> dict[str, str | None]:

@@ -34,7 +34,7 @@ def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before
     end_attempt(attempt)
     say("requeued", 0, reason="stopped: preemption")
     state, reason = told(run, "RUNNING")
-    assert state == "RUNNING" and reason is not None and reason.startswith("starting: no attempt has begun yet")
+    assert state == "RUNNING" and reason is not None and reason.startswith("starting: no attempt yet")
     assert told(run, "COMPLETING") == ("RUNNING", None)
 
 
@@ -42,7 +42,7 @@ def test_the_next_job_of_a_chain_whose_node_has_failed_is_told_as_starting(run: 
     begin_dead(run, slurm_job_id="6")
     say("started", 0, step=0, world_size=2)
     add_slurm_job(run, "7")
-    assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt has begun yet")
+    assert str(told(run, "RUNNING")[1]).startswith("starting: no attempt yet")
 
 
 def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirectory, say: Say) -> None:

@@ -90,7 +90,7 @@ def test_a_cancel_ends_the_waiting_for_a_requeue(stage: Stage) -> None:
         time.sleep(0.05)
     stage.does(job=CANCELLED)
     assert stage.finish(process) == 0
-    assert "not queued again: its owner has ended it meanwhile" in stage.output
+    assert "not requeued: its owner has ended it meanwhile" in stage.output
     assert stage.status()["state"] == "CANCELLED"
     assert "requeued" not in stage.events()
 

@@ -250,7 +250,7 @@ def test_a_batch_host_without_srun_is_named(stage: Stage) -> None:
     (stage.bin / "srun").unlink()
     assert stage.perform(stage.write(), SLURMD_NODENAME="node-b") == 0, stage.output
     assert stage.requeues() == ["77"]
-    assert "node node-b failed: the job step cannot be started" in stage.status()["reason"]
+    assert "node node-b failed: cannot start the job step" in stage.status()["reason"]
 
 
 def test_without_slurms_commands_a_failed_attempt_does_not_hold_its_nodes_until_the_time_limit(stage: Stage) -> None:
