@@ -131,8 +131,8 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
     """
     if not isinstance(backend, (str, NoneType)):
         raise DistributedError(
-            f"setup_distributed({backend!r}, {timeout!r}): it takes no rank and no world size, it finds them by itself "
-            "where torchrun, srun or launch_distributed_training() started the process. Call setup_distributed()"
+            f"setup_distributed({backend!r}, {timeout!r}): it takes no rank and no world size; it finds them by itself "
+            "if torchrun, srun or launch_distributed_training() started the process. Call setup_distributed()"
         )
     if any(argument.startswith(("--local-rank", "--local_rank")) for argument in sys.argv[1:]):
         warnings.warn(
@@ -177,8 +177,9 @@ def _said_while_waiting(world: World) -> Iterator[None]:
     timer = threading.Timer(
         _LATE,
         lambda: say(
-            f"cluster_ddp: rank 0 has waited {_LATE:g} s for all {world.world_size} ranks to join: each has to come to "
-            "join_run() or setup_distributed(), which must not be under `if rank == 0:`; one may also be slow to start"
+            f"cluster_ddp: rank 0 has waited {_LATE:g} s for all {world.world_size} ranks to join: each has to call "
+            "join_run() "
+            "or setup_distributed(), which must not be under `if rank == 0:`; one may also be slow to start"
         ),
     )
     timer.daemon = True

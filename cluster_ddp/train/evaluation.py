@@ -73,7 +73,9 @@ class Evaluation:
             return None
         refuse_loader(data, "eval_data()")
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-            raise DataError("eval_data() gave a set without a length; give a map-style set, or None for no evaluation")
+            raise DataError(
+                "eval_data() returned a set without a length; give a map-style set, or None for no evaluation"
+            )
         return cls(task, data, train, plan, world, precision, device)
 
     def run(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
@@ -144,20 +146,21 @@ def _check_names(names: Collection[str], others: Collection[str]) -> None:
     """A metric that some batches lack would be averaged over samples that it was never computed for."""
     if names and others and set(names) != set(others):
         raise TaskError(
-            f"evaluate() gave the metrics {', '.join(sorted(names))} for one batch and {', '.join(sorted(others))} for "
+            f"evaluate() returned the metrics {', '.join(sorted(names))} for one batch and "
+            f"{', '.join(sorted(others))} for "
             "another; give the same names for every batch, on all ranks"
         )
 
 
 def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise TaskError(f"evaluate() gave a {type(values).__name__}; give a dict of metric names and tensors")
+        raise TaskError(f"evaluate() returned a {type(values).__name__}; give a dict of metric names and tensors")
     _check_names(values, sums)
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (samples,) or value.is_complex():
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TaskError(
-                f"evaluate() gave '{name}' with {what} for a batch of {samples} samples; "
+                f"evaluate() returned '{name}' with {what} for a batch of {samples} samples; "
                 f"give a tensor of one value per sample, shape ({samples},)"
             )
         exact = value.detach().float() if value.device.type == "mps" else value.detach().double()

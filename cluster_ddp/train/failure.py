@@ -119,7 +119,7 @@ def explain(error: BaseException) -> str:
     """What went wrong and, where it is known, the setting to change."""
     text = str(error) or type(error).__name__
     if any(sign in text for sign in _NO_MORE_PROCESSES):
-        text += "; perhaps you have as many processes and threads there as you may (ulimit -u), in other jobs too"
+        text += "; perhaps you have reached the limit on processes and threads there (ulimit -u), including other jobs"
     if isinstance(error, ClusterDDPError):
         return f"{text}{_place(error)}"
     named = f"{type(error).__name__}: {text}"
@@ -148,17 +148,17 @@ def _advice(error: BaseException, text: str) -> str | None:
         return (
             "some parameters take no part in the loss: let DDP look for them (a task: train.find_unused_parameters: "
             "true; a custom loop: DistributedDataParallel(..., find_unused_parameters=True); Lightning: "
-            'strategy="ddp_find_unused_parameters_true"), or give them requires_grad=False'
+            'strategy="ddp_find_unused_parameters_true"), or set requires_grad=False for them'
         )
     if "Expected more than 1 value per channel when training" in text:
         return (
-            "a BatchNorm was given a single sample: leave out the last batch (a task: train.drop_last: true; a "
-            "DataLoader: drop_last=True), or choose the batch size so that no rank is left with one sample of it"
+            "a BatchNorm got a single sample: leave out the last batch (a task: train.drop_last: true; a "
+            "DataLoader: drop_last=True), or choose the batch size so that no rank gets a single sample"
         )
     if "default process group twice" in text:
         return (
-            "the program makes the process group a second time: call init_process_group() before the block of "
-            "join_run(), or leave it out, as join_run() makes a group where there is none"
+            "the program creates the process group a second time: call init_process_group() before the block of "
+            "join_run(), or leave it out, as join_run() creates a group if there is none"
         )
     if "create_graph" in text:
         return f"the optimizer {SECOND_DERIVATIVES}"

@@ -53,10 +53,11 @@ def _strangers(first: str, place: str, other: str, other_place: str) -> str:
     if place != other_place:
         return (
             f"the ranks have different run directories: {first} {place}, and {other} {other_place}. They write their "
-            "checkpoints together: give join_run() the same folder on all ranks (tempfile.mkdtemp() makes one for each)"
+            "checkpoints together: pass the same folder to join_run() on all ranks (tempfile.mkdtemp() makes one for "
+            "each)"
         )
     return (
-        f"{other} does not see what {first} has put into the run directory {place}: the ranks write their checkpoints "
-        "together, so it has to be on storage that all hosts share. Set runs_dir, or the folder that join_run() is "
-        "given, to such a place"
+        f"{other} cannot see what {first} has put into the run directory {place}: the ranks write their checkpoints "
+        "together, so it has to be on storage that all hosts share. Set runs_dir, or the folder passed to join_run(), "
+        "accordingly"
     )

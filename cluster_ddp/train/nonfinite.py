@@ -47,7 +47,7 @@ class NonFiniteCheck:
         return (
             f"step {step}: {in_a_row} updates in a row had a loss or gradients that are not finite; "
             f"at this step on: {where}\n"
-            "    those updates were not made, and the last checkpoint is intact: lower train.lr, set train.clip_norm, "
+            "    those updates were skipped, and the last checkpoint is intact: lower train.lr, set train.clip_norm, "
             "check the data, or allow more by train.max_bad_steps"
         )
 

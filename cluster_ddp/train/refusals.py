@@ -46,20 +46,21 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
     if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # the last of GSAM
         raise TaskError(
-            f"optimizer() gave {kind.__name__}, whose step() needs a closure that computes the loss again: "
+            f"optimizer() returned {kind.__name__}, whose step() needs a closure that computes the loss again: "
             "the trainer computes each loss once; give an optimizer that needs the gradients only"
         )
     if any(parameter.name == "hessian" for parameter in parameters):  # AdaHessian, SophiaH, some only in later steps
-        raise TaskError(f"optimizer() gave {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
+        raise TaskError(f"optimizer() returned {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise TaskError(
-            f"optimizer() gave {kind.__name__} with differentiable=True, whose step() is to be differentiated itself "
+            f"optimizer() returned {kind.__name__} with differentiable=True, whose step() is to be differentiated "
+            "itself "
             "and cannot change parameters in place, as the trainer has it do: leave differentiable out, or train in a "
             "loop of your own by join_run()"
         )
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
         raise TaskError(
-            f"optimizer() gave {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "
+            f"optimizer() returned {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "
             "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
             "the gradients only"
         )
@@ -71,7 +72,8 @@ def refuse_unfinished(optimizer: Optimizer) -> None:
         _ = optimizer.param_groups, optimizer.state_dict()
     except AttributeError as error:
         raise TaskError(
-            f"optimizer() gave {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not to call "
+            f"optimizer() returned {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not "
+            "to call "
             "Optimizer.__init__, as some that go around another; give the one inside it, or one made for this torch"
         ) from error
 

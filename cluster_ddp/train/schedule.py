@@ -44,7 +44,8 @@ class Schedule:
         self._optimizer = optimizer  # load_state_dict gives it new groups, so they are looked up each time
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise TaskError(
-                f"optimizer() gave {type(optimizer).__name__} without a learning rate, one that chooses it by itself: "
+                f"optimizer() returned {type(optimizer).__name__} without a learning rate, one that chooses it by "
+                "itself: "
                 "the trainer sets the rate of each step; give it lr, and turn its own schedule off"
             )
         for group in optimizer.param_groups:

@@ -237,7 +237,7 @@ def script(place: Path, what: str) -> int | None:
     [
         ("nothing", ""),
         ("lock", ""),
-        ("also", "does not take back what its state_dict() gave before the first step: calls"),
+        ("also", "does not restore what its state_dict() returned before the first step: calls"),
         ("optimizer", "optimizer.steps_made: other values come back"),
         ("buffer", "model.mean"),
     ],

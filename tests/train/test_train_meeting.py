@@ -50,7 +50,7 @@ def test_ranks_that_share_their_directory_meet_and_leave_no_mark(tmp_path: Path)
 def test_ranks_that_were_given_different_folders_are_refused(tmp_path: Path) -> None:
     for told in run_ranks(joining, 2, tmp_path, "name"):
         assert f"{tmp_path}/0, and rank 1 on " in told and f" {tmp_path}/1. " in told
-        assert "give join_run() the same folder on all ranks" in told
+        assert "pass the same folder to join_run() on all ranks" in told
     assert list(tmp_path.glob("*/*")) == []
 
 

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=nn.Linear(2, 2), optimizer=opt, epochs=1), "optimizer trains parameters that are in no module"),
     "forgetful": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=opt, counter=Forgetful(), epochs=1),
-        "load_state_dict() of counter does not take back"),
+        "load_state_dict() of counter does not restore"),
     "epochs left out": (lambda run, model, opt: list(run.resumable(
         plain(), model=model, optimizer=opt, epochs=1)), "outside of its epochs"),
     "iterated twice": (lambda run, model, opt: loop_over(

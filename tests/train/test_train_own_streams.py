@@ -108,8 +108,8 @@ def refused(place: Path, kind: type[Rows], workers: int) -> dict[str, Any]:
     [
         (CountsPasses, 0, "the CountsPasses gives different items when the same epoch is read again"),
         (TimeShuffled, 2, "the TimeShuffled gives different items when the same epoch is read again"),
-        (InThreads, 0, "the InThreads reads in threads of its own, and draws random numbers there"),
-        (InThreads, 1, "the InThreads reads in threads of its own, and draws random numbers there"),
+        (InThreads, 0, "the InThreads reads in its own threads, and draws random numbers there"),
+        (InThreads, 1, "the InThreads reads in its own threads, and draws random numbers there"),
     ],
 )
 def test_a_stream_that_cannot_be_exact_is_refused_at_once(

@@ -71,7 +71,7 @@ ELSEWHERE = [
      "train/test_train_own_scaler.py::test_updates_that_are_left_out_for_ever_end_the_run"),
     ("a run directory that the ranks do not share, tasks and scripts", "have different run directories",
      "train/test_train_meeting.py::test_ranks_that_were_given_different_folders_are_refused"),
-    ("a task whose `load_state_dict` does not take its state back", "load_state_dict() of the task",
+    ("a task whose `load_state_dict` does not restore its state", "load_state_dict() of the task",
      "zoo/test_zoo_told.py::test_a_task_that_does_not_take_its_state_back_is_refused"),
     ("reported after the second step, or soon after it begins: attributes of model and task that training changes and "
      "that are in no checkpoint", "which no checkpoint contains: a resume",
@@ -95,7 +95,7 @@ ELSEWHERE = [
     ("an iterable set that gives each rank other items, without `sharded = True`",
      "the ranks read different items from train_data()",
      "zoo/test_zoo_data.py::test_parts_by_rank_are_exact_where_the_task_says_so_and_else_refused"),
-    ("random numbers drawn in threads of the set's own", "reads in threads of its own, and draws random numbers",
+    ("random numbers drawn in threads of the set's own", "reads in its own threads, and draws random numbers",
      "zoo/test_zoo_data.py::test_what_cannot_be_exact_is_refused_before_the_first_step"),
     ("a set whose samples depend on the worker that reads them", "gives different samples in a different worker",
      "zoo/test_zoo_data.py::test_samples_that_depend_on_their_worker_are_refused"),

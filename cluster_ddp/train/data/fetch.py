@@ -302,7 +302,7 @@ class Fetcher:
                 f"cluster_ddp: the training set ({type(self._data).__name__}) gives different samples after a pass "
                 "than "
                 "before it, with the same seed: a resume is exact only if what has changed in it is put back. A cache "
-                "has to hold samples as they are before their augmentation"
+                "has to hold samples before augmentation"
             )
 
     def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:
@@ -320,9 +320,7 @@ class Fetcher:
         if fingerprint(self._read(epoch, few)) != first:
             how = "gives different samples after others have been read: the set or collate() keeps something of them"
         elif self._draws_once(epoch, indices):
-            how = (
-                "draws the random numbers of a sample when it is read for the first time, and keeps what comes of them"
-            )
+            how = "draws the random numbers of a sample when it is read for the first time, and keeps the result"
         elif self._untouched is not None:
             data, self._data, own = self._data, self._untouched, self._own
             self._own = self._held_generators()
@@ -330,15 +328,15 @@ class Fetcher:
                 self._read(epoch, indices[: -_FEW - 1 : -1])
                 if fingerprint(self._read(epoch + 1, indices)) != other:
                     how = (
-                        "keeps something of the samples that it reads first, such as random numbers that it draws "
-                        "once, or numbers that it gives to words in the order in which they come"
+                        "keeps something from the first samples it reads, such as random numbers that it draws once, "
+                        "or word numbers in order of appearance"
                     )
             self._data, self._own = data, own
         if how is not None:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) {how}, so no resume could be exact: draw and "
-                "number in __init__, which is seeded, or draw for every sample; a cache has to hold samples as they "
-                "are before their augmentation"
+                "number in __init__, which is seeded, or draw for every sample; a cache has to hold samples before "
+                "augmentation"
             )
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:

@@ -141,14 +141,15 @@ class IterableStream:
             return
         if len(set(seen)) > 1:
             raise DataError(
-                "the ranks read different items from train_data(): each would train on a part of its own part. Give "
-                "every rank the whole stream in the same order, or say that each reads a part of its own by "
-                "sharded = True of the task"
+                "the ranks read different items from train_data(): each rank would train on a part of its own part. "
+                "Give "
+                "every rank the whole stream in the same order, or set sharded = True in the task if each reads its "
+                "own part"
             )
         if counts.data_fingerprint not in (None, first):
             self._warn(
-                "train_data() does not begin with the items it began with when the checkpoint was saved: "
-                "this resume is not exact. The order of the files and the augmentation have to be as they were"
+                "train_data() does not start with the same items as when the checkpoint was saved: "
+                "this resume is not exact. The order of the files and the augmentation must stay the same"
             )
         counts.data_fingerprint = first
 
@@ -193,22 +194,23 @@ class _Reader:
         first = settled(read)
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
-                f"the training set ({type(self._data).__name__}) reads in threads of its own, and draws random numbers "
-                "there, which nobody can seed: no resume could be exact. Move what is random into collate() of the "
+                f"the training set ({type(self._data).__name__}) reads in its own threads, and draws random numbers "
+                "there, "
+                "which cannot be seeded: no resume could be exact. Move what is random into collate() of the "
                 "task, which is seeded, or into its loss()"
             )
         if first is None:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) gives different items when the same epoch is read "
                 "again, "
-                "so no resume could be exact: let its order and its random numbers follow from set_epoch(epoch), "
+                "so no resume could be exact: let its order and its random numbers depend only on set_epoch(epoch), "
                 "or from the global generators, which are seeded before each item, not from a count of its passes"
             )
         if draws[0] != draws[-1]:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) draws the random numbers of an item when it is read "
-                "for the first time, and keeps what comes of them, so no resume could be exact: a cache has to "
-                "hold items as they are before their augmentation"
+                "for the first time, and keeps the result, so no resume could be exact: a cache has to "
+                "hold items before augmentation"
             )
         return first
 
@@ -329,7 +331,7 @@ def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:
         raise DataError(
             f"train_data() has a different length on each rank ({', '.join(map(str, lengths))}, by rank): give every "
             "rank "
-            "the whole stream, or say that each reads a part of its own by sharded = True of the task"
+            "the whole stream, or set sharded = True in the task if each reads its own part"
         )
     return length
 

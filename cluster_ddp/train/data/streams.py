@@ -165,13 +165,13 @@ class MapStream:
         if others:
             hosts = f"rank 0 on {by_rank[0][1]} and on rank {others[0]} on {by_rank[others[0]][1]}"
             self._warn(
-                f"{what} is not the same on {hosts}: each step trains on other samples than it should, some twice and "
-                "some never. Every rank has to see the same set in the same order: sort the names of its files"
+                f"{what} is not the same on {hosts}: each step trains on the wrong samples, some twice and some "
+                "never. Every rank has to see the same data set in the same order: sort its file names"
             )
         elif counts.data_fingerprint not in (None, seen):
             self._warn(
-                f"{what} is not what it was when the checkpoint was saved: this resume is not exact. The set, the "
-                "order of its files and the augmentation have to be as they were"
+                f"{what} has changed since the checkpoint was saved: this resume is not exact. The data set, "
+                "the order of its files and the augmentation must stay the same"
             )
         counts.data_fingerprint = by_rank[0][0]
 
@@ -197,8 +197,8 @@ def _expect_one_length(length: int) -> None:
     if len(set(lengths)) > 1:
         raise DataError(
             f"train_data() has a different length on each rank ({', '.join(map(str, lengths))}, by rank): every rank "
-            "must "
-            "see the whole set, of which it is given its part. Do not split it by rank; download in prepare(), which "
+            "must see the whole data set; the trainer divides it. Do not split it by rank; download in prepare(), "
+            "which "
             "runs before the sets are made"
         )
 
@@ -208,6 +208,6 @@ def _length(data: Dataset[Any]) -> int:
         return len(data)  # type: ignore[arg-type]
     except TypeError as error:
         raise DataError(
-            f"train_data() gave a {type(data).__name__} without a length: "
+            f"train_data() returned a {type(data).__name__} without a length: "
             "give it __len__, or derive it from IterableDataset"
         ) from error

@@ -117,7 +117,7 @@ class Handed:
         differing = sorted(was ^ {*self.more, *self._rest})
         if differing:
             raise TrainError(
-                f"the checkpoint and this program do not pass in the same: {', '.join(differing)} "
+                f"the checkpoint and this program do not pass in the same objects: {', '.join(differing)} "
                 f"{'is' if len(differing) == 1 else 'are'} in one of the two only; pass in what was passed in "
                 "before, or start a new run"
             )
@@ -345,4 +345,4 @@ def _see_that_it_can_be_kept(name: str, thing: Any) -> None:
     except TaskError as error:
         raise TrainError(f"{name} cannot be kept: {error}") from error
     if first != again:
-        raise TrainError(f"load_state_dict() of {name} does not take back what its state_dict() gives")
+        raise TrainError(f"load_state_dict() of {name} does not restore what its state_dict() returns")

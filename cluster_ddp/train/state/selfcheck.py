@@ -34,7 +34,7 @@ _REMEDIES = {
     "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
     "state_dict() and load_state_dict(); in a loop of your own, pass in an optimizer inside it as well, by a name of "
     "its own (base=optimizer.base_optimizer)",
-    "task": "load_state_dict() of the task has to take back all that its state_dict() gives",
+    "task": "load_state_dict() of the task has to restore everything that its state_dict() returns",
     "memory": "give each tensor memory of its own: weight.copy_(other) instead of weight.data = other",
     "counts": "report this as an error of cluster-ddp",
 }

@@ -94,7 +94,7 @@ class StreamBatches:
         first = settled(lambda: fingerprint(self._first()))
         if self._reads_in_threads and (first is None or self._draws()):
             raise TrainError(
-                f"the {self._name} reads in threads of its own, and draws random numbers there, which nobody can seed: "
+                f"the {self._name} reads in its own threads, and draws random numbers there, which cannot be seeded: "
                 "no resume could be exact. Move what is random into the DataLoader's collate_fn, or into the loop; for "
                 "MosaicML Streaming see docs/own-code.md"
             )

@@ -45,8 +45,10 @@ class Counts:
         if names:
             first = min(names)
             self._warn(
-                f"the loop counts its batches in {', '.join(sorted(names))}, and goes by that: at a resume it begins "
-                "to count again, and no limit or learning rate by it is exact. Take run.step, the number of finished "
+                f"the loop counts its batches in {', '.join(sorted(names))}, and uses that count: after a resume it "
+                "starts "
+                "counting again, so no limit or learning rate based on it is exact. Use run.step, the number of "
+                "finished "
                 f"steps, or keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop"
             )
 

@@ -47,9 +47,9 @@ class OtherLoaders:
                 names.add(name)
         if names:
             self._warn(
-                f"the steps read on in another DataLoader (of a {', '.join(sorted(names))}), which starts over after a "
+                f"the steps read from another DataLoader (of a {', '.join(sorted(names))}), which starts over after a "
                 "resume, because no checkpoint contains its position: a resume is exact only if no step depends on it. "
-                "Hand it to run.resumable(), and of two let one data set give what both give"
+                "Pass it to run.resumable(), or combine two data sets into one that returns both"
             )
 
 

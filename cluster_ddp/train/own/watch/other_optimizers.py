@@ -48,7 +48,7 @@ class OtherOptimizers:
             raise TrainError(
                 f"a {type(optimizer).__name__} that was not passed in has trained weights that are: its state would "
                 "be in no checkpoint. Make all optimizers once, before resumable() or steps(), and hand them over "
-                "(optimizer=...); for another learning rate set that of the groups"
+                "(optimizer=...); to change the learning rate, set it in the groups"
             )
 
 

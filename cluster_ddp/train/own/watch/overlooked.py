@@ -95,9 +95,9 @@ class Overlooked:
     def _tell_generators(self, drawn: list[Any]) -> None:
         if names := sorted({f"{type(found).__module__}.{type(found).__name__}" for found in drawn}):
             self._warn(
-                f"the steps draw from a generator of the loop's own ({', '.join(names)}), whose state no checkpoint "
+                f"the steps draw from the loop's own generator ({', '.join(names)}), whose state no checkpoint "
                 "contains: a resume is exact only if no step depends on it. Draw from the global generators of torch, "
-                "random and NumPy, which are seeded for each step, or make one in each step, seeded by run.step"
+                "random and NumPy, which are seeded for each step, or create one in each step, seeded by run.step"
             )
 
 
