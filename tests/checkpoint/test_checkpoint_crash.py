@@ -150,7 +150,7 @@ def test_error_at_every_operation(
         failed = events.of("checkpoint-failed")
         if failed:
             assert failed[0]["error"] == "Input/output error" and failed[0]["rank"] == 0 and failed[0]["file"]
-            assert "training goes on" in capsys.readouterr().err
+            assert "training continues" in capsys.readouterr().err
         assert done or failed
         storage.at = None
         restored, live = restore(folder / "checkpoints", STATES[10])

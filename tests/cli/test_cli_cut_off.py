@@ -99,7 +99,7 @@ def test_a_job_that_nobody_noted_is_seen(here: Path, cluster: Slurm, call: Call)
     assert said.status == 2 and "is PENDING (Slurm job 101) and continues by itself" in said.err
     assert len(cluster.submissions()) == 1
     said = call("stop", run.id)
-    assert said.status == 2 and f"to take it out of the queue for good: cluster-ddp cancel {run.id}" in said.err
+    assert said.status == 2 and f"to remove it from the queue for good: cluster-ddp cancel {run.id}" in said.err
     assert read_record(run).slurm_job_ids == ("101",)
     assert read_record(run).submitting is None
 
@@ -120,7 +120,9 @@ def test_cancel_says_so_where_slurm_does_not_answer(here: Path, cluster: Slurm, 
     run = RunDirectory(only(here))
     cluster.program("squeue", "echo 'Access denied' >&2; exit 1")
     said = call("cancel", run.id)
-    assert said.status == 3 and "is marked as cancelled" in said.err and "a Slurm job of it may go on" in said.err
+    assert (
+        said.status == 3 and "is marked as cancelled" in said.err and "one of its Slurm jobs may still run" in said.err
+    )
     assert call("stop", run.id).status == 2
 
 

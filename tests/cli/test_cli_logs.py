@@ -49,7 +49,7 @@ def test_lines_of_all_ranks_or_of_one(call: Call, run: RunDirectory) -> None:
 def test_what_is_not_there_is_said(call: Call, run: RunDirectory) -> None:
     assert "has not started an attempt" in call("logs", "digits").err
     begin(run).log_file(0).write_text(NODE_0)
-    for option, words in (("--attempt", "no attempt 7: there are 0 to 0"), ("--node", "no log of node 7")):
+    for option, words in (("--attempt", "no attempt 7: there are 0 to 0"), ("--node", "no log for node 7")):
         said = call("logs", "digits", option, "7")
         assert said.status == 2 and words in said.err and "Traceback" not in said.err
     assert "no rank failed in any attempt" in call("logs", "digits", "--errors").err

@@ -229,7 +229,7 @@ def test_a_controller_that_does_not_answer_holds_nobody_up(
     said = call("status", run.id, "--json")
     assert time.monotonic() - began < 30
     assert said.status == 0 and json.loads(said.out)["state"] == "STOPPED"
-    assert "from the run directories alone" in said.err
+    assert "showing the run directories only" in said.err
 
 
 def test_when_sbatch_refuses_the_run_stays_as_it_was(call: Call, run: RunDirectory, slurm: Slurm) -> None:

@@ -58,7 +58,7 @@ def test_nothing_of_a_hostile_value_is_left_in_a_name(value: str) -> None:
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
-        ([], "something that differs"),
+        ([], "settings that vary"),
         (["train.lr"], "KEY=VALUE,VALUE"),
         (["train.lr=1,,2"], "empty value"),
         (["train.lr=1,1"], "elements 0 and 1 are the same"),

@@ -88,7 +88,7 @@ def test_a_job_with_every_setting_is_dumped_without_a_warning(job: WriteJob) -> 
 
 
 def test_a_resolved_job_is_not_merged_with_anything(job: WriteJob) -> None:
-    with pytest.raises(JobFileError, match="extends: is not a key"):
+    with pytest.raises(JobFileError, match="extends: is not a job file key"):
         load_resolved(job("extends: multi-node\nname: x\ntask: a:B\n"))
 
 

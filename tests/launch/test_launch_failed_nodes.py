@@ -125,7 +125,7 @@ def trained(fresh: RunDirectory) -> RunDirectory:
 def test_a_node_program_that_was_killed_is_named_and_the_run_goes_on(trained: RunDirectory) -> None:
     EventWriter(trained, "rank-0").write("stopped", attempt=0, step=9, reason="agent-lost")
     ((host, error),) = recorded(trained, Ended(*KILLED_TASK))
-    assert host == "n2" and "ended from outside" in error and "srun: Killed" in error
+    assert host == "n2" and "killed from outside" in error and "srun: Killed" in error
     outcome = outcome_of(read_history(trained), 0)
     assert outcome.ending is Ending.FAILED and "node n2 failed: its node program was killed" in outcome.why
     assert suspects(read_history(trained), 0) == []

@@ -201,7 +201,7 @@ def test_status_without_slurm_tells_what_the_directory_knows(ddp: Ddp, run: RunD
     say("stopped", 0, step=5, reason="time-limit")
     done = ddp("status", run.id, "--json")
     assert json.loads(done.stdout)["state"] == "STOPPED"
-    assert "from the run directories alone" in done.stderr
+    assert "showing the run directories only" in done.stderr
 
 
 def test_list(ddp: Ddp, run: RunDirectory) -> None:

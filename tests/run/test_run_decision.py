@@ -392,4 +392,4 @@ def test_a_full_disk_does_not_change_the_decision(
     attempt.path.write_text("")
     assert conclude(attempt).action == "requeue"
     printed = capsys.readouterr()
-    assert printed.out == "" and "the end of attempt 0 cannot be noted" in printed.err
+    assert printed.out == "" and "the end of attempt 0 cannot be recorded" in printed.err

@@ -112,7 +112,7 @@ def test_a_run_is_found_by_path_id_and_unique_prefix(tmp_path: Path, monkeypatch
 def test_an_empty_name_is_no_run_though_it_is_the_beginning_of_all(tmp_path: Path, text: str) -> None:
     """`cluster-ddp cancel "$RUN"` with RUN unset must not end the only run there is."""
     fake_run(tmp_path, "digits-20260101-000000-aaaa")
-    with pytest.raises(RunNotFound, match="no run is named"):
+    with pytest.raises(RunNotFound, match="no run given"):
         find_run(text, tmp_path)
 
 

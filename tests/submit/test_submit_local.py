@@ -348,7 +348,7 @@ def test_a_run_that_ends_on_a_full_disk_is_lost_and_says_why(call: Call, tmp_pat
     words = ("local", "job.yaml", "--procs", "1", "--set", "script=fill.py", "--set", "args=[]")
     status, _, err = finish(call(*words, within=small))
     assert status == 4 and "LOST" in err and "Traceback" not in err.partition("LOST")[2]
-    assert "the end of attempt 0 cannot be noted in " in err and "No space left on device" in err
+    assert "the end of attempt 0 cannot be recorded in " in err and "No space left on device" in err
 
 
 def test_modules_in_the_current_folder_do_not_replace_pythons_own(call: Call, tmp_path: Path) -> None:

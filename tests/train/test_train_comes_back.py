@@ -157,7 +157,7 @@ def test_another_optimizer_is_refused_the_state_of_the_one_before(tmp_path: Path
     first, second = (job(train={"steps": steps, "global_batch": 24}) for steps in (3, 6))
     run = run_of(first, tmp_path)
     Trainer(first, Grouped(False, AdamW), run).run()
-    with pytest.raises(TaskError, match="holds the state of AdamW, which SGD cannot go on with"):
+    with pytest.raises(TaskError, match="contains the state of AdamW, which SGD cannot continue with"):
         Trainer(second, Grouped(False, SGD), run, 1).run()
 
 

@@ -147,7 +147,7 @@ def test_a_set_that_is_changed_after_several_passes_is_told(capfd: pytest.Captur
 
     loader = Loader(Fetcher(data, default_collate, 1, exact=True), plans(), lambda plan: plan, workers=0, device=CPU)
     assert len(list(loader)) == 30
-    assert capfd.readouterr().err.count("(Curriculum) gives other samples after a pass") == 1
+    assert capfd.readouterr().err.count("(Curriculum) gives different samples after a pass") == 1
 
 
 class Grows(Noisy):

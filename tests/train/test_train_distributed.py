@@ -69,7 +69,7 @@ def test_rank_0_says_that_it_waits_for_ranks_that_do_not_come(
         monkeypatch.setenv(name, value)
     with pytest.raises(DistributedError, match="rank 0 of 2 cannot meet the others"):
         setup_distributed("gloo", timeout=1.0)
-    assert "rank 0 has waited 0.1 s for all 2 ranks to join: each has to come to join_run()" in capfd.readouterr().err
+    assert "rank 0 has waited 0.1 s for all 2 ranks to join: each has to call join_run()" in capfd.readouterr().err
 
 
 def test_who_this_process_is() -> None:

@@ -321,7 +321,7 @@ def test_an_iterable_set_to_evaluate_on() -> None:
         def eval_data(self) -> Any:
             return iter(())
 
-    with pytest.raises(DataError, match=r"eval_data\(\) gave a set without a length; give a map-style set"):
+    with pytest.raises(DataError, match=r"eval_data\(\) returned a set without a length; give a map-style set"):
         train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
 
 

@@ -118,5 +118,5 @@ def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], nam
         assert messages == []
         return
     assert all(one == other for one, other in pairwise(messages))
-    assert messages[0].startswith(f"the loop counts its batches in {name}, and goes by that")
+    assert messages[0].startswith(f"the loop counts its batches in {name}, and uses that count")
     assert f"kept = run.keep({name}=0)" in messages[0]

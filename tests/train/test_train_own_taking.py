@@ -41,7 +41,7 @@ def told_of(wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> list[str]:
 @pytest.mark.parametrize(
     ("wrap", "words"),
     [
-        (enumerate, "enumerate() over the resumable loader begins at 0 again"),
+        (enumerate, "enumerate() over the resumable loader starts at 0 again"),
         (lambda batches: enumerate(passed_on(batches), 1), "loader.enumerate()"),
         (lambda batches: itertools.islice(batches, 3), "islice() over the resumable loader counts from the place"),
         (lambda batches: itertools.islice(itertools.cycle(batches), 9), "repeats the batches"),
