@@ -9,7 +9,7 @@ _RARELY = 100_000
 
 
 def main() -> NoReturn:
-    """Run a command. What its imports make lives to the end: looking for garbage among it would only cost time."""
+    """Run a command. Objects made by its imports live to the end, so collecting garbage among them only costs time."""
     gc.set_threshold(_RARELY, *gc.get_threshold()[1:])
     from cluster_ddp.cli import app
 

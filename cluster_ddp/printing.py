@@ -1,7 +1,7 @@
-"""The one way in which this package prints what came from outside: names, errors, hosts, values of files.
+"""Safe printing of text that came from outside: names, errors, hosts, contents of files.
 
-Whatever a terminal would obey (escape sequences that set its clipboard or its title, clear it or move about in it), and
-what makes a line read otherwise than it is written, is shown as an escape instead.
+Anything that controls a terminal (escape sequences that set its clipboard or title, clear it or move the cursor), or
+that changes how a line is displayed, is printed as a visible escape instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def one_line(text: str) -> str:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print `text` for people, on standard error unless another stream is given, if it can be printed.
 
-    A terminal that was closed, or a full disk behind the output, is no reason to end.
+    A closed terminal or a full disk is not a reason to exit.
     """
     pass_on(printable(text), stream or sys.stderr)
 

@@ -1,4 +1,4 @@
-"""How our processes start and end: imports without the garbage collector, an exit without finalization."""
+"""How our processes start and end: imports without garbage collection, exit without finalization."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def gc_paused() -> Iterator[None]:
 
 
 def limit_umask(run: Path | None = None) -> None:
-    """Let nobody but the owner write what this process makes; in a run whose folder its group may write, the group too.
+    """Make the files of this process writable only by the owner, in a run with a group-writable folder also by its group.
 
-    A umask of 000, as some containers and shells have, would let anybody change a run's logs and folders.
+    With a umask of 000, as in some containers and shells, anybody could change a run's logs and folders.
     """
     shared = False
     if run is not None:
@@ -46,7 +46,7 @@ def limit_umask(run: Path | None = None) -> None:
 
 
 def host_name() -> str:
-    """The name of this host; inside a job that which Slurm has for it, by which alone it can be asked about or left."""
+    """The name of this host; inside a Slurm job, Slurm's name for it, the only one that its commands accept."""
     import socket  # not for a dry run
 
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

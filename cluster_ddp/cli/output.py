@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def inform(*lines: str) -> None:
-    """Say something to a person, on standard error: standard output is for what programs read."""
+    """Print something for the user on standard error: standard output is for programs."""
     for line in lines:
         say(line)
 
 
 @contextlib.contextmanager
 def inform_if_slow(words: str, *, seconds: float = 10.0) -> Iterator[None]:
-    """Say something to a person if the block takes longer than this: hanging storage can block a process forever."""
+    """Print something for the user if the block takes longer than this: hanging storage can block a process forever."""
     timer = threading.Timer(seconds, inform, [words])
     timer.daemon = True
     timer.start()

@@ -46,14 +46,14 @@ def command(run: RunOrSweep) -> None:
 
 
 def stop_run(found: RunDirectory, status: RunStatus) -> None:
-    """Ask one run to save and end, as its state was a moment ago; a `RunError` where nothing of it is alive."""
+    """Ask one run to save and exit, given its latest state; `RunError` if it is not running."""
     history = read_history(found)
     last, current = history.last, history.current_attempt
     waits = current is not None and status.state in (RunState.REQUEUED, RunState.HELD)
     if not status.state.alive and not waits:
         raise RunError(f"run {found.id} is {status.state.value}: nothing is running that could stop.{_advice(status)}")
     over = last is None or attempt_is_alive(history, last) is False
-    # An attempt from before a `resume` is no more the run's, unless it is alive or its keeper may start it again.
+    # An attempt from before a `resume` no longer counts, unless it is alive or its keeper may restart it.
     begun = current is not None or not over or is_undecided(history)
     if last is None or not begun:
         raise RunError(

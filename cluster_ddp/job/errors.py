@@ -1,4 +1,4 @@
-"""The errors that a user is meant to read.
+"""The errors that users see.
 
 Every package derives its own from `ClusterDDPError`; the command line prints the message and ends with
 `exit_status`, so a message has to say by itself what happened, where, and what to do about it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class ClusterDDPError(Exception):
-    """Something the user can put right. ``str()`` of it is the whole message, perhaps of several lines."""
+    """An error that the user can fix. ``str()`` of it is the whole message, perhaps of several lines."""
 
     exit_status: int = 2
     comes_back: bool = False  # in every further attempt, however far earlier ones have come, until a person acts

@@ -1,4 +1,4 @@
-"""The types of the job file's values: what is accepted, and the error message for anything else.
+"""The types of job file values: what is accepted, and the error message for anything else.
 
 A validator here raises `refused`, whose message names what is allowed; pydantic's own errors (a wrong type, a
 number out of bounds) get theirs in `report`.

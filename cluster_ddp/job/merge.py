@@ -1,4 +1,4 @@
-"""Laying one job over another: `extends:` and ``--set``."""
+"""Merging jobs: `extends:` and ``--set``."""
 
 from __future__ import annotations
 

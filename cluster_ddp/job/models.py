@@ -283,7 +283,7 @@ class StorageSpec(Section):
 
 
 class NotifySpec(Section):
-    """A command of the user's that is told how a run has ended."""
+    """A command of the user's that runs when a run has ended."""
 
     command: fields.Text  # a line of bash, which gets the object of `status --json` on its standard input
     on: fields.Occasions = ("completed", "failed", "stalled")

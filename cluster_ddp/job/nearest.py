@@ -1,4 +1,4 @@
-"""What the user may have meant."""
+"""Suggests what the user may have meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a job file, so that it can be fixed: place, key, value, what is allowed, what was meant."""
+"""Describes errors in a job file: place, key, value, what is allowed, what was probably meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping secrets out of the job: the job file's copy in the run directory and the script are read by others."""
+"""Keeps secrets out of the job: others can read the copy of the job file in the run directory, and the script."""
 
 from __future__ import annotations
 

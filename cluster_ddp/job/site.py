@@ -1,4 +1,4 @@
-"""What all jobs of one cluster have in common: defaults in a file of the user's, laid under every job file.
+"""The defaults of a site: a file of the user's that every job file overrides.
 
 The file is `$CLUSTER_DDP_CONFIG`, else ``cluster-ddp/site.yaml`` in the XDG configuration folder. A group shares one by
 the key ``extends:`` of its members' files. It says where and how jobs run, and not what they train.

@@ -1,4 +1,4 @@
-"""Whether the task or script of a job exists: looked up without importing or running anything of the user's."""
+"""Checks whether the task or script of a job exists, without importing or running user code."""
 
 from __future__ import annotations
 

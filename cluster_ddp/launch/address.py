@@ -71,7 +71,7 @@ def wait_for_name(
     Raises
     ------
     AddressError
-        It does not within so many seconds.
+        It does not in that time.
     """
     deadline, said = clock() + seconds, False
     while True:
@@ -105,7 +105,7 @@ def interface_address(pattern: str) -> str | None:
 
 
 def interface_for_gloo(address: str) -> str | None:
-    """The interface that Gloo has to be told of: the one that has `address`; None where Gloo finds one by itself.
+    """The interface to set for Gloo: the one that has `address`; None if Gloo finds it by itself.
 
     Its ranks listen on the first address of the host's own name that they can, and on loopback where there is none.
     Debian's /etc/hosts gives that name a loopback address: no other node would reach them.

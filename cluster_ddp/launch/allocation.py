@@ -192,8 +192,8 @@ class SlurmAllocation:
     def stay_ended(self, *, unwanted: bool) -> None:
         """See `Allocation`. A site may have exit statuses that do so, and a preemption with grace leaves a mark.
 
-        Newer Slurms (24.05, 26.05) call such a job PREEMPTED in the end, not COMPLETED or FAILED: the mark is taken
-        away only by the very start that is to be prevented. Where it cannot be, that start ends at once.
+        Newer Slurms (24.05, 26.05) call such a job PREEMPTED in the end, not COMPLETED or FAILED: the mark is removed
+        only by the start that is to be prevented. If it cannot be removed, that start exits immediately.
         """
         job = self._show()
         if job is None:

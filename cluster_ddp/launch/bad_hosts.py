@@ -39,7 +39,7 @@ def suspects(history: History, upto: int) -> list[str]:
     Parameters
     ----------
     upto
-        The last attempt to look at; those before a person's last request to resume do not count.
+        The last attempt to look at; those before the last `resume` do not count.
     """
     counts = Counter(host for number in range(history.first_number, upto + 1) for host in _culprits(history, number))
     cut_off = {
@@ -69,7 +69,7 @@ def enough_others(usable: set[str], *, bad: Iterable[str], excluded: Iterable[st
 def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     """All suspects of the run, if Slurm has started its job again on one of them; none otherwise.
 
-    Call it before the attempt is begun. It names a host only once since a person's last resume, and records that, so
+    Call it before the attempt is begun. It names a host only once since the last `resume`, and records that, so
     that a job which Slurm keeps starting on a host is not requeued forever.
 
     Raises

@@ -75,7 +75,7 @@ class BatchHost:
         self._news.put(news)
 
     def next_news(self, seconds: float) -> News | None:
-        """The next news; None when there is none in so many seconds."""
+        """The next news; None if there is none within that time."""
         try:
             return self._news.get(timeout=max(0.0, seconds))
         except queue.Empty:

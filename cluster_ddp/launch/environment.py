@@ -42,7 +42,7 @@ class NodeEnvironment:
     variables: dict[str, str]  # all of it, as handed to the agent
     settings: tuple[Setting, ...]  # what the node program added, each with its reason
     kept: dict[str, str]  # what it would have set but found set already: the value that stays, by name
-    remarks: tuple[str, ...]  # what a person should know about how the network settings were read
+    remarks: tuple[str, ...]  # remarks for the user about how the network settings were read
 
 
 def node_environment(
@@ -63,7 +63,7 @@ def node_environment(
     Parameters
     ----------
     gloo_interface
-        The interface that Gloo has to be told of; None where it finds one.
+        The interface to set for Gloo; None if Gloo finds it by itself.
     """
     base = {name: value for name, value in base.items() if not _OF_ANOTHER_TORCHRUN.fullmatch(name)}
     if spec.launch.snapshot and "PYTHONPATH" in base:

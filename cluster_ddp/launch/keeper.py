@@ -67,7 +67,7 @@ class KeptStart:
     action
         What was decided about the run: done, stop, requeue, fail, stall.
     why
-        Why, in words for people.
+        Why, in plain words.
     """
 
     follows: Follows
@@ -224,7 +224,7 @@ class Keeper:
     # -- done, failed, or once more? -----------------------------------------------------------------------------------
 
     def _decide(self, attempt: AttemptDirectory) -> tuple[Decision | None, list[str]]:
-        """The decision about the run and the hosts that it had better leave; None when it cannot be made in time."""
+        """The decision about the run, and the hosts that it should avoid; None if it cannot be made in time."""
 
         def decided() -> tuple[Decision | None, list[str]]:
             try:

@@ -59,7 +59,7 @@ class NetworkPlan:
 
     settings: tuple[Setting, ...]  # the variables to export, in the order of the script
     timeout: int  # seconds that a collective may take: the process-group timeout
-    remarks: tuple[str, ...]  # what a person should know about how the settings were read
+    remarks: tuple[str, ...]  # remarks for the user about how the settings were read
 
     @property
     def variables(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ Nothing here imports torch: login nodes, the node program and the ranks all use 
 directory, runs, storage, reading, lock           the folder of a run, and how its files are read and written
 record, via, jobs, unnoted                        which run it is, how it is started, its Slurm jobs
 code, start_failed.sh                             what it was made with
-attempt, attempt_record, liveness                 its attempts, of which one at most is alive
+attempt, attempt_record, liveness                 its attempts, at most one of them alive
 events, digest, condense, node_log                what happened
 phase, node_outcome, stopfile                     the words for what ranks do, how nodes end, why training stops
 history, lineage, metrics, goodput                what follows from all of that together

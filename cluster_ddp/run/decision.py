@@ -1,4 +1,4 @@
-"""What follows the end of an attempt: done, another start, a stop, a failure or a stall. The keeper acts on it."""
+"""Decides what follows an attempt: done, another start, a stop, a failure or a stall. The keeper acts on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FINAL_ACTIONS: dict[Ending, Action] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why in words for people."""
+    """What to do, and why in plain words."""
 
     # done: training is complete. requeue: start again. stop: a person wanted it, or nobody knows who ended it. fail:
     # starting again would fail again. stall: too many starts, or too many without a new checkpoint

@@ -1,4 +1,4 @@
-"""Where everything of a run lies on shared storage: the names in its folder are defined here only."""
+"""The layout of a run on shared storage. All file names in its folder are defined here."""
 
 from __future__ import annotations
 

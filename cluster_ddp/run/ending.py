@@ -1,4 +1,4 @@
-"""How an attempt ended, from the run's events and the attempt's stop file: the one place that classifies it."""
+"""Classifies how an attempt ended, from the run's events and the attempt's stop file. Nothing else does."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended, and why in words for people."""
+    """How an attempt ended, and why in plain words."""
 
     ending: Ending
     why: str
@@ -144,7 +144,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
 
 
 def outcome_so_far(history: History) -> AttemptOutcome | None:
-    """How the run stands since a person last asked to resume it; None when it has not begun an attempt since."""
+    """How the run stands since the last `resume` it; None when it has not begun an attempt since."""
     if history.cancelled is None and history.current_attempt is None:
         return None
     return outcome_of(history, history.last.number if history.last is not None else 0)
@@ -243,7 +243,7 @@ def _is_surroundings(event: Event) -> bool:
 
 
 def _has_progressed(history: History, number: int) -> bool:
-    """Whether any attempt since a person's last request to resume, up to this one, finished a step.
+    """Whether any attempt since the last `resume`, up to this one, finished a step.
 
     Of a script that reports nothing: whether one ran for longer than a start takes.
     """

@@ -1,4 +1,4 @@
-"""Everything that happens to a run, one JSON line each, one file per writer and host, read merged.
+"""Everything that happens to a run: one JSON line per event, one file per writer and host, merged by readers.
 
 The files lie on shared storage, where appends of several hosts to one file are not atomic, and an attempt may live on
 elsewhere while the next one runs. So no two hosts write to one file; on one host appends are atomic. A reader takes
@@ -61,7 +61,7 @@ RESUME_REQUESTED = "resume-requested"
 RESUME_REFUSED = "resume-refused"
 HOST_SUSPECTED = "host-suspected"
 NOTIFIED = "notified"  # state, error: the command of notify: has run, and what went wrong with it (or null)
-WARNING = "warning"  # rank, host, message: training goes on, but a person should know
+WARNING = "warning"  # rank, host, message: training continues, but the user should know
 
 # The values that others compute with, compare or look up; a value of another kind is treated as missing.
 _WHOLE = frozenset({"step", "samples", "total_steps", "world_size", "rank", "cancels"})

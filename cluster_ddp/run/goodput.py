@@ -1,4 +1,4 @@
-"""How much of a run's time was spent on work that was kept."""
+"""How much of a run's time went into work that was kept."""
 
 from __future__ import annotations
 

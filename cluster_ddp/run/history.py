@@ -49,12 +49,12 @@ class History:
 
     @property
     def current_attempt(self) -> AttemptRecord | None:
-        """The last attempt, unless a person has asked to resume since."""
+        """The last attempt, unless it was resumed since."""
         return self.last if self.last is not None and self.last.number >= self.first_number else None
 
     @cached_property
     def stop_request(self) -> StopRequest | None:
-        """What the last attempt was asked to do, by whomever."""
+        """What the last attempt was asked to do, by anybody."""
         return read_stop(self.run.attempt(self.last.number)) if self.last is not None else None
 
     # What people asked for is ordered by what they had seen, not by time: the clocks of two hosts may differ by more
@@ -71,7 +71,7 @@ class History:
 
     @cached_property
     def first_number(self) -> int:
-        """Number of the first attempt since a person last asked to resume; those before it are forgiven.
+        """Number of the first attempt since the last `resume`; those before it are forgiven.
 
         A request counts for nothing whose start has found the attempt before it alive.
         """
@@ -83,7 +83,7 @@ class History:
 
     @cached_property
     def cancelled(self) -> Event | None:
-        """The event of the owner's cancellation, unless a person has asked to resume since."""
+        """The event of the owner's cancellation, unless it was resumed since."""
         taken_back = max(map(self._cancels_taken_back, self.resume_requests), default=0)
         return self.cancels[-1] if len(self.cancels) > taken_back else None
 
@@ -104,7 +104,7 @@ class History:
         return read_latest(self.run.metrics_file, self.lineage)
 
     def counts(self, event: Event) -> bool:
-        """Whether an event tells of a step that belongs to the run, or of none."""
+        """Whether an event is about a step that belongs to the run, or about no step."""
         attempt, step = event.get("attempt"), as_whole(event.get("step"))
         return attempt is None or step is None or self.lineage.counts(attempt, step)
 
@@ -141,7 +141,7 @@ class History:
     def ran_on(self) -> list[tuple[int, Event]]:
         """Attempts that were still alive after a newer one had begun: the number, and the last event of each such node.
 
-        Those since a person last asked to resume, and the last attempt before that.
+        Those since the last `resume`, and the last attempt before that.
         """
         numbers = (record.number for record in self.attempts if record.number >= self.first_number - 1)
         return [
@@ -152,7 +152,7 @@ class History:
         ]
 
     def current(self, name: str) -> Event | None:
-        """The last event of that name of the latest attempt, unless a person has asked to resume since.
+        """The last event of that name of the latest attempt, unless it was resumed since.
 
         What an earlier attempt says once another has begun does not count: a node that is cut from Slurm's controller
         trains on while its job has been started elsewhere.
@@ -165,7 +165,7 @@ class History:
     def attempts_without_progress(self, upto: int) -> int:
         """How many attempts, counted back from `upto`, ended without a checkpoint of a new step.
 
-        Attempts before a person's last request to resume do not count; nor does a checkpoint of step 0. A script that
+        Attempts before the last `resume` do not count; nor does a checkpoint of step 0. A script that
         reports nothing counts as having made progress in an attempt that it was asked to end.
         """
         idle = 0

@@ -78,7 +78,7 @@ class Lineage:
         )
 
     def why_abandoned(self, attempt: int | None, step: int) -> str:
-        """Why something does not count, in words for people; empty when it counts."""
+        """Why something does not count, in plain words; empty when it counts."""
         newer = self.left_by(attempt, step)
         if newer is None:
             return ""

@@ -1,4 +1,4 @@
-"""Whether a process that was written down some time ago, perhaps on another machine, is still there.
+"""Whether a process that was recorded some time ago, perhaps on another machine, still exists.
 
 A process id alone says little: ids are reused, machines restart, containers number their own processes. So the machine
 (by its boot), the id's namespace and the moment the process started are written down with it.

@@ -1,4 +1,4 @@
-"""What a person should know of a run besides its state: warnings, and what has failed in it."""
+"""What a user should know about a run besides its state: warnings, and what has failed in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_WARNINGS = 10
 
 
 def warnings_of(history: History) -> tuple[str, ...]:
-    """What training warned of since a person last asked to resume, each once, the latest last."""
+    """What training warned about since the last `resume`, each once, the latest last."""
     warned = [event for event in history.events if event["event"] == WARNING]
     current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
     messages = [str(event.get("message")) for event in current]
@@ -36,7 +36,7 @@ def _ran_on(history: History) -> list[str]:
 
 
 def last_failure(history: History) -> str | None:
-    """The attempt, rank, host and error of the last failure since a person last asked to resume, if there was one."""
+    """The attempt, rank, host and error of the last failure since the last `resume`, if there was one."""
     for record in reversed(history.attempts):
         if record.number >= history.first_number and (failures := failures_of(history, record.number)):
             return f"attempt {record.number}: {describe_failure(root_failure(failures))}"

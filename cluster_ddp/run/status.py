@@ -1,4 +1,4 @@
-"""Where a run stands, from its directory and from what Slurm says, if it answers: what `cluster-ddp status` shows."""
+"""The status of a run, from its directory and, if Slurm answers, from Slurm: what `cluster-ddp status` shows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunSummary:
     run_id: str
     name: str
     state: RunState
-    reason: str | None  # why the run is in its state, in words for people; None when there is nothing to say
+    reason: str | None  # why the run is in its state, in plain words; None when there is nothing to say
     attempts: int  # how many there were; each allocation and each local start is one
     last_checkpoint: int | None  # step of the newest checkpoint; None when there is none
     slurm_job_id: str | None
@@ -54,11 +54,11 @@ class RunStatus(RunSummary):
     step: int | None
     total_steps: int | None
     samples: int | None
-    # What a step is, in words for people: ranks, global batch, peak learning rate; None when not known
+    # What a step is, in plain words: ranks, global batch, peak learning rate; None when not known
     training: str | None
     reports_nothing: bool  # it is a script that does not report its steps; omitted in `status --json`
     metrics: dict[str, float]  # latest value of each metric
-    warnings: tuple[str, ...]  # what training warned of since a person last asked to resume, each once, the latest last
+    warnings: tuple[str, ...]  # what training warned of since the last `resume`, each once, the latest last
     goodput: Goodput
     world_size: int | None  # ranks of the last attempt that trained; None when not known yet
     samples_per_second: float | None  # of a run that trains, if it measures them
@@ -73,7 +73,7 @@ class RunStatus(RunSummary):
 
 
 def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-    """Say where a run stands.
+    """The status of a run.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> Ru
 
 
 def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-    """Say where a run stands whose jobs have been looked up already; see `describe`."""
+    """The status of a run whose jobs have been looked up already; see `describe`."""
     history = read_history(known.run, known.attempts)
     summary = _summary(known, history, slurm_jobs)
     step, samples = _position(history, history.metrics)
@@ -115,7 +115,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
 
 
 def summarize_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
-    """Say in short where a run stands; see `describe`."""
+    """The short status of a run; see `describe`."""
     return _summary(known, read_history(known.run, known.attempts), slurm_jobs)
 
 

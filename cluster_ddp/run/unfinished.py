@@ -42,7 +42,7 @@ class UnfinishedSave:
 
 
 def unfinished_saves(history: History) -> list[UnfinishedSave]:
-    """Those of the attempts since a person last asked to resume, in order, except of an attempt that may still save."""
+    """Those of the attempts since the last `resume`, in order, except of an attempt that may still save."""
     numbers = [record.number for record in history.attempts if record.number >= history.first_number]
     return [save for number in numbers if (save := _unfinished(history, number)) is not None]
 

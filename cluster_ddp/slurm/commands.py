@@ -1,4 +1,4 @@
-"""Calls of Slurm's own commands: sbatch, squeue, scontrol, scancel, sacct.
+"""Calls Slurm's commands: sbatch, squeue, scancel, sacct; scontrol and sinfo are in control.py.
 
 Only options that Slurm 22.05 knows are used, nothing depends on sacct (many clusters have no accounting), and many jobs
 are asked about with one call.
@@ -198,7 +198,7 @@ def query_own_jobs(*, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
 
 
 def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
-    """The ids, sorted, with an array instead of several of its tasks: squeue then tells of all of them."""
+    """The ids, sorted, with an array instead of several of its tasks: squeue then lists all of them."""
     tasks: dict[str, list[str]] = {}
     for job_id in job_ids:
         tasks.setdefault(job_id.partition("_")[0], []).append(job_id)

@@ -1,4 +1,4 @@
-"""What a job asks Slurm about itself and its nodes, and what it has Slurm do with it: scontrol and sinfo."""
+"""Queries Slurm about a job and its nodes, and changes the job, with scontrol and sinfo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 
 
 def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
-    """What Slurm says about a job; None without an answer in so many seconds."""
+    """What Slurm says about a job; None without an answer in that time."""
     try:
         return parse_job(call_once(["scontrol", "show", "job", "-o", job_id], seconds=seconds))
     except SlurmError:
@@ -74,7 +74,7 @@ def requeue_job(task: str) -> None:
 
 
 def forbid_requeue(task: str) -> None:
-    """Keep Slurm from queuing a job again of its own accord."""
+    """Keep Slurm from queuing a job again by itself."""
     call_once(["scontrol", "update", f"JobId={task}", "Requeue=0"], seconds=_SECONDS)
 
 

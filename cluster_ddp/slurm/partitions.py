@@ -1,4 +1,4 @@
-"""What partitions allow and their nodes have: ``scontrol show partition`` and ``sinfo``, parsed and not judged."""
+"""The limits of partitions and the resources of their nodes, parsed from ``scontrol show partition`` and ``sinfo``."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Partition:
 
 
 def ask_partitions(*, seconds: float) -> list[Partition]:
-    """All partitions, the hidden ones too; `SlurmError` without an answer in so many seconds."""
+    """All partitions, the hidden ones too; `SlurmError` without an answer in that time."""
     return parse_partitions(call_once(["scontrol", "show", "partition", "--all", "-o"], seconds=seconds))
 
 
 def ask_nodes(partition: str, *, seconds: float) -> list[NodeKind]:
-    """The nodes of a partition, in whatever state; `SlurmError` without an answer in so many seconds."""
+    """The nodes of a partition, in whatever state; `SlurmError` without an answer in that time."""
     command = ["sinfo", "--noheader", "--exact", f"--partition={partition}", f"--format={NODES_FORMAT}"]
     return parse_nodes(call_once(command, seconds=seconds))
 

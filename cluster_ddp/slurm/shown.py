@@ -24,7 +24,7 @@ class ShownJob:
 
     state: str
     reason: str
-    requeued_by_slurm: bool  # whether Slurm may queue it again of its own accord
+    requeued_by_slurm: bool  # whether Slurm may queue it again by itself
     restarts: str  # how often Slurm has queued the job again so far
     start_time: str  # of this start, in local time
     end_time: str  # when Slurm will end it, in local time; ``Unknown`` without a time limit

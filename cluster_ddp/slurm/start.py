@@ -1,4 +1,4 @@
-"""Which start of which job this process belongs to: what Slurm says in its environment."""
+"""Which start of which job this process belongs to, from Slurm's environment variables."""
 
 from __future__ import annotations
 

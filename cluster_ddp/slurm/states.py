@@ -1,4 +1,4 @@
-"""What squeue says about a job, and what Slurm's state words mean: the one place that knows them."""
+"""A job as squeue shows it, and the meaning of Slurm's job states. They are defined only here."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Submission(Protocol):
         """Whether Slurm gets it."""
 
     remarks: tuple[str, ...]
-    """What a person should know about how the job file was read."""
+    """Remarks for the user about how the job file was read."""
 
     @property
     def text(self) -> str:

@@ -138,7 +138,7 @@ class RunHandle:
         Raises
         ------
         SubmitError
-            Nothing of it is alive, or it cannot be queried.
+            It is not running, or its state cannot be queried.
         """
         self._call("stop")
 

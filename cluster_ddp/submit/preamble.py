@@ -1,6 +1,6 @@
 """What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup.
 
-Our own script and submitit's have it in common. It is bash, so that it also tells of a host on which no Python starts.
+Shared by our own script and submitit's. It is bash, so that it also works on a host where Python does not start.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ResumePlan:
     # spec, changed: the job, and whether it differs from the run's job file
     spec: JobSpec
     changed: bool
-    remarks: tuple[str, ...]  # what a person should know about the settings
+    remarks: tuple[str, ...]  # remarks for the user about the settings
     # What to start, here or by a batch system. None when the run is complete, was given nothing more to do,
     # and its last checkpoint is intact
     start: local.LocalStart | Submission | None

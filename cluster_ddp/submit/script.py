@@ -54,7 +54,7 @@ fi"""
 
 @dataclass(frozen=True)
 class BatchScript:
-    """A rendered batch script, and what a person should know about how the job file was read."""
+    """A rendered batch script, and remarks for the user about how the job file was read."""
 
     text: str
     remarks: tuple[str, ...] = ()

@@ -165,7 +165,7 @@ class _ThisMachine:
         self._requeue(int(self._warning), None)
 
     def stay_ended(self, *, unwanted: bool) -> None:
-        """See `Allocation`: submitit's controller starts nothing again of its own accord."""
+        """See `Allocation`: submitit's controller starts nothing again by itself."""
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False

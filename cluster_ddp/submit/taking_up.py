@@ -21,7 +21,7 @@ def take_up_run(run: RunDirectory, *, seconds: float) -> None:
     Raises
     ------
     SlurmError
-        squeue is missing, or the controller does not answer within so many seconds.
+        squeue is missing, or the controller does not answer in that time.
     """
     known = know(run)
     if known.unnoted is None or known.record is None:
