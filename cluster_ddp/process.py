@@ -33,7 +33,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def limit_umask(run: Path | None = None) -> None:
-    """Make the files of this process writable only by the owner, in a run with a group-writable folder also by its group.
+    """Make the files of this process writable only by the owner, or in a group-writable run by its group.
 
     With a umask of 000, as in some containers and shells, anybody could change a run's logs and folders.
     """
