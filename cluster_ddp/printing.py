@@ -27,7 +27,7 @@ def one_line(text: str) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print `text` for people, on standard error unless another stream is given, if it can be printed.
+    """Print `text` for the user, on standard error unless another stream is given, if it can be printed.
 
     A closed terminal or a full disk is not a reason to exit.
     """

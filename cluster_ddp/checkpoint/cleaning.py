@@ -32,7 +32,7 @@ def heavy_folders(run: RunDirectory, keep: Collection[int]) -> list[HeavyFolder]
     Raises
     ------
     RunError
-        A link stands instead of a folder of the run.
+        A link stands in place of a folder of the run.
     """
     run.refuse_links()
     found = []

@@ -51,7 +51,9 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
     last, current = history.last, history.current_attempt
     waits = current is not None and status.state in (RunState.REQUEUED, RunState.HELD)
     if not status.state.alive and not waits:
-        raise RunError(f"run {found.id} is {status.state.value}: nothing is running that could stop.{_advice(status)}")
+        raise RunError(
+            f"run {found.id} is {status.state.value}: it is not running, so there is nothing to stop.{_advice(status)}"
+        )
     over = last is None or attempt_is_alive(history, last) is False
     # An attempt from before a `resume` no longer counts, unless it is alive or its keeper may restart it.
     begun = current is not None or not over or is_undecided(history)

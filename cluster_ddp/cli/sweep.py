@@ -53,7 +53,7 @@ def command(
     as_json: JsonLine = False,
     no_check: NoCheck = False,
 ) -> None:
-    """Run a job once per combination of settings, as one Slurm array; run again, start what is missing or failed."""
+    """Run a job once per combination of settings, as one Slurm array. Run again to start what is missing."""
     from cluster_ddp.job.grid import elements_of, read_list
 
     elements = elements_of(grid or (), read_list(list_file) if list_file else ())

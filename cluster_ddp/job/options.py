@@ -95,12 +95,14 @@ def meant_by(name: str) -> str | None:
 
 
 def check_against_keys(extra: Mapping[str, Option], *, mem: str | None, cpus_per_task: int | None) -> None:
-    """Refuse options that Slurm takes only instead of a key that is set."""
+    """Refuse options that Slurm does not accept together with a key that is set."""
     settings = {"mem": mem, "cpus_per_task": cpus_per_task}
     for option, key in _EXCLUDES.items():
         if option in extra and settings[key] is not None:
             raise contradiction(
-                f"Slurm takes --{option} only instead of slurm.{key}", at=f"extra.{option}", instead="one of the two"
+                f"Slurm does not accept --{option} together with slurm.{key}",
+                at=f"extra.{option}",
+                instead="one of the two",
             )
 
 

@@ -72,7 +72,7 @@ def kept_path(run: RunDirectory, path: str) -> str:
     if not isinstance(root, str) or not f"{real}/".startswith(f"{root}/"):
         return path
     copy = os.path.normpath(run.code / os.path.relpath(real, root))
-    return copy if os.path.exists(copy) else path  # noqa: PTH110 - some paths of sys.path cannot be queried for
+    return copy if os.path.exists(copy) else path  # noqa: PTH110 - raises for some entries of sys.path
 
 
 def kept_task(run: RunDirectory, task: str) -> str:

@@ -122,7 +122,7 @@ class RunDirectory:
         Raises
         ------
         RunError
-            A link stands instead of one of its folders, or of an attempt's.
+            A link stands in place of one of its folders, or of an attempt's.
         """
         links = [folder for folder in (self.events, self.attempts, self.checkpoints) if folder.is_symlink()]
         if not links:

@@ -95,7 +95,7 @@ def read_record(run: RunDirectory) -> RunRecord:
     Raises
     ------
     RunError
-        It cannot be read or is not what this package wrote, or the run has a link instead of a folder.
+        It cannot be read or is not what this package wrote, or the run has a link in place of a folder.
     """
     run.refuse_links()
     try:

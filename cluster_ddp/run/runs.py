@@ -218,7 +218,7 @@ def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
     Raises
     ------
     RunError
-        As `find_run` says, or a link stands instead of one of its folders.
+        As `find_run` says, or a link stands in place of one of its folders.
     """
     run = find_run(text, runs_dir)
     run.refuse_links()

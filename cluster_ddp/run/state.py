@@ -205,7 +205,7 @@ def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
     if record.busy:
         return RunState.PENDING, "not submitted yet"
     if not answered:
-        return RunState.PENDING, "Slurm cannot be queried from here whether it was submitted"
+        return RunState.PENDING, "cannot check with Slurm from here whether it was submitted"
     return (
         RunState.LOST,
         f"it was about to be submitted and is not in the queue; cluster-ddp resume {record.id} submits it",

@@ -23,7 +23,7 @@ from typing import Any
 _FOLDER_FLUSH_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
-"""For `os.open`: a link instead of the file is an error, because it may lead anywhere."""
+"""For `os.open`: a link in place of the file is an error, because it may lead anywhere."""
 
 
 class Storage:

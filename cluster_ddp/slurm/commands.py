@@ -198,7 +198,7 @@ def query_own_jobs(*, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
 
 
 def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
-    """The ids, sorted, with an array instead of several of its tasks: squeue then lists all of them."""
+    """The ids, sorted, with an array in place of several of its tasks: squeue then lists all of them."""
     tasks: dict[str, list[str]] = {}
     for job_id in job_ids:
         tasks.setdefault(job_id.partition("_")[0], []).append(job_id)

@@ -15,7 +15,7 @@ from cluster_ddp.slurm.states import LETS_RUN
 _SECONDS = 20.0
 _REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all the same
 DEFAULT_KILL_WAIT = 30.0
-"""Slurm's own, where it cannot be queried."""
+"""Slurm's own, if it cannot be queried."""
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
 """The same."""
@@ -35,7 +35,7 @@ def kill_wait(*, seconds: float) -> float | None:
 
 
 def max_array_size() -> int:
-    """How many tasks a job array may have at most; Slurm's own default where it cannot be queried."""
+    """How many tasks a job array may have at most; Slurm's own default if it cannot be queried."""
     found = _configured("MaxArraySize", seconds=_SECONDS)
     return int(found) if found is not None else DEFAULT_MAX_ARRAY_SIZE
 

@@ -63,7 +63,7 @@ class RunHandle:
     def status(self) -> RunStatus:
         """Where the run stands: state, step, total_steps, metrics, reason, and all that `status --json` tells.
 
-        Where Slurm cannot be queried it is told from the run directory alone.
+        If Slurm cannot be queried, it comes from the run directory alone.
         """
         known = know(self._run)
         try:

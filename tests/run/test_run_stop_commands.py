@@ -145,7 +145,11 @@ def test_stop_refuses_when_nothing_is_alive(
         begin_dead(run)
         say(ending, 0, step=5, reason="time-limit")
     done = ddp("stop", run.id)
-    assert done.returncode == 2 and "nothing is running that could stop" in done.stderr and advice in done.stderr
+    assert (
+        done.returncode == 2
+        and "it is not running, so there is nothing to stop" in done.stderr
+        and advice in done.stderr
+    )
     assert read_stop(run.attempt(0)) is None
 
 

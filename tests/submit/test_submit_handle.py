@@ -52,7 +52,7 @@ def check(out: str) -> None:
     assert (state, after) == ("STOPPED", "CANCELLED")
     assert late == f"run {run_id} is RUNNING after 0.1 s"
     assert why.startswith(f"run {run_id} is STOPPED: stopped by")
-    assert again.startswith(f"run {run_id} is STOPPED: nothing is running that could stop")
+    assert again.startswith(f"run {run_id} is STOPPED: it is not running, so there is nothing to stop")
 
 
 @pytest.mark.parametrize("via", ["sbatch", "submitit"])
@@ -81,7 +81,7 @@ def test_handle_of_a_local_run_which_outlives_the_program(
         run.result(300, poll=0.5)
     assert "ValueError: no" in run.logs(errors=True) and "ValueError: no" in run.logs(attempt=0, rank=0)
     assert run.status().to_json() == describe(RunDirectory(run.directory), None).to_json()
-    with pytest.raises(SubmitError, match="nothing is running that could stop"):
+    with pytest.raises(SubmitError, match="it is not running, so there is nothing to stop"):
         run.stop()
     assert capfd.readouterr().out == ""
 
