@@ -43,7 +43,10 @@ def told_of(wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> list[str]:
     [
         (enumerate, "enumerate() over the resumable loader starts at 0 again"),
         (lambda batches: enumerate(passed_on(batches), 1), "loader.enumerate()"),
-        (lambda batches: itertools.islice(batches, 3), "islice() over the resumable loader counts from the place"),
+        (
+            lambda batches: itertools.islice(batches, 3),
+            "islice() over the resumable loader counts from where the run was resumed",
+        ),
         (lambda batches: itertools.islice(itertools.cycle(batches), 9), "repeats the batches"),
         (
             lambda batches: zip(range(3), batches, strict=False),
