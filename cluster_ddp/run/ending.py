@@ -239,7 +239,11 @@ def _is_surroundings(event: Event) -> bool:
         return False
     if event["event"] == NODE_FAILED or event.get("signal") is not None or not event.get("error"):
         return True
-    error = str(event["error"])
+    return comes_from_outside(str(event["error"]))
+
+
+def comes_from_outside(error: str) -> bool:
+    """Whether an error is one that a program gets from its surroundings, such as a peer that died."""
     return not _PROGRAM.search(error) and bool(_SURROUNDINGS.search(error))
 
 
