@@ -9,6 +9,7 @@ tries=3
 run=$1 again=$2 reason=$3
 
 trap : USR1 USR2 HUP TERM # Slurm's signals must not end it half-way
+unset SLURM_TIME_FORMAT                # moments are compared
 
 # A call of Slurm's commands; once more where a signal has ended it, since Slurm sends its SIGTERM to all of a job.
 call() {

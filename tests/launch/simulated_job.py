@@ -220,7 +220,7 @@ class SimulatedStep:
 
     lost: tuple[int, ...] = ()
     unstarted = False
-    own_error = None
+    own_error = killed_by = None
 
     def __init__(self, world: World, attempt: AttemptDirectory) -> None:
         self._world, self._attempt = world, attempt
