@@ -14,7 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.jobs import KnownRun, know, living_jobs
 from cluster_ddp.run.status import RunStatus
-from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, read_sweep
+from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, read_sweep, withdraw
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
@@ -78,10 +78,13 @@ def cancel_sweep(sweep: SweepDirectory, mark: Callable[[RunDirectory], None]) ->
 def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, Sequence[SlurmJob]]]:
     """Each element, where it stands, and those of its jobs that wait or run and are certainly its own."""
     limit_umask(sweep.path)
-    take_up_sweep(sweep, seconds=PATIENCE_SECONDS)
-    known = know_elements(sweep, read_sweep(sweep), know)
-    job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
-    jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
+    try:
+        take_up_sweep(sweep, seconds=PATIENCE_SECONDS)
+        known = know_elements(sweep, read_sweep(sweep), know)
+        job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
+        jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}
+    except SlurmError as error:
+        raise _may_go_on(sweep, error) from error
     return [(element, describe_element(element, jobs), _living(element, jobs)) for element in known]
 
 
@@ -107,17 +110,22 @@ def _cancel(sweep: SweepDirectory, job_ids: Sequence[str], *, only_waiting: bool
     try:
         cancel_job(*job_ids, only_waiting=only_waiting)
     except SlurmError as error:
-        raise SlurmError(f"jobs of sweep {sweep.id} may still run or wait: {error}") from error
+        raise _may_go_on(sweep, error) from error
+
+
+def _may_go_on(sweep: SweepDirectory, error: SlurmError) -> SlurmError:
+    return SlurmError(f"no further element of sweep {sweep.id} will start, but its jobs may still run or wait: {error}")
 
 
 def _start_no_more(sweep: SweepDirectory) -> bool:
-    """Take the claim from a process that starts elements here, to stop it from starting more; whether there was one."""
-    if not read_sweep(sweep).busy:
-        return False
+    """Let no element begin any more, and take the claim from a process that starts some; whether there was one."""
+    busy = False
 
-    def unclaimed(record: SweepRecord | None) -> SweepRecord:
+    def withdrawn(record: SweepRecord | None) -> SweepRecord:
+        nonlocal busy
         assert record is not None
-        return replace(record, submitting=None)
+        busy = record.busy
+        return withdraw(replace(record, submitting=None), (array.job_id for array in record.arrays))
 
-    change_sweep(sweep, unclaimed)
-    return True
+    change_sweep(sweep, withdrawn)
+    return busy

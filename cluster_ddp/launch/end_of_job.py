@@ -35,6 +35,7 @@ _ASK_PAUSE_SECONDS = 2.0
 _ASK_AHEAD_SECONDS = 300.0  # a time limit may be changed while the job runs
 _SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended by Slurm
 _QUICK_SECONDS = 5.0  # for an answer that can be done without
+_FIRST_SECONDS = 12.0  # for one that presses, though the call may be lost: Slurm itself gives a call up after 10 s
 _PATIENT_SECONDS = 40.0  # for one that decides whether the run goes on
 _LOOK_SECONDS = 1.0  # for a person's stop, while nothing else is to be done
 
@@ -167,9 +168,9 @@ class EndOfJob:
         """Ask until Slurm answers, and never in the way of what has to be done meanwhile."""
 
         def ask() -> None:
-            seconds = _QUICK_SECONDS  # a call may be lost, and on a busy site each takes long
+            seconds = _FIRST_SECONDS
             while (answer := self._allocation.end(signalled.since, seconds)) is None:
-                seconds = min(4 * seconds, _PATIENT_SECONDS)
+                seconds = _PATIENT_SECONDS
                 self._host.sleep(_ASK_PAUSE_SECONDS)
             self._host.post(Answer(signalled, *answer))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.ending import comes_from_outside
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
 
@@ -21,6 +23,7 @@ _SAME_CAUSE_SECONDS = 2.0
 # If a rank left no message, torchrun knows how it ended once it has ended the others, which may take a while.
 _TORCHRUN_SECONDS = 15.0
 _LONGEST_ERROR = 4000
+_TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # what torch notes and warns of has ended nobody
 
 
 @dataclass(frozen=True)
@@ -97,17 +100,17 @@ class Failures:
         """The cause first: who was killed, then who left or left no message, then the errors, the earliest first.
 
         A rank that is killed leaves no message, and torchrun may not have noticed yet; its peers complain about the
-        lost connection.
+        lost connection. So they do of one that leaves with a status of its own and says nothing.
         """
-        code = self._code(death)
+        code, error = self._code(death), read_error(death.rank)
         if self._follows(death):
-            kind = 4
+            kind = 5
         elif _is_kill(code):
             kind = 0
         elif code == 0:
             kind = 1
-        elif read_error(death.rank) is not None:
-            kind = 2
+        elif error is not None:
+            kind = 4 if comes_from_outside(error.message) else 2
         else:
             kind = 1 if code is None else 3
         return kind, self._moment(death)
@@ -152,7 +155,8 @@ def _without_message(code: int | None, rank: Rank) -> str:
     if code == 0:
         return "ended with exit status 0 before its training was over, as by os._exit(0); it left no message"
     if code:
-        said = last_lines(rank.stderr, 1) if rank.stderr is not None else []  # as argparse and sys.exit(text) do
+        lines = last_lines(rank.stderr) if rank.stderr is not None else []
+        said = [line for line in lines if not _TORCH_LOG.match(line)]  # as argparse and sys.exit(text) do
         left = f"what it wrote last to stderr: {said[-1]}" if said else "it left no message"
         return f"ended with exit status {code}; {left}"
     return "ended without a message; killed from outside, perhaps because the node ran out of memory"

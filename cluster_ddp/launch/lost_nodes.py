@@ -70,6 +70,10 @@ def record_failed_nodes(
     job_ends
         Slurm ends the job, and its node programs with it.
     """
+    if job_step.killed_by and not job_ends:  # its node programs may live on, and are ended when the job is queued again
+        error = f"srun was ended from outside, as for want of memory ({job_step.killed_by})"
+        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
+        return
     history = read_history(attempt.run)
     hosts = start.hosts
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):

@@ -73,6 +73,13 @@ class RunningJobStep:
         self._stopped: float | None = None
         self.lost: list[int] = []
         self.unstarted = False
+        self._ended_here = False
+
+    @property
+    def killed_by(self) -> str | None:
+        """The signal that has ended srun itself, such as SIGKILL; None where none has, or it was ended here."""
+        status = self._process.poll()
+        return signal.Signals(-status).name if status is not None and status < 0 and not self._ended_here else None
 
     def has_ended(self) -> bool:
         """Whether it is over. One that waits for a node that has died silently is ended here.
@@ -100,6 +107,7 @@ class RunningJobStep:
         return self.unstarted or (self._stopped is not None and now - self._stopped > SILENT_SECONDS)
 
     def _end(self) -> None:
+        self._ended_here = True
         self._process.terminate()  # srun cancels what is left of the step
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_SECONDS)

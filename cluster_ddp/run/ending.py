@@ -129,8 +129,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
         return AttemptOutcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
-    lost = "; ".join(str(event.get("reason")) for event in events if event["event"] in (NODE_LOST, NODE_TAKEN))
-    if lost and not own_fault:  # what the other nodes' ranks say follows from it
+    if (lost := _lost_nodes(history, number)) and not own_fault:  # what the other nodes' ranks say follows from it
         return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
         comes_back = any(event.get("comes_back") is True for event in failures)
@@ -183,6 +182,20 @@ def failures_of(history: History, number: int) -> list[Event]:
         failures = [failed for failed in failures if first and (as_whole(failed.get("step")) or 0) > begun]
         first = False
     return failures
+
+
+def what_failed(history: History, number: int) -> str | None:
+    """What has gone wrong in an attempt since training last (re)started in it, in one line; None where nothing has."""
+    failures = failures_of(history, number)
+    if hangs := history.of_attempt(number, HANG):
+        return str(hangs[-1].get("reason"))
+    if (lost := _lost_nodes(history, number)) and all(map(_is_surroundings, failures)):
+        return lost
+    return describe_failure(root_failure(failures)) if failures else None
+
+
+def _lost_nodes(history: History, number: int) -> str:
+    return "; ".join(str(event.get("reason")) for event in history.of_attempt(number, NODE_LOST, NODE_TAKEN))
 
 
 def _has_failed_afterwards(history: History, number: int) -> bool:
@@ -238,7 +251,11 @@ def _is_surroundings(event: Event) -> bool:
         return False
     if event["event"] == NODE_FAILED or event.get("signal") is not None or not event.get("error"):
         return True
-    error = str(event["error"])
+    return comes_from_outside(str(event["error"]))
+
+
+def comes_from_outside(error: str) -> bool:
+    """Whether an error is one that a program gets from its surroundings, such as a peer that died."""
     return not _PROGRAM.search(error) and bool(_SURROUNDINGS.search(error))
 
 

@@ -25,6 +25,12 @@ class RunGone(RunError):
     exit_status = 4
 
 
+class ElementWithdrawn(RunError):
+    """The sweep of an element was stopped or cancelled before the element had begun."""
+
+    exit_status = 76  # as of a run that only a person may start again
+
+
 class RunEnded(RunError):
     """The run is completed, cancelled, stalled or failed; only a person's `resume` starts it again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cluster_ddp.run.ending import describe_failure, failures_of, root_failure
+from cluster_ddp.run.ending import what_failed
 from cluster_ddp.run.events import WARNING
 from cluster_ddp.run.history import History
 from cluster_ddp.run.reading import as_whole
@@ -38,8 +38,8 @@ def _ran_on(history: History) -> list[str]:
 def last_failure(history: History) -> str | None:
     """The attempt, rank, host and error of the last failure since the last `resume`, if there was one."""
     for record in reversed(history.attempts):
-        if record.number >= history.first_number and (failures := failures_of(history, record.number)):
-            return f"attempt {record.number}: {describe_failure(root_failure(failures))}"
+        if record.number >= history.first_number and (failed := what_failed(history, record.number)):
+            return f"attempt {record.number}: {failed}"
     return None
 
 

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class SweepRecord:
     at_once: int | None = None  # how many may run at the same time; None for no limit
     submitting: dict[str, Any] | None = None  # the process that is submitting or running elements, and since when
     announced: int | None = None  # the element that is task 0 of an array that was given to sbatch and is not noted yet
+    withdrawn: tuple[str, ...] = ()  # the arrays by which no element is to begin any more
 
     @property
     def busy(self) -> bool:
@@ -180,6 +181,14 @@ def claimed(record: SweepRecord) -> SweepRecord:
     return replace(record, submitting=claim(), announced=None)
 
 
+def withdraw(record: SweepRecord, job_ids: Iterable[str]) -> SweepRecord:
+    """The record by which no element begins that is to be started by one of these arrays.
+
+    They may be in the queue still: Slurm's controller may be away when they are to leave it.
+    """
+    return replace(record, withdrawn=tuple(dict.fromkeys((*record.withdrawn, *job_ids))))
+
+
 def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
     """The sweep that `text` names: its folder, its id, or a unique prefix of one that no run's id begins with."""
     if not text.strip():
@@ -234,6 +243,8 @@ def _checked(value: dict[str, Any]) -> SweepRecord:
     announced = value.get("announced")
     if announced is not None and as_whole(announced) is None:
         raise ValueError("announced is not the number of an element")
+    withdrawn = tuple(filter(is_job_id, map(str, value.get("withdrawn") or ())))
     return SweepRecord(
-        value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting, announced
-    )
+        value["id"], created, elements, str(value["via"]), arrays, metric, str(mode), at_once, submitting, announced,
+        withdrawn,
+    )  # fmt: skip

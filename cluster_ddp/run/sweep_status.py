@@ -106,7 +106,13 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
             RunState.LOST,
             f"job {job.job_id} was cancelled before it started; cluster-ddp resume {record.id} starts it",
         )
-    said = f"see slurm-{job.job_id.partition('_')[0]}.out of the sweep"
+    array = job.job_id.partition("_")[0]
+    if array in record.withdrawn:
+        return (
+            RunState.LOST,
+            f"the sweep was stopped or cancelled before it started; cluster-ddp resume {record.id} starts it",
+        )
+    said = f"see slurm-{array}.out of the sweep"
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt started ({said})"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.errors import RunError
+from cluster_ddp.run.errors import ElementWithdrawn, RunError
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.run.storage import Storage
@@ -32,9 +32,19 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
         How it is started.
     job
         The task of a Slurm array that starts it; None outside of Slurm.
+
+    Raises
+    ------
+    ElementWithdrawn
+        The sweep was stopped or cancelled, and this element has no run to say so.
     """
     run = sweep.run(element)
     if not run.exists():
+        if job is not None and job.partition("_")[0] in read_sweep(sweep).withdrawn:
+            raise ElementWithdrawn(
+                f"sweep {sweep.id} was stopped or cancelled before its element {element.name} had begun.\n"
+                f"To go on with it: cluster-ddp resume {sweep.id}"
+            )
         _make(sweep, element, via)
         note_submitted(run, via, job)
     if job is not None:

@@ -45,8 +45,10 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # one element of the sweep $1; $2 is 
     cluster_ddp_run=${cluster_ddp_made[0]%/}
 fi"""
 _RUN_OF_ELEMENT = """if [[ -n $cluster_ddp_sweep ]]; then
-    run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") ||
+    run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") || {
+        (($? != 76)) || exit 76 # the sweep was stopped or cancelled before
         cluster_ddp_fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
+    }
     cluster_ddp_run=$run
     exec >>"$run/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out" 2>&1 # no longer into the file that all share
 fi"""

@@ -32,6 +32,7 @@ from cluster_ddp.run.sweep import (
     claimed,
     read_sweep,
     with_elements,
+    withdraw,
 )
 from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elements
 from cluster_ddp.run.via import SBATCH
@@ -218,6 +219,12 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
     """Take an array back out of the queue if `stop` or `cancel` has taken the claim before the array was noted."""
     if read_sweep(sweep).submitting == claim.submitting:
         return
+
+    def withdrawn(record: SweepRecord | None) -> SweepRecord:
+        assert record is not None
+        return withdraw(record, [job_id])
+
+    change_sweep(sweep, withdrawn)
     cancel_job(job_id)
     raise RunError(
         f"sweep {sweep.id} was stopped or cancelled while it was being submitted; its Slurm job {job_id} has been "

@@ -76,6 +76,8 @@ class Life:
         What becomes of each requeue: "ok", "unheard" (accepted, but nobody hears of it), "away", "refused"; then "ok".
     silent
         Seconds from and until which no question is answered; what is asked for is done all the same.
+    latency
+        Seconds after which Slurm hears of what it is asked, or told to do.
     limit
         Seconds until the end of the time limit as it was last heard; it may have been changed. None without one.
     """
@@ -87,6 +89,7 @@ class Life:
     answers: tuple[str, ...] = ()
     requeues: tuple[str, ...] = ()
     silent: tuple[float, float] = (0.0, 0.0)
+    latency: float = 0.0
     limit: float | None = None
 
 
@@ -166,6 +169,9 @@ class SimulatedAllocation:
             self._host.sleep(min(seconds, ends - self._world.now))
             if self._world.now < ends:
                 return None
+        self._host.sleep(min(seconds, late := self._world.life.latency))
+        if seconds < late:
+            return None
         fate = self._world.answers.pop(0) if self._world.answers else "ok"
         if fate in ("none", "late"):
             self._host.sleep(seconds if fate == "none" else min(seconds, 4.0))
@@ -188,6 +194,7 @@ class SimulatedAllocation:
         """It is there."""
 
     def queue_again(self) -> None:
+        self._host.sleep(self._world.life.latency)
         fate = self._world.requeues.pop(0) if self._world.requeues else "ok"
         if fate == "away":
             self._host.sleep(9.0)
@@ -213,7 +220,7 @@ class SimulatedStep:
 
     lost: tuple[int, ...] = ()
     unstarted = False
-    own_error = None
+    own_error = killed_by = None
 
     def __init__(self, world: World, attempt: AttemptDirectory) -> None:
         self._world, self._attempt = world, attempt

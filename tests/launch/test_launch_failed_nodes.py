@@ -23,10 +23,13 @@ from cluster_ddp.run.stopfile import request_stop
 class Ended:
     """A step that is over, as its keeper saw it."""
 
-    def __init__(self, *lines: str, lost: tuple[int, ...] = (), unstarted: bool = False) -> None:
+    def __init__(
+        self, *lines: str, lost: tuple[int, ...] = (), unstarted: bool = False, killed_by: str | None = None
+    ) -> None:
         self.output = JobStepOutput(labelled=True)
         self.lost = list(lost)
         self.unstarted = unstarted
+        self.killed_by = killed_by
         for line in lines:
             self.output.note(line)
 
@@ -75,6 +78,16 @@ def test_a_step_that_srun_could_not_start_is_told_in_its_words(fresh: RunDirecto
     assert recorded(fresh, Ended(*lines)) == [], "it is no fault of a node's"
     outcome = outcome_of(read_history(fresh), 0)
     assert outcome.ending is Ending.FAILED and "Unable to contact slurm controller" in outcome.why
+
+
+def test_an_srun_that_was_killed_is_told(fresh: RunDirectory) -> None:
+    """The ranks live on, and save when the job is queued again: "stopped: terminated", for no reason to be seen."""
+    attempts(fresh, 1)
+    for node in range(3):
+        happened(fresh, "node-started", 0, host=f"n{node + 1}", node=node)
+    assert recorded(fresh, Ended(killed_by="SIGKILL")) == [], "no node is suspected"
+    happened(fresh, "stopped", 0, step=5, reason="terminated")
+    assert "srun was ended from outside, as for want of memory (SIGKILL)" in outcome_of(read_history(fresh), 0).why
 
 
 def test_who_could_speak_is_not_named_again(fresh: RunDirectory) -> None:

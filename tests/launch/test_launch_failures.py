@@ -104,6 +104,16 @@ def test_who_left_with_status_0_is_named_before_who_complains(scene: Scene) -> N
     assert "ended with exit status 0 before its training was over" in event["error"]
 
 
+def test_who_left_with_a_status_and_no_word_is_named_before_who_complains(scene: Scene) -> None:
+    """What torch's own log says last, of a socket, would have made it an error of the surroundings, too."""
+    left = scene.rank(5, "[W1125 01:28:56.694728054 socket.cpp:207] [c10d] The hostname of the client socket ...\n")
+    complains = scene.rank(4, PEER_LOST)
+    scene.exit_code(left, 3)
+    scene.exit_code(complains, 1)
+    scene.failures.note([left, complains], agent_ended=True)
+    assert (scene.event()["rank"], scene.event()["error"]) == (5, "ended with exit status 3; it left no message")
+
+
 def test_a_silent_death_is_not_recorded_before_torchrun_has_told_of_it(scene: Scene) -> None:
     killed = scene.rank(5)
     scene.failures.note([killed], agent_ended=False)

@@ -43,6 +43,12 @@ def test_a_step_that_waits_before_its_first_node_ends_when_the_run_is_stopped(
     assert not ends(step)
     request_stop(attempt, reason="person", by="me")
     assert ends(step) and not step.unstarted
+    assert step.killed_by is None, "it was ended here"
+
+
+def test_an_srun_that_is_killed_is_known(attempt: AttemptDirectory) -> None:
+    step = RunningJobStep(["bash", "-c", "kill -KILL $$"], os.environ, attempt, 2, os.getpid())
+    assert ends(step, within=60) and step.killed_by == "SIGKILL"
 
 
 def test_a_step_in_which_no_node_comes_up_ends_some_time(

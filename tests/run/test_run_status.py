@@ -45,6 +45,21 @@ def test_the_contract_of_status_json(run: RunDirectory, say: Say) -> None:
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [("node-lost", "node 1 (n7) was lost: no sign of life"), ("hang", "rank 1 on n7 hangs: no sign of life for 61 s")],
+)
+def test_what_failed_before_is_the_lost_node_or_the_hang_and_not_what_followed(
+    run: RunDirectory, say: Say, event: str, reason: str
+) -> None:
+    begin_dead(run)
+    say("started", 0, at=0, step=0, world_size=2, total_steps=300)
+    say("rank-failed", 0, at=3, rank=0, host="n6", step=8, error="RuntimeError: Connection closed by peer")
+    say(event, 0, at=60, host="n7", reason=reason)
+    begin(run, slurm_job_id="12")
+    assert describe(run, {"12": slurm_job("RUNNING")}).last_failure == f"attempt 0: {reason}"
+
+
 def test_speed_and_end_are_told_while_it_trains_and_what_failed_before(run: RunDirectory, say: Say) -> None:
     begin_dead(run)
     say("started", 0, at=0, step=0, world_size=4, total_steps=300)

@@ -301,6 +301,36 @@ def test_a_setup_line_that_slurm_ends_with_the_job_is_tried_again_at_once(stage:
     assert '"queued": true' in _said_by_script(stage)
 
 
+def test_a_setup_line_that_slurm_ends_is_told_so_and_no_fault_of_its_host(stage: Stage) -> None:
+    """As when it takes longer than the time limit: each start of the job ends in it, on the same host."""
+    stage.program("sleep", "exit 0")
+    stage.program("sinfo", "printf '%s\\n' node-a node-b node-c")
+    script = stage.write(launch={"setup": ["(exit 143)"]})
+    for restart in (0, 1, 4):
+        shown = f"JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts={restart} ExcNodeList=(null) X=y"
+        stage.does(job=shown)
+        assert stage.perform(script, SLURM_RESTART_COUNT=str(restart), SLURMD_NODENAME="node-b") == 1
+    assert stage.requeues() == ["77"] * 2
+    assert not [call for call in stage.calls("scontrol") if call[0] == "update"]
+    words = (
+        "restart failed on node-b: launch.setup: status 143 from: ( exit 143 ) (Slurm ended the job at its time limit)"
+    )
+    add_slurm_job(RunDirectory(stage.run), "77")
+    found = stage.status()
+    assert found["state"] == "FAILED" and found["reason"].startswith(words)
+
+
+def test_only_restarts_that_fail_in_a_row_are_counted(stage: Stage) -> None:
+    """A run that is preempted for weeks may meet a setup line that fails, or is preempted in one, now and then."""
+    stage.program("sleep", "exit 0")
+    stage.does(**{"training.sh": CRASH})
+    script = stage.write(launch={"setup": ["((SLURM_RESTART_COUNT % 4 == 0))"]})
+    for restart in (0, 4, 5):  # in 1, 2 and 3 it has failed
+        stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts={restart} PreemptTime=None X=y")
+        stage.perform(script, SLURM_RESTART_COUNT=str(restart))
+    assert stage.requeues() == ["77"] * 3
+
+
 def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> None:
     """The SIGTERM of a cancel ends the setup line, too; Slurm would take the job back into its queue."""
     stage.program("sleep", "exit 0")
