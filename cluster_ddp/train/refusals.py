@@ -299,7 +299,7 @@ def refuse_own_state(
     tensors, scalars
         The whole state, as it is saved.
     late
-        Names of the buffers among them that DDP does not know, and does not send from rank 0 to the others.
+        Names of the buffers among them that were not there at first, and are not sent from rank 0 to the others.
 
     Raises
     ------
