@@ -232,6 +232,11 @@ class Trainer:
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
+        if self.step > (total := self.stream.total_steps):
+            self.session.saving.warn(
+                f"training ends at step {total} now, and the checkpoint is of step {self.step}: no step is left, and "
+                f"the weights are not those of a run of {total} steps"
+            )
         self.single_samples.begin(self.step)
         self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
         self.log.open(self.step, metrics)
