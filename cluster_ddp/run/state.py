@@ -235,7 +235,7 @@ def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | 
         return f"starting: no attempt yet, still in launch.setup or starting Python {see_output(record, job_id)}"
     if last.nodes is None or history.of_attempt(last.number, events.STARTED, events.RESUMED):
         return None
-    nodes = {event.get("node"): event for event in history.of_attempt(last.number, NODE_STARTED)}
+    nodes = {event.get("node"): event for event in history.of_attempt(last.number, events.NODE_STARTED)}
     if (up := len(nodes)) >= last.nodes:
         reports_nothing = any(event.get("script") for event in nodes.values())
         return None if reports_nothing else "starting: all nodes have started, but their ranks do not train yet"

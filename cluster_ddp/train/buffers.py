@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
 
+_SENT_TOGETHER = 250 * 2**20  # bytes, as DDP sends them
+
 
 class Buffers:
-    """Keeps the buffers before each step, and puts them back when its update is left out."""
+    """Gives all ranks those of rank 0 before each step, keeps them, and puts them back when its update is left out."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._sent = list(model.buffers())  # those that come later need not be the same ones on all ranks
         # Where each buffer is registered: a module may put another tensor there at any time.
         self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
         self._kept: list[Tensor | None] = []
         self._live: list[Tensor] = []
         self._copies: list[Tensor] = []
+
+    def send(self) -> None:
+        """Give all ranks those of rank 0; all ranks call it before a step, and before an evaluation.
+
+        DDP would send them in its forward pass. What a loss computes before, as by a teacher inside the model, would go
+        by what each rank has, and after a resume by what rank 0 had, which alone is saved.
+        """
+        if (group := dist.group.WORLD) is not None and self._sent:
+            with torch.no_grad():  # what is public sends one at a time
+                dist._broadcast_coalesced(group, self._sent, _SENT_TOGETHER, 0)  # type: ignore[attr-defined]
 
     def keep(self) -> None:
         """Call before the first forward pass of a step."""

@@ -95,6 +95,7 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
         gradient_as_bucket_view=train.gradient_as_bucket_view,
         bucket_cap_mb=train.bucket_mb,
     )
+    wrapped.broadcast_buffers = False  # but once, when it is made: `Buffers` sends them before each step
     if train.comm_hook == "bf16" and device.type != "cuda":
         raise TrainError("train.comm_hook: bf16 needs CUDA with NCCL; fp16 works with Gloo too")
     if train.comm_hook != "none":

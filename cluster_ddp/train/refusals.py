@@ -88,6 +88,17 @@ def refuse_without_group(error: Exception) -> None:
         ) from error
 
 
+def refuse_other_settings(optimizer: Optimizer, error: KeyError) -> None:
+    """Raise a `TaskError` where an optimizer has settings by which it keeps more than the checkpoint holds of it."""
+    missing = error.args[0]
+    if not any(missing in held for held in (*optimizer.state.values(), *optimizer.param_groups)):
+        kind = type(optimizer).__name__
+        raise TaskError(
+            f"step() of {kind} needs {missing} of each parameter, which the checkpoint does not hold: optimizer() made "
+            f"{kind} with other settings then, such as without amsgrad. Make it as it was, or start a new run"
+        ) from error
+
+
 def refuse_dtypes(model: nn.Module) -> None:
     """Raise a `TaskError` for parameters and buffers in so few bits that no checkpoint can hold them."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -302,7 +313,7 @@ def refuse_own_state(
     tensors, scalars
         The whole state, as it is saved.
     late
-        Names of the buffers among them that DDP does not know, and does not send from rank 0 to the others.
+        Names of the buffers among them that were not there at first, and are not sent from rank 0 to the others.
 
     Raises
     ------

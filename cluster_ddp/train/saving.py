@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from cluster_ddp.checkpoint.checkpointer import Checkpointer
 from cluster_ddp.checkpoint.plan import SavePlan
@@ -258,13 +257,6 @@ class Saving:
         """Give the memory back; all ranks, before the group goes."""
         if self._checkpointer is not None:
             self._checkpointer.close()
-
-
-def synchronise_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers of rank 0: BatchNorm's running statistics are each rank's own."""
-    if dist.is_initialized():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
 
 
 def _store() -> dist.distributed_c10d.Store | None:

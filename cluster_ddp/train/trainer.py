@@ -38,7 +38,6 @@ from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_other_passes
-from cluster_ddp.train.saving import synchronise_buffers
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
 from cluster_ddp.train.state.surroundings import generators_around
@@ -125,6 +124,7 @@ class Trainer:
                 self.profiler.begin(micro.step)
                 self.session.begin_step()  # the votes travel while the step is computed
                 self.log.begin(micro.step)
+                self.buffers.send()
                 self.buffers.keep()
 
             self.seeds.apply(micro.step, micro.number)  # last before the forward: whatever ran before may have drawn
@@ -232,6 +232,11 @@ class Trainer:
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
+        if self.step > (total := self.stream.total_steps):
+            self.session.saving.warn(
+                f"training ends at step {total} now, and the checkpoint is of step {self.step}: no step is left, and "
+                f"the weights are not those of a run of {total} steps"
+            )
         self.single_samples.begin(self.step)
         self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
         self.log.open(self.step, metrics)
@@ -277,7 +282,7 @@ class Trainer:
         assert self.evaluation is not None
         self.log.flush()
         self.session.beat.enter(Phase.EVALUATING)
-        synchronise_buffers(self.model)
+        self.buffers.send()  # BatchNorm's statistics are each rank's own
         evaluated = self.model if self.ema is None else self.ema.model()
         before = BeforeEvaluation(self.model, evaluated, self.buffers, self.task)
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():

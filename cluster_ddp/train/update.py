@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
-from cluster_ddp.train.refusals import refuse_without_group
+from cluster_ddp.train.refusals import refuse_other_settings, refuse_without_group
 from cluster_ddp.train.step import gradients_of
 
 
@@ -57,6 +57,7 @@ class Update:
                 "in fp32, or set train.precision: fp32"
             )
         self._left_out: bool | Tensor = False
+        self._goes_on = False  # with a state that a checkpoint held
         if scaler is not None:
             optimizer.register_step_pre_hook(self._note_call)
         # On the CPU without a scaler the optimizer is not called for an update that is left out.
@@ -73,7 +74,9 @@ class Update:
         return self._tally.skipped, self._tally.in_a_row
 
     def restore(self, skipped: int, in_a_row: int) -> None:
+        """Take back what `left_out` gave, once the optimizer has its state back."""
         self._tally.skipped, self._tally.in_a_row = skipped, in_a_row
+        self._goes_on = bool(self.optimizer.state)
 
     def clip(self) -> None:
         """Give the gradients their true size, then limit their norm, as far as the settings ask for either."""
@@ -95,6 +98,10 @@ class Update:
             left_out = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
         except (RuntimeError, ValueError) as error:
             refuse_without_group(error)
+            raise
+        except KeyError as error:
+            if self._goes_on:
+                refuse_other_settings(self.optimizer, error)
             raise
         # As optimizer.zero_grad() does in three to six times the time; here of all parameters, the optimizer's or not.
         for parameter in self._parameters:

@@ -41,7 +41,7 @@ def test_they_do_not_begin_though_slurm_could_not_be_reached(
     cluster.program("squeue", "echo 'slurm_load_jobs error: Invalid user' >&2; exit 1")
     said = call(command, sweep.id)
     assert said.status == 3
-    assert f"no further element of sweep {sweep.id} will begin, but jobs of it may go on or wait" in said.err
+    assert f"no further element of sweep {sweep.id} will start, but its jobs may still run or wait" in said.err
     assert start(sweep, "101", monkeypatch) == 76
     assert not list(sweep.path.glob("0001-*"))
     (cluster.folder / "squeue").write_text(queue)

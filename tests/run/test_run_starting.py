@@ -50,7 +50,7 @@ def test_nodes_that_have_not_come_up_are_counted_until_all_train(run: RunDirecto
     say("node-started", 0, node=1, host="n1")
     assert told(run, "RUNNING")[1] == "starting: 1 of 2 nodes have started so far (see slurm-7.out)"
     say("node-started", 0, node=0, host="n0")
-    assert told(run, "RUNNING")[1] == "starting: all nodes have started, and their ranks do not train yet"
+    assert told(run, "RUNNING")[1] == "starting: all nodes have started, but their ranks do not train yet"
     say("started", 0, step=0, world_size=2)
     assert told(run, "RUNNING")[1] is None
 

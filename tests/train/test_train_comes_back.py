@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from train_ranks import run_ranks
 from train_tasks import Plain, job
 
@@ -159,6 +160,20 @@ def test_another_optimizer_is_refused_the_state_of_the_one_before(tmp_path: Path
     Trainer(first, Grouped(False, AdamW), run).run()
     with pytest.raises(TaskError, match="contains the state of AdamW, which SGD cannot continue with"):
         Trainer(second, Grouped(False, SGD), run, 1).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [(partial(AdamW, amsgrad=True), "max_exp_avg_sq"), (partial(RMSprop, momentum=0.9), "momentum_buffer")],
+)
+def test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_refused(
+    kind: partial[Optimizer], missing: str, tmp_path: Path
+) -> None:
+    first, second = (job(train={"steps": steps, "global_batch": 24}) for steps in (3, 6))
+    run = run_of(first, tmp_path)
+    Trainer(first, Grouped(False, kind.func), run).run()
+    with pytest.raises(TaskError, match=f"needs {missing} of each parameter, which the checkpoint does not hold"):
+        Trainer(second, Grouped(False, kind), run, 1).run()
 
 
 class Also:

@@ -49,3 +49,12 @@ def test_without_a_gpu_no_memory_of_one_is_logged(tmp_path: Path) -> None:
     run = new_run(tmp_path, **sections)
     train(Plain(), job(**sections), run)
     assert "gpu_memory_peak_gib" not in describe(run, {}).metrics
+
+
+def test_an_end_that_was_passed_before_the_resume_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    longer, shorter = ({"train": {"steps": steps, "global_batch": 24}} for steps in (3, 2))
+    run = new_run(tmp_path, **longer)
+    train(Plain(), job(**longer), run)
+    assert "no step is left" not in capfd.readouterr().err
+    train(Plain(), job(**shorter), run, 1)
+    assert "training ends at step 2 now, and the checkpoint is of step 3: no step is left" in capfd.readouterr().err

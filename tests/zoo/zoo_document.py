@@ -103,6 +103,10 @@ ELSEWHERE = [
      "zoo/test_zoo_data.py::test_a_length_of_each_rank_is_refused"),
     ("another optimizer than at the save", "contains the state of",
      "train/test_train_comes_back.py::test_another_optimizer_is_refused_the_state_of_the_one_before"),
+    ("an optimizer with other settings than at the save, by which it keeps more, such as `amsgrad`",
+     "of each parameter, which the checkpoint does not hold",
+     "train/test_train_comes_back.py::"
+     "test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_refused"),
     ("a set whose length changed between attempts", "when the checkpoint was saved, and",
      "zoo/test_zoo_data.py::test_a_data_set_that_changed_between_attempts_is_seen"),
     ("reported before the first step: samples that are not what they were at the save, judged by the last of the set",

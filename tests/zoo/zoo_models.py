@@ -123,6 +123,33 @@ class _Teacher(nn.Module):
         return self.student(inputs) + 0.1 * self.teacher(inputs)
 
 
+class _TeacherAskedFirst(nn.Module):
+    """A teacher in evaluation mode, whose statistics follow the student's, and which a loss asks before the student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> _TeacherAskedFirst:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    @torch.no_grad()
+    def targets(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.teacher(inputs)
+        return scores
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.student(inputs)
+        if self.training:
+            with torch.no_grad():
+                for mine, theirs in zip(self.teacher.buffers(), self.student.buffers(), strict=True):
+                    mine.copy_(0.5 * mine + 0.5 * theirs)
+        return scores
+
+
 _BUFFERS = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
@@ -323,6 +350,7 @@ MODELS: dict[str, MakeModel] = {
     "recurrent": _Recurrent,
     "frozen backbone": _Frozen,
     "frozen teacher": _Teacher,
+    "teacher asked first": _TeacherAskedFirst,
     "buffers of every dtype": Buffered,
     "odd parameters": _Odd,
     "complex parameters": _Complex,

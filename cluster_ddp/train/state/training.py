@@ -103,7 +103,7 @@ class State:
         self._seeded = seeded
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
-        self._first_buffers = list(model.buffers())  # those that DDP sends from rank 0 to the others
+        self._first_buffers = list(model.buffers())  # those that ranks get from rank 0 in each step
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._besides = {
             f"{name}.{path}".rstrip("."): part
@@ -188,7 +188,7 @@ class State:
         return self._model_state()[0]
 
     def late_buffers(self) -> list[str]:
-        """Names of the buffers that were not there at first, which DDP does not send from rank 0 to the others."""
+        """Names of the buffers that were not there at first, which are not sent from rank 0 to the others."""
         first = set(map(id, self._first_buffers))
         late = [name for name, buffer in self._model.named_buffers() if id(buffer) not in first]
         return [prefix + name for name in late for prefix in ("model.", _BUFFER)]
