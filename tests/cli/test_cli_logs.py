@@ -43,7 +43,7 @@ def test_lines_of_all_ranks_or_of_one(call: Call, run: RunDirectory) -> None:
     assert call("logs", "digits", "--rank", "1").out == "step 1\ncareful\n"
     assert call("logs", "digits", "--node", "1").out.startswith("[rank 2] step 1\n[rank 3] ")
     assert call("logs", "digits", "--attempt", "0").out == "[rank 0] of the first attempt\n"
-    assert "rank 9 has printed nothing in attempt 1" in call("logs", "digits", "--rank", "9").err
+    assert "rank 9 printed nothing in attempt 1" in call("logs", "digits", "--rank", "9").err
 
 
 def test_what_is_not_there_is_said(call: Call, run: RunDirectory) -> None:

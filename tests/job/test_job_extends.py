@@ -73,7 +73,10 @@ def test_the_other_choice_takes_the_place_of_the_inherited_one(job: WriteJob, tm
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("name: x\nextends: multinode\n", [":2: extends: no template", "did you mean: multi-node", "quickstart"]),
+        (
+            "name: x\nextends: multinode\n",
+            [":2: extends: there is no template", "did you mean: multi-node", "quickstart"],
+        ),
         ("name: x\nextends: missing.yaml\n", [":2: extends: ", "missing.yaml: no such file"]),
         ("extends: [a]\n", [":1: extends: is not a string"]),
         ("extends: 3\n", [":1: extends: is not a string"]),

@@ -164,7 +164,7 @@ def test_what_names_no_run_or_several_is_answered_with_what_is_there(tmp_path: P
         find_run("x", tmp_path / "missing")
     fake_run(tmp_path, "digits-20260101-000000-aaaa")
     fake_run(tmp_path, "digits-20260102-000000-bbbb")
-    with pytest.raises(RunNotFound, match=r"(?s)any of 2 runs.*aaaa.*bbbb") as caught:
+    with pytest.raises(RunNotFound, match=r"(?s)matches 2 runs.*aaaa.*bbbb") as caught:
         find_run("digits", tmp_path)
     assert caught.value.exit_status == 2
     with pytest.raises(RunNotFound, match=r"(?s)no run 'other'.*bbbb.*aaaa"):
