@@ -74,3 +74,17 @@ def test_a_time_limit_that_is_changed_while_the_job_runs_is_followed(
         ends.append(allocation.ends_at)
     six = datetime(2026, 11, 20, 18).timestamp()
     assert ends == [six, *[six + 3600] * 3]
+
+
+def test_a_job_that_was_given_no_grace_is_not_asked_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that a busy site answers late takes from the 30 s in which the job has to be queued again."""
+    start = this_start({"SLURM_JOB_ID": "77", "SLURM_JOB_PARTITION": "p"})
+    assert start is not None
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    shown = "JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-20T11:08:11 EndTime=2026-11-20T11:08:11"
+    scontrol = f"#!/bin/bash\necho \"$@\" >>{tmp_path}/calls\n[[ $2 != job ]] || echo 'JobId=77 {shown}'\n"
+    (tmp_path / "scontrol").write_text(scontrol)
+    (tmp_path / "scontrol").chmod(0o755)
+    answer = SlurmAllocation(start).end(time.monotonic(), 10)
+    assert answer is not None and answer[0] == "preemption"
+    assert "partition" not in (tmp_path / "calls").read_text()

@@ -97,8 +97,8 @@ def test_the_grace_of_a_job_without_a_time_limit_has_no_end_to_see() -> None:
 def test_a_cancel_within_a_grace_that_nobody_has_seen(state: str, end: str, reason: str) -> None:
     """Slurm signals only the steps when a grace begins: the batch host may ask for the first time at the end."""
     job = shown(f"JobId=7 JobState={state} Restarts=0 EndTime=2026-11-20T{end} PreemptTime=2026-11-20T12:00:00 S=1")
-    assert why_it_ends(job, 0, unseen_grace_end(job, 30)) == reason
-    assert why_it_ends(job, 0, unseen_grace_end(job, 0)) == "preemption", "the partition gives no grace"
+    assert why_it_ends(job, 0, unseen_grace_end(job, lambda: 30)) == reason
+    assert why_it_ends(job, 0, unseen_grace_end(job, lambda: 0)) == "preemption", "the partition gives no grace"
 
 
 def shown(line: str) -> ShownJob:
