@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import Dataset, random_split
 from zoo_models import FEATURES
 from zoo_training import Case, ZooTask, judge
 
@@ -308,3 +309,20 @@ class RaggedAtRandom(Ragged):
 def test_nested_and_sparse_batches_that_nobody_seeds_are_refused(layout: torch.layout, tmp_path: Path) -> None:
     verdict = judge(Case(), tmp_path, lambda *given: RaggedAtRandom(layout, *given))
     assert "differs when it is fetched again" in (verdict.refused or ""), verdict
+
+
+class DrawsMoreAtFirst(ZooTask):
+    """Its model draws other numbers in each attempt, as before its weights lie in a cache; then a set is divided."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        torch.rand(1 + (self.crash or 0))
+        return model
+
+    def train_data(self) -> Dataset[Any]:
+        part, _ = random_split(super().train_data(), [30, 14])
+        return part
+
+
+def test_what_a_model_draws_does_not_change_how_a_set_is_divided(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, DrawsMoreAtFirst)) == "exact"
