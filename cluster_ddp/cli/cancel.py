@@ -89,7 +89,6 @@ def _cancel_jobs(run: RunDirectory) -> list[str]:
         whose = f"names run {named}" if named else "names no run"
         inform(
             f"cluster-ddp: Slurm job {job.job_id} ({job.state}) is recorded in this run, but its comment {whose}; it "
-            "is "
-            f"left alone. To end it: scancel {job.job_id}"
+            f"is left alone. To end it: scancel {job.job_id}"
         )
     return [job.job_id for job in own]

@@ -316,8 +316,7 @@ def _check_target(spec: JobSpec, root: Node) -> tuple[str, ...]:
         return (
             f"{find(root, (key,)).place}: script: {spec.script}:{line} starts ranks itself, but torchrun does that "
             "here, and the ranks would wait for each other forever: call the function once instead of mp.spawn(), "
-            "with the "
-            "rank of os.environ['RANK'], and init_process_group() without rank, world_size and MASTER_PORT",
+            "with the rank of os.environ['RANK'], and init_process_group() without rank, world_size and MASTER_PORT",
         )
     return ()
 

@@ -46,8 +46,7 @@ def check_script(script: str) -> None:
             module = ".".join(file.relative_to(top.parent).with_suffix("").parts)
             raise TargetProblem(
                 f"{file}:{part.lineno}: {ast.unparse(part)}: a script does not belong to a package, unlike a module "
-                "run "
-                f"with python -m {module}. As script:, use a file next to the folder {top.name}/ that runs it: "
+                f"run with python -m {module}. As script:, use a file next to the folder {top.name}/ that runs it: "
                 f'import runpy; runpy.run_module("{module}", run_name="__main__")',
                 in_file=True,
             )

@@ -219,8 +219,7 @@ def _refuse_alive(
         )
     raise RunAlive(
         f"run {run.id} may be alive: attempt {last.number} on {where}{job} left no record of its end and cannot be "
-        "checked "
-        f"from this machine. Make sure that it is gone, then: cluster-ddp resume {run.id}"
+        f"checked from this machine. Make sure that it is gone, then: cluster-ddp resume {run.id}"
     )
 
 

@@ -245,8 +245,7 @@ def _refuse_not_begun(folder: Path) -> None:
         raise RunNotFound(
             f"{folder.name} of sweep {sweep.name} has not started, so it has no run yet.\n"
             f"To see which Slurm job will start it: cluster-ddp status {sweep.name}; to remove it from the queue: "
-            "scancel "
-            "JOB"
+            "scancel JOB"
         )
 
 

@@ -171,8 +171,7 @@ class Meeting:
                 f"Missing: {missing}.\n"
                 "Start the same command there, each with its own --node-rank (--print shows them all). If it is "
                 f"running there already, check that that machine sees the same\n{self.run.path}: it has to be on "
-                "storage that all "
-                "nodes share."
+                "storage that all nodes share."
             )
         if missing != self._said:
             self._said = missing

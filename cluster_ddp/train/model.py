@@ -56,9 +56,8 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise TaskError(
-            f"model() returned parameters without a shape, of lazy modules: {', '.join(lazy[:5])}; run a batch "
-            "through the "
-            "model in model(), or use modules that are not lazy"
+            f"model() returned parameters without a shape, of lazy modules: {', '.join(lazy[:5])}; run a batch through "
+            "the model in model(), or use modules that are not lazy"
         )
     refuse_dtypes(model)
     refuse_trained_in_8_bits(model)

@@ -70,9 +70,8 @@ def refuse_broken(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         if group["fused"] and group["momentum"] and any(map(_is_half_on_cpu, group["params"])):
             raise TaskError(
-                "optimizer(): torch's SGD with fused=True and momentum gives different weights each time for bf16 "
-                "and fp16 "
-                "parameters on the CPU; use fused=False"
+                "optimizer(): torch's SGD with fused=True and momentum gives different weights each time for bf16 and "
+                "fp16 parameters on the CPU; use fused=False"
             )
 
 

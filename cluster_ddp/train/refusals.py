@@ -54,9 +54,8 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise TaskError(
             f"optimizer() returned {kind.__name__} with differentiable=True, whose step() is to be differentiated "
-            "itself "
-            "and cannot change parameters in place, as the trainer has it do: leave differentiable out, or train in a "
-            "loop of your own by join_run()"
+            "itself and cannot change parameters in place, as the trainer has it do: leave differentiable out, or "
+            "train in a loop of your own by join_run()"
         )
     if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
         raise TaskError(
@@ -72,9 +71,9 @@ def refuse_unfinished(optimizer: Optimizer) -> None:
         _ = optimizer.param_groups, optimizer.state_dict()
     except AttributeError as error:
         raise TaskError(
-            f"optimizer() returned {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not "
-            "to call "
-            "Optimizer.__init__, as some that go around another; give the one inside it, or one made for this torch"
+            f"optimizer() returned {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not to "
+            "call Optimizer.__init__, as some that go around another; give the one inside it, or one made for this "
+            "torch"
         ) from error
 
 
@@ -106,8 +105,7 @@ def refuse_dtypes(model: nn.Module) -> None:
             if tensor.dtype in _UNSTORED:
                 raise TaskError(
                     f"the {kind} {name} has dtype {tensor.dtype}, which a checkpoint cannot contain: keep it in "
-                    "another "
-                    "dtype, or its bits in torch.uint8, to be seen as the other by view() where they are used"
+                    "another dtype, or its bits in torch.uint8, to be seen as the other by view() where they are used"
                 )
 
 

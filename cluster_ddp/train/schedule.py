@@ -45,8 +45,7 @@ class Schedule:
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise TaskError(
                 f"optimizer() returned {type(optimizer).__name__} without a learning rate, one that chooses it by "
-                "itself: "
-                "the trainer sets the rate of each step; give it lr, and turn its own schedule off"
+                "itself: the trainer sets the rate of each step; give it lr, and turn its own schedule off"
             )
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # which is changed in place; the task and `defaults` may hold it too

@@ -280,8 +280,7 @@ ROWS: dict[str, Row] = {
     ),
     "node cut from Slurm's controller, but not from the storage": Row(
         "the job is started elsewhere while the old attempt keeps training; the old one ends within seconds of the "
-        "newer "
-        "one's start and saves nothing more (below); the node is named in `status` and excluded",
+        "newer one's start and saves nothing more (below); the node is named in `status` and excluded",
         cut_from_controller,
         lost=30,  # what the old attempt trains beyond the newer one's beginning does not count
         words=("cut from the controller",),

@@ -275,10 +275,9 @@ class Fetcher:
             there = fingerprint(self._read(epoch, indices))
         if there != here:
             raise DataError(
-                f"the training set ({type(self._data).__name__}) gives different samples in a different worker, so "
-                "no resume "
-                "could be exact: they depend on the id or the seed that get_worker_info() gives. Use the global "
-                "generators of torch, random or NumPy, which are seeded for each sample in every worker"
+                f"the training set ({type(self._data).__name__}) gives different samples in a different worker, so no "
+                "resume could be exact: they depend on the id or the seed that get_worker_info() gives. Use the "
+                "global generators of torch, random or NumPy, which are seeded for each sample in every worker"
             )
 
     def _try_after_a_pass(self) -> None:
@@ -300,9 +299,8 @@ class Fetcher:
             self._at_first = None
             say(
                 f"cluster_ddp: the training set ({type(self._data).__name__}) gives different samples after a pass "
-                "than "
-                "before it, with the same seed: a resume is exact only if what has changed in it is put back. A cache "
-                "has to hold samples before augmentation"
+                "than before it, with the same seed: a resume is exact only if what has changed in it is put back. A "
+                "cache has to hold samples before augmentation"
             )
 
     def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:

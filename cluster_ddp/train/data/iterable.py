@@ -142,9 +142,8 @@ class IterableStream:
         if len(set(seen)) > 1:
             raise DataError(
                 "the ranks read different items from train_data(): each rank would train on a part of its own part. "
-                "Give "
-                "every rank the whole stream in the same order, or set sharded = True in the task if each reads its "
-                "own part"
+                "Give every rank the whole stream in the same order, or set sharded = True in the task if each reads "
+                "its own part"
             )
         if counts.data_fingerprint not in (None, first):
             self._warn(
@@ -195,16 +194,15 @@ class _Reader:
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
                 f"the training set ({type(self._data).__name__}) reads in its own threads, and draws random numbers "
-                "there, "
-                "which cannot be seeded: no resume could be exact. Move what is random into collate() of the "
+                "there, which cannot be seeded: no resume could be exact. Move what is random into collate() of the "
                 "task, which is seeded, or into its loss()"
             )
         if first is None:
             raise DataError(
                 f"the training set ({type(self._data).__name__}) gives different items when the same epoch is read "
-                "again, "
-                "so no resume could be exact: let its order and its random numbers depend only on set_epoch(epoch), "
-                "or from the global generators, which are seeded before each item, not from a count of its passes"
+                "again, so no resume could be exact: let its order and its random numbers depend only on "
+                "set_epoch(epoch), or from the global generators, which are seeded before each item, not from a count "
+                "of its passes"
             )
         if draws[0] != draws[-1]:
             raise DataError(
@@ -330,8 +328,7 @@ def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:
     if len(set(lengths)) > 1:
         raise DataError(
             f"train_data() has a different length on each rank ({', '.join(map(str, lengths))}, by rank): give every "
-            "rank "
-            "the whole stream, or set sharded = True in the task if each reads its own part"
+            "rank the whole stream, or set sharded = True in the task if each reads its own part"
         )
     return length
 

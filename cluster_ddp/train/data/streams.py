@@ -198,8 +198,7 @@ def _expect_one_length(length: int) -> None:
         raise DataError(
             f"train_data() has a different length on each rank ({', '.join(map(str, lengths))}, by rank): every rank "
             "must see the whole data set; the trainer divides it. Do not split it by rank; download in prepare(), "
-            "which "
-            "runs before the sets are made"
+            "which runs before the sets are made"
         )
 
 

@@ -57,8 +57,7 @@ class Leaving:
         message = (
             f"rank {self._world.rank} has left {self.early}, and for {_PATIENCE:g} s not all of the other ranks have "
             "done so. If they continue there, they wait for this rank forever: let all ranks leave after the same "
-            "batch, "
-            "by what is the same on all, such as a loss that dist.all_reduce() has summed"
+            "batch, by what is the same on all, such as a loss that dist.all_reduce() has summed"
         )
         if self._world.is_main:
             self._warn(message)

@@ -45,9 +45,8 @@ class FirstGroups:
         for name, first in self._defaults.items():
             if not is_same(now.get(name, first), first):
                 raise TaskError(
-                    f"training has changed {name} in the optimizer's defaults, which no checkpoint contains: change "
-                    "it in "
-                    "optimizer.param_groups, whose settings are saved"
+                    f"training has changed {name} in the optimizer's defaults, which no checkpoint contains: change it "
+                    "in optimizer.param_groups, whose settings are saved"
                 )
 
 

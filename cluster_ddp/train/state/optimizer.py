@@ -167,8 +167,7 @@ class OptimizerState:
         if (was := scalars.get("optimizer_class", now)) != now:  # older versions did not write it
             raise TaskError(
                 f"the checkpoint contains the state of {was}, which {now} cannot continue with: let optimizer() make "
-                f"{was} "
-                "as before, or start a new run"
+                f"{was} as before, or start a new run"
             )
         self._refuse_others(scalars.get("optimizer_without"))
         left = dict(tensors)

@@ -62,8 +62,7 @@ class PlainAttributes:
                 if not is_plain(there.get(name, getattr(self._optimizer, name, None))):
                     raise TaskError(
                         f"the checkpoint contains a number or a string as {name} of the optimizer, which now is "
-                        "something "
-                        "else: restore the code of the optimizer, or start a new run"
+                        "something else: restore the code of the optimizer, or start a new run"
                     )
                 there[name] = refilled(there.get(name), unpacked(packed))
 

@@ -261,8 +261,7 @@ class State:
             lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
             raise TaskError(
                 "load_state_dict() of the task (in a script, of what is given to also=) does not restore what its "
-                "state_dict() "
-                f"returned before the first step: {', '.join(lost)}"
+                f"state_dict() returned before the first step: {', '.join(lost)}"
             )
 
     def _model_state(self) -> tuple[Tensors, dict[str, Any]]:

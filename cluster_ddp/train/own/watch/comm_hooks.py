@@ -34,8 +34,7 @@ class CommHooks:
             self._warn(
                 f"DDP sums the gradients by a communication hook that keeps a state ({', '.join(names)}), which no "
                 "checkpoint contains: it starts over after a resume, which is not exact. Exact are hooks without, "
-                "such as "
-                "bf16_compress_hook, and no hook at all"
+                "such as bf16_compress_hook, and no hook at all"
             )
 
     def _counts(self) -> Iterator[tuple[str, dict[str, int]]]:

@@ -52,9 +52,8 @@ class Copies:
         changed = [name for name, key, state in now if key in before and before[key][1] != state]
         if changed:
             self._warn(
-                f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint "
-                "contains: a "
-                "resume is exact only if no step, and nothing after the loop, depends on them. Pass in an object "
+                f"steps change tensors like the weights in {', '.join(sorted(changed))}, which no checkpoint contains: "
+                "a resume is exact only if no step, and nothing after the loop, depends on them. Pass in an object "
                 "with state_dict() and load_state_dict() that holds them, such as torch's AveragedModel (ema=ema)"
             )
 

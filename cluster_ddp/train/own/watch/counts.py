@@ -46,10 +46,8 @@ class Counts:
             first = min(names)
             self._warn(
                 f"the loop counts its batches in {', '.join(sorted(names))}, and uses that count: after a resume it "
-                "starts "
-                "counting again, so no limit or learning rate based on it is exact. Use run.step, the number of "
-                "finished "
-                f"steps, or keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop"
+                "starts counting again, so no limit or learning rate based on it is exact. Use run.step, the number "
+                f"of finished steps, or keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop"
             )
 
 
