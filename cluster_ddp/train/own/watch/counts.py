@@ -82,8 +82,8 @@ class Counts:
         for kind, name in sorted({(type(found).__name__, _last(name)) for name, found in _early_stoppers()}):
             self._warn(
                 f"{name} is an {kind} without state_dict(), so that no checkpoint holds what it counts: after a resume "
-                "it counts anew, and the training ends in another epoch. Give it state_dict(), which returns its numbers "
-                f"in a dict, and load_state_dict(), which takes them back, and hand it over ({name}={name})"
+                "it counts anew, and the training ends in another epoch. Give it state_dict(), which returns its "
+                f"numbers in a dict, and load_state_dict(), which takes them back, and hand it over ({name}={name})"
             )
 
     def _is_unkept(self, name: str, frame: FrameType) -> bool:
