@@ -176,7 +176,7 @@ class SlurmAllocation:
                 self._ends_at = unix_time(job.end_time) or self._ends_at  # an answer may leave it out
             self._grace_end = grace_end(job) or self._grace_end
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
-                self._grace_end = unseen_grace_end(job, grace_time(self._start.partition, job.qos))
+                self._grace_end = unseen_grace_end(job, lambda: grace_time(self._start.partition, job.qos))
         return job
 
     def missing_command(self) -> str | None:

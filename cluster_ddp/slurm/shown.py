@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -110,15 +111,16 @@ def grace_end(job: ShownJob) -> str:
     return job.end_time if in_grace and job.end_time[:1].isdigit() else ""
 
 
-def unseen_grace_end(job: ShownJob, grace: float) -> str:
+def unseen_grace_end(job: ShownJob, grace: Callable[[], float]) -> str:
     """When the grace of a preemption would have ended, in Slurm's form, of a job that is first asked about at its end.
 
-    Empty where nothing speaks for a cancel: newer Slurms call the end of the grace the time of the preemption.
+    Empty where nothing speaks for a cancel: newer Slurms call the end of the grace the time of the preemption. Then it
+    is not asked how many seconds of grace there are, as of a job that was given none: SIGKILL is near.
     """
     preempted, ended = unix_time(job.preempt_time), unix_time(job.end_time)
     if job.state in LETS_RUN or preempted is None or ended is None or ended - preempted < 2:
         return ""
-    return datetime.fromtimestamp(preempted + grace - 1).isoformat()
+    return datetime.fromtimestamp(preempted + grace() - 1).isoformat()
 
 
 def seconds_until_kill(job: ShownJob, kill_wait: float) -> float:
