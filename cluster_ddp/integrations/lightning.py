@@ -31,6 +31,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.batches import MapBatches
+from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun
@@ -205,7 +206,7 @@ class _Fit:
         }
         loop = self._run.take_over(things, geometry)
         loop.before_save = self._note
-        batches.arrange(loop.seed)
+        loop.expect_data(batches.arrange(loop.seed), held_rows(batches.data))
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         _warn_of_hooks(trainer, loop.warn)
         if self._run.step:

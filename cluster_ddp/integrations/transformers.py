@@ -29,6 +29,7 @@ from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.data.batches import MapBatches
+from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun
@@ -195,7 +196,7 @@ class _Training:
                 f"the newest checkpoint, of step {self._resumes_at}, is damaged and has been set aside: resume the run "
                 "once more, and it continues from the one before"
             )
-        batches.arrange(loop.seed)
+        loop.expect_data(batches.arrange(loop.seed), held_rows(batches.data))
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         loop.before_save = self._note
         self._epoch = self._run.step // steps.steps

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from cluster_ddp.launch.exits import record_exits
-from cluster_ddp.launch.torchrun import option, trains_a_task
+from cluster_ddp.launch.torchrun import option, script_set_apart, trains_a_task
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE, SAFE_PATH_VARIABLE
 from cluster_ddp.process import gc_paused
 from cluster_ddp.run.directory import RunDirectory
@@ -27,6 +27,7 @@ def main() -> None:
     sign_rendezvous(sys.argv, attempt.rendezvous_key)
     if not trains_a_task(sys.argv):  # a script can import the modules beside it, as when it is run by itself
         os.environ.pop(SAFE_PATH_VARIABLE, None)
+        sys.argv = script_set_apart(sys.argv)
     record_exits(Path(option(sys.argv, "--log-dir")))
     run.main()
 

@@ -92,6 +92,15 @@ def trains_a_task(command: Sequence[str]) -> bool:
     return list(command[end : end + 2]) == ["-m", TRAIN_MODULE]
 
 
+def script_set_apart(command: Sequence[str]) -> list[str]:
+    """The command with ``--`` before the user's script.
+
+    Else torchrun refuses an argument of the script that may stand for several options of its own, such as ``--log``.
+    """
+    end = _options_end(command)
+    return [*command[:end], "--", *command[end:]]
+
+
 def _options_end(command: Sequence[str]) -> int:
     """Index of the first argument that is not one of torchrun's own ``--name=value`` options."""
     index = 1

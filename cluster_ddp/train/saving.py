@@ -209,8 +209,8 @@ class Saving:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.warn(
                 f"training changes {', '.join(names[:_SHOWN])}{more}, which no checkpoint contains: a resume "
-                "is exact only if no step depends on it. Else make it a buffer of the model, or keep it by "
-                "state_dict() and load_state_dict() of the task (an optimizer: of its own)"
+                "is exact only if no step depends on it. Otherwise make it a buffer of the model, or include it in the "
+                "state_dict() of the task, of the optimizer, or of something else that is passed in"
             )
 
     def warn(self, message: str) -> None:

@@ -206,7 +206,9 @@ class Session:
         if step == self._compared_after:
             refuse_differences(f"after step {step} weights or optimizer", self._state.alike())
         self.decision = self._consensus.end(step - 1)
-        if self.decision.synced:  # about once a second
+        if step == self._total_steps:  # before the end, when programs take down hooks and the like
+            self.saving.warn_unsaved(self._state)
+        elif self.decision.synced:  # about once a second
             self.saving.look(self._state)
         return self.decision
 
@@ -269,7 +271,8 @@ class Session:
         if self.decision.level:
             self.record(events.STOP_REQUESTED, reason=self.decision.reason)
         durable = self._save_for_good(save)
-        self.saving.warn_unsaved(self._state)
+        if self.step < self._total_steps:
+            self.saving.warn_unsaved(self._state)
         if completed and not durable:
             why = f" ({self.saving.why_failed})" if self.saving.why_failed else ""
             raise TrainError(

@@ -29,7 +29,14 @@ def _preloaded() -> None:
 
 
 def fit(
-    place: Path, attempt: int, stop_at: int | None, kind: str, ends: dict[str, Any] | None = None, **settings: Any
+    place: Path,
+    attempt: int,
+    stop_at: int | None,
+    kind: str,
+    ends: dict[str, Any] | None = None,
+    *,
+    seed: int = 1,
+    **settings: Any,
 ) -> tuple[str | None, int]:
     """The weights that an attempt ends with, None when it was stopped or refused, and the batches that it validates.
 
@@ -84,7 +91,7 @@ def fit(
 
     validated: list[int] = []
     begin_attempt(place, attempt)
-    L.seed_everything(1, verbose=False)
+    L.seed_everything(seed, verbose=False)
     model = Classifier()
     data = TensorDataset(torch.rand(16, 4), torch.arange(16) % 3)
     train = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
@@ -136,6 +143,16 @@ def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
     assert "on_save_checkpoint() of Average is for Lightning's own" in of_hook
     assert "(Linear)" in of_module
     assert "Make it a part of the LightningModule" in of_module
+
+
+def with_other_data(place: Path) -> list[str | None]:
+    return [fit(place, 0, 5, "Timer")[0], fit(place, 1, None, "Timer", seed=2)[0]]
+
+
+def test_other_data_at_a_resume_are_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(with_other_data, 1, run.path) == [[None, None]]
+    assert "or are split in another way" in failure(run)
 
 
 def refused(folder: Path) -> list[str]:

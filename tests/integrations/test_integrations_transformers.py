@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import begin_attempt, digest, new_run, states, told
+from own_loops import begin_attempt, digest, failure, new_run, states, told
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from train_ranks import preload, run_ranks
@@ -25,6 +25,9 @@ def _preloaded() -> None:
 
 
 class Rows(Dataset[Any]):
+    def __init__(self, first: int = 0) -> None:
+        self.labels = [first, *range(1, 24)]
+
     def __len__(self) -> int:
         return 24
 
@@ -42,7 +45,9 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
 
 
-def train(place: Path, attempt: int, stop_at: int = 0, patience: int = 99, **more: Any) -> tuple[Any, ...] | None:
+def train(
+    place: Path, attempt: int, stop_at: int = 0, patience: int = 99, first: int = 0, **more: Any
+) -> tuple[Any, ...] | None:
     """What one attempt ends with; None when it was stopped, which it asks for in this step."""
     import transformers
 
@@ -62,7 +67,7 @@ def train(place: Path, attempt: int, stop_at: int = 0, patience: int = 99, **mor
         use_cpu=True, report_to="none", disable_tqdm=True, **more,
     )  # fmt: skip
     callbacks = [transformers.EarlyStoppingCallback(patience), Stop(), ResumeExactly()]
-    trainer = transformers.Trainer(model, args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
+    trainer = transformers.Trainer(model, args, train_dataset=Rows(first), eval_dataset=Rows(), callbacks=callbacks)
     try:
         result = trainer.train()
     except SystemExit:
@@ -130,6 +135,16 @@ def test_what_a_derived_trainer_counts_is_kept_or_told(tmp_path: Path) -> None:
     assert told(calm) == told(broken) == []
     (message,) = told(strange)
     assert "steps change strange of the Counting, which no checkpoint contains" in message
+
+
+def with_other_data(place: Path) -> list[tuple[Any, ...] | None]:
+    return [train(place, 0, 3), train(place, 1, first=7)]
+
+
+def test_other_data_at_a_resume_are_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(with_other_data, 1, run.path) == [[None, None]]
+    assert "or are split in another way" in failure(run)
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:

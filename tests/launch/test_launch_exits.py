@@ -62,7 +62,7 @@ def test_exit_codes_are_recorded_each_time_the_ranks_are_started(tmp_path: Path)
         f"--log-dir={tmp_path}",
         "--redirects=3",
     ]
-    command = [sys.executable, "-m", "cluster_ddp.launch.start_torchrun", *options, "ranks.py"]
+    command = [sys.executable, "-m", "cluster_ddp.launch.start_torchrun", *options, "ranks.py", "--log", "--local"]
     known = {"CLUSTER_DDP_RUN": str(tmp_path), "CLUSTER_DDP_ATTEMPT": "0"}
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | known, capture_output=True, text=True, timeout=120, check=False

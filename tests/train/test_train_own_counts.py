@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
+from cluster_ddp.train.own import kept
 from cluster_ddp.train.own.watch.counts import Counts
 
 
-class Kept:
+class Kept(kept.Kept):
     """What run.keep gives."""
 
     step = 0
@@ -25,9 +28,9 @@ def adjust_learning_rate(_: Any, step: int) -> None:
     """As the ImageNet example has it."""
 
 
-def batches(messages: list[str]) -> Any:
+def batches(messages: list[str], *handed: Any) -> Any:
     """Two epochs of three batches, which look at the loop after the second step of each."""
-    counts = Counts(messages.append)
+    counts = Counts(messages.append, handed)
 
     def once() -> Any:
         for number in range(3):
@@ -57,7 +60,7 @@ def leaves_each_epoch_early(once: Any) -> None:
 
 
 def sets_the_rate(once: Any) -> None:
-    step = rate = 0
+    step, rate = 0, 0.0
     for _ in range(2):
         for _ in once():
             rate = rate_of(step)
@@ -100,6 +103,65 @@ def begins_at_the_place(once: Any, run: Any = Kept) -> None:
                 break
 
 
+class Trainer:
+    """As minGPT has one, with a best loss and early stopping."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.iter_num, self.best, self.state = 0, float("inf"), state
+
+    def ends_by_a_limit(self, once: Any) -> None:
+        self.iter_num = 0
+        for _ in range(2):
+            for _ in once():
+                self.iter_num += 1
+                if self.iter_num >= 5:
+                    break
+
+    def sets_the_rate(self, once: Any) -> None:
+        rate = 0.0
+        for _ in once():
+            rate = rate_of(self.iter_num)
+            self.iter_num += 1
+        assert rate
+
+    def stops_early(self, once: Any) -> None:
+        patience, seen, last = 0, 0.0, 0.0
+        for epoch in range(2):
+            total = 0.0
+            for size in once():
+                total += size
+            seen += total
+            if last == 0.0 or time.time() - last > 60:
+                last = time.time()
+            if total < self.best:
+                self.best, patience = total, 0
+            else:
+                patience += 1
+                if patience > 3:
+                    break
+            print(epoch, seen)
+
+    def of_what_is_handed_over(self, once: Any) -> None:
+        for _ in once():
+            self.state.iter_num += 1
+            if self.state.iter_num > 5:
+                break
+
+
+def keeps_the_best_at_the_top(once: Any) -> None:
+    global best
+    if not once:
+        best = torch.load("checkpoint.pt")["best"]
+    for _ in range(2):
+        for accuracy in once():
+            is_best = accuracy > best
+            best = max(best, accuracy)
+            print(is_best)
+
+
+best = 0.0
+
+
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
@@ -107,6 +169,8 @@ def begins_at_the_place(once: Any, run: Any = Kept) -> None:
         (leaves_each_epoch_early, "taken"),
         (sets_the_rate, "step"),
         (sets_the_rate_by_a_call, "step"),
+        (lambda once: Trainer().ends_by_a_limit(once), "self.iter_num"),
+        (lambda once: Trainer().sets_the_rate(once), "self.iter_num"),
         (only_prints, None),
         (begins_at_the_place, None),
     ],
@@ -119,4 +183,53 @@ def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], nam
         return
     assert all(one == other for one, other in pairwise(messages))
     assert messages[0].startswith(f"the loop counts its batches in {name}, and uses that count")
-    assert f"kept = run.keep({name}=0)" in messages[0]
+    assert f"kept = run.keep({name.removeprefix('self.')}=0)" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("loop", "names", "remedy"),
+    [
+        (
+            lambda once: Trainer().stops_early(once),
+            "patience, self.best, total",
+            "run.keep(best=..., patience=..., total=...)",
+        ),
+        (keeps_the_best_at_the_top, "best", "run.keep(best=...)"),
+    ],
+)
+def test_a_best_and_a_patience_by_which_epochs_go_are_told(loop: Any, names: str, remedy: str) -> None:
+    messages: list[str] = []
+    loop(batches(messages))
+    assert messages[0].startswith(f"the loop depends on {names}, which no checkpoint contains")
+    assert remedy in messages[0]
+
+
+def test_a_count_in_what_is_handed_over_is_that_one_s_own() -> None:
+    state, messages = Trainer(), list[str]()
+    Trainer(state).of_what_is_handed_over(batches(messages, state))
+    assert messages == []
+    Trainer(state).of_what_is_handed_over(batches(messages))
+    assert "counts its batches in self.state.iter_num" in messages[0]
+
+
+class EarlyStopping:
+    """As programs have it."""
+
+    def __init__(self) -> None:
+        self.counter, self.trace_func = 0, print
+
+
+class KeptEarlyStopping(EarlyStopping):
+    def state_dict(self) -> dict[str, Any]:
+        return {"counter": self.counter}
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, KeptEarlyStopping])
+def test_an_object_for_early_stopping_that_nothing_keeps_is_told(kind: type[EarlyStopping]) -> None:
+    messages: list[str] = []
+    holder = Trainer(kind())
+    for _ in batches(messages)():
+        assert holder.state.counter == 0
+    assert [message.split(", so no ")[0] for message in messages] == (
+        ["state is an EarlyStopping without state_dict()"] if kind is EarlyStopping else []
+    )

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import SAMPLES, Images, failure, loop, new_run, tensors
+from own_loops import SAMPLES, Images, failure, loop, new_run, tensors, told
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from train_ranks import run_ranks
 
-from cluster_ddp.train.own.data.held_data import held_data
+from cluster_ddp.train.own.data.held_data import held_data, held_rows
 
 
 class Arrays(Dataset[Any]):
@@ -52,8 +52,51 @@ def test_what_may_change_between_jobs_is_left_out(tmp_path: Path) -> None:
     assert held_data([(0, "a")] * 500) is None
 
 
-def with_split(place: Path, attempt: int, seed: int, at: tuple[int, int] | None) -> dict[str, Any]:
-    return loop(place, attempt, at=at, how="stop", make=lambda: DataLoader(Subset(Images(), split(seed)), 6))
+class Table(Dataset[Any]):
+    """The rows of a split, as people hold them."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.files, self.cache = rows, ["/scratch/1"] * SAMPLES, {}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Frame:
+    """As pandas has it."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = self.iloc = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda rows: rows,
+        torch.from_numpy,
+        Frame,
+        lambda rows: [(f"/scratch/{number}", torch.from_numpy(row)) for number, row in enumerate(rows)],
+        lambda rows: [{"text": "a", "label": float(row[0])} for row in rows],
+    ],
+)
+def test_rows_that_a_set_holds_tell_it_from_another(hold: Any) -> None:
+    one, same, other = (np.random.default_rng(seed).random((SAMPLES, 2)) for seed in (1, 1, 2))
+    assert held_rows(Table(hold(one))) == held_rows(Table(hold(same))) != held_rows(Table(hold(other)))
+    assert held_rows(Table(hold(one))) is not None
+    assert held_rows(ConcatDataset([Table(hold(one))])) != held_rows(Table([]))
+
+
+class Noisy(Images):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.noise = np.random.default_rng(seed).random(SAMPLES)
+
+
+def with_split(place: Path, attempt: int, seed: int, at: tuple[int, int] | None, noise: int = 1) -> dict[str, Any]:
+    return loop(place, attempt, at=at, how="stop", make=lambda: DataLoader(Subset(Noisy(noise), split(seed)), 6))
 
 
 def test_another_split_at_the_resume_is_refused(tmp_path: Path) -> None:
@@ -62,5 +105,8 @@ def test_another_split_at_the_resume_is_refused(tmp_path: Path) -> None:
     (ended,) = run_ranks(with_split, 1, run.path, 1, 2, None)
     assert ended["status"] == 1
     assert "or are split in another way" in failure(run)
-    (ended,) = run_ranks(with_split, 1, run.path, 2, 1, None)
+    assert told(run) == []
+    (ended,) = run_ranks(with_split, 1, run.path, 2, 1, None, 2)
     assert ended["status"] is None
+    (message,) = told(run)
+    assert "lists in the data set are not what they were when the checkpoint was saved" in message

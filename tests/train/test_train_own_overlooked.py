@@ -136,16 +136,23 @@ def train_with_a_ring(place: Path) -> None:
     with join_run() as run:
         model, ring = model_of(), Ring()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in run.steps(4, model=model, optimizer=optimizer, ring=ring):
+        hook = model.register_forward_hook(lambda module, inputs, output: output)
+        for step in run.steps(4, model=model, optimizer=optimizer, ring=ring):
             optimizer.zero_grad()
             rows = torch.rand(4, 6)
             (model(rows).square().mean() + ring.memory.sum()).backward()
             optimizer.step()
             ring.put(rows[0])
+            model.is_late = step == 3  # type: ignore[assignment]
+        hook.remove()
+        ring.history = [1.0]
 
 
 def test_a_count_in_another_module_that_is_handed_over_is_told(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run_ranks(train_with_a_ring, 1, run.path)
-    (message,) = warnings_of(run)
-    assert message.startswith("training changes ring.place, which no checkpoint contains")
+    first, last = warnings_of(run)
+    assert first.startswith("training changes ring.place, which no checkpoint contains")
+    assert last.startswith(
+        "training changes model.is_late, which no checkpoint contains"
+    )  # nothing of behind the steps

@@ -75,6 +75,8 @@ class Loop:
         Whether the checkpoint that was restored is of the end of the block, and there is no more to do.
     data
         A fingerprint of what is read first or held; None: its length says whether it has changed.
+    rows
+        A fingerprint of what the set holds for each of its samples, which may be a cache.
     numbers
         Those of the data set and its sampler when the batches of this epoch began: see `ChangedData`.
     generators
@@ -115,6 +117,7 @@ class Loop:
         self._stop = StopDecision()
         self.batches = 0
         self.data: int | None = None
+        self.rows: int | None = None
         self.numbers: dict[str, Any] | None = None
         self.is_closed = self.is_over = self.has_stopped = False
         self._is_finished = False  # the block has come to its end
@@ -151,6 +154,7 @@ class Loop:
             "geometry": asdict(self._geometry),
             "total": self._geometry.total,
             "data": self.data,
+            "rows": self.rows,
             "deal": None if self._deal is None else asdict(self._deal),
             "numbers": self.numbers,
             "closed": self.is_closed,
@@ -178,7 +182,7 @@ class Loop:
         self._geometry.expect_same_batches(state["geometry"])
         self._expect_same_deal(state)
         self.seed, self.is_closed, self._is_finished = state["seed"], state["closed"], state["finished"]
-        self.data, self.numbers = state.get("data"), state.get("numbers")
+        self.data, self.rows, self.numbers = state.get("data"), state.get("rows"), state.get("numbers")
         total = self._geometry.total
         if total < state["total"]:
             self.warn(
@@ -195,8 +199,8 @@ class Loop:
         if message := self._deal.changed(was, ranks):
             self.warn(message)
 
-    def expect_data(self, first: int | None) -> None:
-        """See that what is read first or held is what it was when the checkpoint was saved.
+    def expect_data(self, first: int | None, rows: int | None) -> None:
+        """See that what is read first or held is what it was when the checkpoint was saved; all ranks call it.
 
         Raises
         ------
@@ -210,7 +214,15 @@ class Loop:
                 "augmentation and the seeds of shuffle and split (datasets: shuffle(seed=...); scikit-learn: "
                 "train_test_split(random_state=...)), or begin a new run"
             )
-        self.data = first
+        rows = broadcast_object(rows)
+        if self.rows not in (None, rows):
+            self.warn(
+                "the arrays, tables or lists in the data set are not what they were when the checkpoint was saved. "
+                "Where they are its samples, and no cache, this resume is not exact, and may train on what was held "
+                "out: bring back the files and their order, and give a seed to what splits, shuffles or makes them "
+                "(train_test_split(random_state=...), torch.manual_seed() before it)"
+            )
+        self.data, self.rows = first, rows
 
     def note_update(self, *_: Any) -> None:
         """Call after each step of an optimizer.

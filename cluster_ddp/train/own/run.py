@@ -26,6 +26,7 @@ from cluster_ddp.train.model import settle_layout
 from cluster_ddp.train.nonfinite import FiniteWeights
 from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.data.batches import Batches, batches_of
+from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import Kept, KeptNumbers
@@ -127,7 +128,7 @@ class ScriptRun:
             batch, samples, deal = _same_on_all_ranks(found)
             geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
             loop = self._take_over(things, geometry, deal)
-            loop.expect_data(found.arrange(loop.seed))
+            loop.expect_data(found.arrange(loop.seed), held_rows(found.data))
             if found.remark is not None:
                 loop.warn(found.remark)
             self.watch(loop, loader, found)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,45 @@ def held_data(data: Any) -> int | None:
     """
     found = list(_numbers(data, _DEPTH))
     return fingerprint(found) if found else None
+
+
+def held_rows(data: Any) -> int | None:
+    """Look at the arrays, tensors, tables and lists of a set that are as long as it is; None where there are none.
+
+    They are its samples mostly, and may be a cache: who finds others does not know that the samples are others.
+    """
+    found = list(_rows(data, _DEPTH))
+    return fingerprint(found) if found else None
+
+
+def _rows(data: Any, depth: int) -> Iterator[Any]:
+    if isinstance(data, (list, tuple)) and len(data) <= _SAMPLE and depth:
+        for part in data:
+            yield from _rows(part, depth - 1)
+    if not (isinstance(data, torch_data.Dataset) and isinstance(data, Sized) and depth):
+        return
+    length = len(data)
+    for part in list(vars(data).values()):
+        yield from _rows(part, depth - 1)
+        is_held = isinstance(part, (list, tuple, np.ndarray, Tensor)) and not isinstance(part, np.memmap)
+        if (is_held or hasattr(part, "iloc")) and len(part) == length:  # the latter is a table of pandas
+            with contextlib.suppress(Exception):  # of what has no values to read
+                held: Any = getattr(part, "iloc", part)
+                some = held[:: -(-length // _SAMPLE)]
+                yield list(_seen(some.to_numpy() if hasattr(some, "to_numpy") else some, 3))
+
+
+def _seen(value: Any, depth: int) -> Iterator[Any]:
+    """The numbers in it: no names of files, which may lie in another folder at a resume."""
+    if isinstance(value, Tensor) and value.dim():
+        yield sampled([value])
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield value.reshape(-1)[:: -(-value.size // _SAMPLE)]
+    elif isinstance(value, (int, float, np.number, Tensor)):
+        yield str(value)
+    elif isinstance(value, (list, tuple, dict, np.ndarray)) and depth:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _seen(part, depth - 1)
 
 
 def _numbers(value: Any, depth: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Sees a count of the batches in a variable of a custom loop by which the loop goes: it starts over."""
+"""Sees numbers that control a custom loop and are in no checkpoint: counts of batches, best values, patience."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import ast
 import contextlib
 import linecache
 import re
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from types import FrameType
+from typing import Any, NamedTuple
 
-from cluster_ddp.train.own.program import running_frames
+import torch
+from torch import nn
+
+from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.program import (
+    found_or_nothing,
+    reachable,
+    running_frames,
+    running_variables,
+    variables_of,
+)
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
+_TIMES = re.compile("time|now|perf_counter", re.IGNORECASE)
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
@@ -22,36 +37,85 @@ class Counts:
 
     Such as ``if step >= max_steps: break``. It is seen in the text of the functions that run: what is compared, or goes
     into what is assigned. What is only printed, logged, or comes every so many steps (``step % 100``) is not reported.
+    So are other numbers that a batch or an epoch takes over from the one before and compares, such as the best accuracy
+    so far and the epochs without a better one, and an object of the program's own for early stopping.
 
     Parameters
     ----------
     warn
         Takes the message.
+    handed
+        What is handed over, whose attributes are its own affair.
     """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+    def __init__(self, warn: Callable[[str], None], handed: Iterable[Any] = ()) -> None:
+        self._warn, self._handed = warn, list(handed)
 
     def first(self) -> None:
         """Nothing is to be noted."""
 
     def second(self) -> None:
         """Call after the second step."""
-        names: set[str] = set()
+        counts: set[str] = set()
+        carried: set[str] = set()
         for frame in running_frames():
             if not frame.f_code.co_filename.startswith(_LIBRARIES):
                 with contextlib.suppress(Exception):  # where there is no text, or one in which lines have moved
-                    names |= set(_counts_of(frame))
-        if names:
-            first = min(names)
+                    if (text := _text_of(frame)) is not None:
+                        counts |= {name for name in _counts_in(text) if self._is_unkept(name, frame)}
+                        carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
+        if counts:
+            first = _last(min(counts))
             self._warn(
-                f"the loop counts its batches in {', '.join(sorted(names))}, and uses that count: after a resume it "
+                f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
                 "starts counting again, so no limit or learning rate based on it is exact. Use run.step, the number "
                 f"of finished steps, or keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop"
             )
+        if carried := carried - counts:
+            first = min(map(_last, carried))
+            begun = ", ".join(f"{name}=..." for name in sorted(map(_last, carried)))
+            self._warn(
+                f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume starts again "
+                "from the initial value, and stops or saves a best model at a different step. Keep it: kept = "
+                f"run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
+            )
+        for kind, name in sorted({(type(found).__name__, _last(name)) for name, found in _early_stoppers()}):
+            self._warn(
+                f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume it "
+                "starts counting again, and training ends in a different epoch. Give it state_dict(), which returns its "
+                f"numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})"
+            )
+
+    def _is_unkept(self, name: str, frame: FrameType) -> bool:
+        """Whether it is a number now, in a variable or in an attribute of what is not kept in another way."""
+        owner, _, attribute = name.rpartition(".")
+        first, *inner = (owner or attribute).split(".")
+        found = reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+        if owner:
+            if isinstance(found, (Kept, nn.Module)) or any(found is thing for thing in self._handed):
+                return False
+            found = getattr(found, attribute)
+        return found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
 
 
-def _counts_of(frame: FrameType) -> Iterator[str]:
+def _early_stoppers() -> Iterator[tuple[str, Any]]:
+    """Objects for early stopping that a program has written itself, as most do."""
+    for name, found in found_or_nothing(reachable(running_variables(), 2)):
+        kind = type(found)
+        if "earlystop" not in kind.__name__.lower().replace("_", "") or callable(getattr(found, "state_dict", None)):
+            continue
+        if not (getattr(sys.modules.get(kind.__module__), "__file__", None) or "").startswith(_LIBRARIES):
+            yield name, found
+
+
+class _Text(NamedTuple):
+    """The text of a function that runs, without that of others in it."""
+
+    parents: dict[ast.AST, ast.AST]
+    loops: list[ast.For]  # those that run, from the outside
+
+
+def _text_of(frame: FrameType) -> _Text | None:
     tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
     scope: ast.AST = tree
     for node in ast.walk(tree):
@@ -59,12 +123,14 @@ def _counts_of(frame: FrameType) -> Iterator[str]:
             scope = node  # the innermost comes last
     parents = dict(_parents(scope))
     loops = [node for node in parents if isinstance(node, ast.For) and _is_in(node, frame)]
-    if not loops:
-        return
-    inner, outer = loops[-1], loops[0]
+    return _Text(parents, loops) if loops else None
+
+
+def _counts_in(text: _Text) -> Iterator[str]:
+    parents, inner, outer = text.parents, text.loops[-1], text.loops[0]
     for name in {target for node in _below(inner, parents) if (target := _counted(node)) is not None}:
         others = [node for node in parents if name in _assigned(node) and _counted(node) is None]
-        if not others or not all(_is_number(node) for node in others):
+        if not (others or "." in name) or not all(map(_begins_with_number, others)):
             continue  # it is no local variable, or begins at what may be the place
         if any(inner in _around(node, parents) for node in others):
             continue  # it counts within a batch
@@ -72,6 +138,64 @@ def _counts_of(frame: FrameType) -> Iterator[str]:
         uses = (node for node in _below(outer, parents) if _is_read(node, name))
         if any(_is_decisive(node, name, parents, is_of_epoch=is_of_epoch) for node in uses):
             yield name
+
+
+def _carried_in(text: _Text) -> Iterator[str]:
+    """What one pass through a loop takes over from the one before, begins with a number, and is compared."""
+    parents, outer = text.parents, text.loops[0]
+    shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
+    assigning = {node: names for node in parents if (names := _assigned(node))}
+    for loop in text.loops:
+        inside = {node: names for node, names in assigning.items() if loop in _around(node, parents)}
+        for name in sorted({name for names in inside.values() for name in names}):
+            before = [node for node, names in assigning.items() if name in names and node not in inside]
+            if not ("." in name or name in shared or any(map(_begins_with_number, before))):
+                continue  # it is no number that begins anew: a parameter, or what run.keep has given
+            if any(_is_of_clock(node) for node, names in inside.items() if name in names):
+                continue
+            if _is_read_first(loop.body, name):
+                uses = (node for node in _below(outer, parents) if _is_read(node, name))
+                if any(_is_decisive(node, name, parents, is_of_epoch=True) for node in uses):
+                    yield name
+
+
+def _is_of_clock(node: ast.AST) -> bool:
+    """Whether this assigns a time, by which something is logged once a minute."""
+    value = getattr(node, "value", None)
+    return value is not None and _TIMES.search(ast.unparse(value)) is not None
+
+
+def _is_read_first(body: Sequence[ast.stmt], name: str) -> bool | None:
+    """Whether there is a way through these statements that reads it before it has set it; None: each way sets it."""
+    for statement in body:
+        if isinstance(statement, _SCOPES):
+            continue
+        parts = list(ast.iter_child_nodes(statement))
+        inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
+        own = [part for part in parts if part not in inner] if inner else [statement]
+        if any(_reads(part, name) for part in own):
+            return True
+        if any(name in _stored(part) for part in own):
+            return None
+        blocks = [getattr(statement, block, []) for block in ("body", "orelse", "finalbody")]
+        blocks += [part.body for part in inner if isinstance(part, ast.ExceptHandler)]
+        ways = [_is_read_first(block, name) for block in blocks if block]
+        if True in ways:
+            return True
+        is_run = isinstance(statement, ast.With) or (isinstance(statement, ast.If) and statement.orelse)
+        if is_run and all(way is None for way in ways):
+            return None
+    return False
+
+
+def _reads(part: ast.AST, name: str) -> bool:
+    return any(
+        _is_read(node, name) or (isinstance(node, ast.AugAssign) and name in _assigned(node)) for node in ast.walk(part)
+    )
+
+
+def _stored(part: ast.AST) -> set[str]:
+    return {found for node in ast.walk(part) if (found := _name(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
 
 
 def _is_in(node: ast.For | ast.FunctionDef | ast.AsyncFunctionDef, frame: FrameType) -> bool:
@@ -102,7 +226,7 @@ def _below(loop: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
 def _counted(node: ast.AST) -> str | None:
     """The variable to which this adds one."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_number(node):
-        return node.target.id if isinstance(node.target, ast.Name) else None
+        return _name(node.target)
     return None
 
 
@@ -116,11 +240,30 @@ def _assigned(node: ast.AST) -> set[str]:
     """The variables that this sets."""
     targets = getattr(node, "targets", [getattr(node, "target", None)])
     parts = (part for target in targets if target is not None for part in ast.walk(target))
-    return {part.id for part in parts if isinstance(part, ast.Name)}
+    return {name for part in parts if (name := _name(part)) is not None and isinstance(part.ctx, ast.Store)}  # type: ignore[attr-defined]
+
+
+def _name(node: ast.AST) -> str | None:
+    """Of a variable, or of an attribute of one: ``self.step``."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = _name(node.value) if isinstance(node, ast.Attribute) else None
+    return None if inner is None else f"{inner}.{node.attr}"  # type: ignore[attr-defined]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _begins_with_number(node: ast.AST) -> bool:
+    """Whether this assigns a number that stands there, infinity, or None."""
+    value = getattr(node, "value", None)
+    parts = value.elts if isinstance(value, ast.Tuple) else [value]
+    return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
 
 
 def _is_read(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+    return _name(node) == name and isinstance(node.ctx, ast.Load)  # type: ignore[attr-defined]
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:

@@ -81,7 +81,7 @@ def first_steps_of(
             Queues(handed, loop.kept, warn),
             OtherSchedulers(handed.optimizers, list(handed.others.values()), warn),
             Carried(loop.kept, warn),
-            Counts(warn),
+            Counts(warn, handed.others.values()),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(handed.wrapped, warn),
             CommHooks(handed.wrapped, warn),
