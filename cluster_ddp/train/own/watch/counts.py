@@ -75,15 +75,15 @@ class Counts:
             first = min(map(_last, carried))
             begun = ", ".join(f"{name}=..." for name in sorted(map(_last, carried)))
             self._warn(
-                f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume starts again "
+                f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
                 "from the initial value, and stops or saves a best model at a different step. Keep it: kept = "
                 f"run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
             )
         for kind, name in sorted({(type(found).__name__, _last(name)) for name, found in _early_stoppers()}):
             self._warn(
-                f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume it "
-                "starts counting again, and training ends in a different epoch. Give it state_dict(), which returns its "
-                f"numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})"
+                f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume "
+                "it starts counting again, and training ends in a different epoch. Give it state_dict(), which returns "
+                f"its numbers in a dict, and load_state_dict(), which restores them, and pass it in ({name}={name})"
             )
 
     def _is_unkept(self, name: str, frame: FrameType) -> bool:
