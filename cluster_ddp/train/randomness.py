@@ -37,6 +37,9 @@ class Use(enum.IntEnum):
     SAMPLE = 4
     EVALUATION = 5
     EPOCH = 6
+    TRAIN_DATA = 7
+    EVAL_DATA = 8
+    OPTIMIZER = 9
 
 
 def mix(word: int) -> int:

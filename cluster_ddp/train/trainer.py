@@ -172,15 +172,15 @@ class Trainer:
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
-        self._seed()
+        self._seed(Use.TRAIN_DATA)
         self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.saving.warn)
         self.precision = choose_precision(train, device)
-        self._seed()
+        self._seed(Use.EVAL_DATA)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
 
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
-        self._seed()
+        self._seed(Use.OPTIMIZER)
         self.optimizer = make_optimizer(self.task, self.model, lr)
         refuse_other_passes(self.optimizer)
         self.schedule = Schedule(
@@ -209,16 +209,16 @@ class Trainer:
         self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
         self.log = Log(self.job, self.directory, self.attempt, world, self.stream, device, self.wrapped)
 
-    def _seed(self) -> None:
+    def _seed(self, use: Use) -> None:
         """Let what is made next draw the same numbers in all attempts, whatever was drawn for what was made before.
 
         A model may draw more before its pretrained weights lie in a cache than it does from then on.
         """
-        seed_everything(derive(Use.BUILD, self.job.train.seed))
+        seed_everything(derive(use, self.job.train.seed))
 
     def _make_model(self, task: Task) -> nn.Module:
         """The model as each rank and each attempt begins with it."""
-        self._seed()
+        self._seed(Use.BUILD)
         return expect_type(task.model(), nn.Module, "model()")
 
     def _make_state_once_more(self) -> State:
@@ -227,7 +227,7 @@ class Trainer:
         with keep_generators():
             model = self._make_model(task)
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
-            self._seed()
+            self._seed(Use.OPTIMIZER)
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
         averages = ema or evaluated_weights(model, optimizer)

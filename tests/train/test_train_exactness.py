@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 from train_ranks import run_ranks
-from train_tasks import Everything, differences, final_state, job, losses, new_run, train
+from train_tasks import Everything, Plain, differences, final_state, job, losses, new_run, train
 
 from cluster_ddp.run.reading import parse_lines
 from cluster_ddp.train.data.fetch import Fetcher
@@ -154,3 +156,35 @@ def test_samples_that_opencv_draws_are_each_seeded_by_themselves(monkeypatch: py
 
     calm = read([0, 1, 2], [50, 51, 3], [52, 53, 4])
     assert read([52, 53, 4], [50, 51, 3])[:2] == calm[6:8] and len(set(calm[3:5] + calm[6:8])) == 4
+
+
+class DrawsAll(Plain):
+    """Notes the first random number that each of its parts is made with."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, float] = {}
+
+    def model(self) -> nn.Module:
+        self.first["model"] = torch.rand(()).item()
+        return super().model()
+
+    def train_data(self) -> Dataset[Any]:
+        self.first["train_data"] = torch.rand(()).item()
+        return super().train_data()
+
+    def eval_data(self) -> Dataset[Any] | None:
+        self.first["eval_data"] = torch.rand(()).item()
+        return super().eval_data()
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        self.first["optimizer"] = torch.rand(()).item()
+        return super().optimizer(model, lr)
+
+
+def test_random_weights_and_random_data_have_nothing_in_common() -> None:
+    """Targets that a task draws must not be the weights that its model begins with."""
+    first, again = DrawsAll(), DrawsAll()
+    for task in (first, again):
+        train(task, job(train={"steps": 1, "global_batch": 24}))
+    assert first.first == again.first
+    assert len(set(first.first.values())) == 4
