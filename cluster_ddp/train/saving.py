@@ -114,7 +114,7 @@ class Saving:
         return every is not None and step > 0 and step % every == 0
 
     def is_wanted(self) -> bool:
-        """Whether ``every_minutes`` or a new best metric asks for a checkpoint now; only rank 0's answer counts."""
+        """Whether ``every_minutes`` or a logged ``keep_best`` metric asks for one now; only rank 0's answer counts."""
         return self._is_best_due or (self._seconds is not None and time.monotonic() - self._since >= self._seconds)
 
     def is_wanted_by_all(self) -> bool:

@@ -30,7 +30,7 @@ from cluster_ddp.train.state.training import State
 from cluster_ddp.train.stop import StopConsensus, StopDecision
 
 _COMPARED_AFTER = 2  # steps: the second step is the first that starts from an updated state
-_RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds to wait after each attempt to save the last step
+_RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds to wait after each try to save the last step
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Gradients:
             handle.remove()
 
     def _backward_on_device(self, total: Tensor, factor: Tensor | float, *, last: bool) -> None:
-        """Run the backward pass without reading the loss on the host; `finish` spreads NaN if it was not finite."""
+        """Run the backward pass without reading the loss on the host; `finish` makes a gradient NaN if needed."""
         self.last = total.detach()
         if self._weight is None:  # otherwise the weight carries it
             intact = _one_or_nan(total)

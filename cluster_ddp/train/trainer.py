@@ -62,7 +62,7 @@ class Trainer:
     attempt
         The number of this attempt of the run.
     process
-        This rank's signal handlers and heartbeat file; with None, training ignores stop requests.
+        This rank's signal handlers and heartbeat file; with None, training cannot be asked to stop.
 
     Attributes
     ----------

@@ -125,7 +125,7 @@ class Fetcher:
     def together(self, keys: Sequence[tuple[int, Indices]]) -> Iterable[Any]:
         """Fetch a batch for each (epoch, indices), with the bits and the alignment that it has when fetched alone.
 
-        The last bits of MKL's results depend on the alignment of its operands, and a resume starts at another batch.
+        The last bits of MKL's results depend on the alignment of its operands, and a resume groups batches differently.
         """
         sizes = [len(indices) for _, indices in keys]
         looks = any(epoch == LOOK for epoch, _ in keys)

@@ -38,7 +38,7 @@ def fetches_by_batch(data: Dataset[Any]) -> bool:
 
 
 def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
-    """Unwrap Subsets, whose ``__getitems__`` would hide whether the inner set's samples must be seeded one by one."""
+    """Unwrap Subsets, whose ``__getitems__`` would prevent seeding the inner set's samples one by one."""
     positions: Indices | None = None
     while _is_subset(data):
         inner = _as_indices(data.indices)

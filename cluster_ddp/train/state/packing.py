@@ -189,7 +189,7 @@ class Unpacker:
     def laid_out(self, tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
         """The same values with these strides on this device; the tensor itself if it already has them.
 
-        Tensors that shared memory share it again, wherever they are in the state.
+        Tensors that shared memory become one tensor again, wherever they are in the state.
         """
         if tensor.stride() == strides and tensor.device == device:
             return tensor
