@@ -69,8 +69,7 @@ class Fetcher:
         self._of_data: list[Any] | None = None
         self.is_tried = not exact
         self._find_generators()
-        # Whether generators at the top level of modules are seeded too. None, before the first batches: if anything
-        # draws.
+        # Whether generators at the top level of modules are seeded too; None, before the first batches: in any case.
         self._draws_around: bool | None = None if exact else False
         # A batch's fingerprint before training, its epoch and indices, to detect whether passes over the set change it.
         self._at_first: tuple[int, int, Indices] | None = None
