@@ -131,7 +131,7 @@ def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
         for value in level:
             if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
-                with contextlib.suppress(Exception):  # it may have no attributes, although its class does
+                with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
                     inner += _parts(value)
                 yield value
         level = inner

@@ -44,7 +44,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     _, *parameters = inspect.signature(kind.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
-    if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # the last of GSAM
+    if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # GSAM
         raise TaskError(
             f"optimizer() returned {kind.__name__}, whose step() needs a closure that computes the loss again: "
             "the trainer computes each loss once; give an optimizer that needs the gradients only"

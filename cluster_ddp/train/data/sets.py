@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.state.surroundings import is_of_user
 
-_DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and up to which length
+_DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
 _CONTAINERS = (dict, list, set, collections.deque)
 
 

@@ -61,8 +61,7 @@ class LineFile:
 class MetricsFile:
     """Appends one JSON object per line, flushed at once. Only one process may write to it. A full disk delays lines.
 
-    It can be used alone: ``MetricsFile(path, attempt=0).write(step=10, samples=320, epoch=0, values={"train/loss":
-    0.5})``.
+    Usable alone: ``MetricsFile(path, attempt=0).write(step=10, samples=320, epoch=0, values={"train/loss": 0.5})``.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
