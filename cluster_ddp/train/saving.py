@@ -95,7 +95,7 @@ class Saving:
         return restored
 
     def _save_more_often(self, history: History) -> None:
-        """If the last save of an earlier attempt was cut short, save often enough that not all of the next one is lost."""
+        """If an earlier attempt's last save was cut short, save often enough to keep most of the next attempt."""
         seconds = seconds_between_saves(history)
         if seconds is not None and (self._seconds is None or seconds < self._seconds):
             self._seconds = seconds
