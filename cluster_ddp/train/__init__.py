@@ -1,7 +1,7 @@
-"""What runs on a rank: the trainer, and each part of it for use in one's own script.
+"""What runs on each rank: the trainer, and its parts for use in your own script.
 
-The public names stand in `cluster_ddp.train.public`. They are loaded when first asked for: login nodes import this
-package, and do without torch.
+The public names are listed in `cluster_ddp.train.public` and imported lazily: login nodes import this package without
+torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Task":  # what a file with a task asks for, also on login nodes, where nothing is trained
+    if name == "Task":  # task files import it, also on login nodes, which do not train
         return importlib.import_module("cluster_ddp.train.task").Task
     if not name.startswith("_"):
         public = importlib.import_module("cluster_ddp.train.public")

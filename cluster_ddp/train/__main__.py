@@ -1,7 +1,6 @@
-"""``python -m cluster_ddp.train RUN_DIR``: one rank of a run. The node program starts it through torchrun.
+"""``python -m cluster_ddp.train RUN_DIR``: runs one rank of a run. The node program starts it through torchrun.
 
-It ends with status 0 when training was completed or stopped, and with 1 when it failed; what happened is in the run's
-events.
+The exit status is 0 if training completed or was stopped, and 1 if it failed; the run's events say what happened.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from cluster_ddp.run.directory import RunDirectory
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank; `arguments` is the run directory, else $CLUSTER_DDP_RUN names it."""
+    """Run a rank; `arguments` holds the run directory, by default $CLUSTER_DDP_RUN."""
     place = arguments[0] if arguments else os.environ.get(RUN_VARIABLE)
     if place is None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
         fast_exit(2)
     with gc_paused():
-        import torch._dynamo  # noqa: F401 - else the optimizer brings it in, a second of imports, later
+        import torch._dynamo  # noqa: F401 - else the optimizer imports it later, which takes a second
 
         from cluster_ddp.train.trainer import run_rank
     end = run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get(ATTEMPT_VARIABLE, "0")))

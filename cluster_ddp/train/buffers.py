@@ -1,4 +1,4 @@
-"""The buffers of a model as they were before a step: BatchNorm's statistics change in the forward pass already."""
+"""Restores a model's buffers after a skipped update: BatchNorm's statistics already change in the forward pass."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _SENT_TOGETHER = 250 * 2**20  # bytes, as DDP sends them
 
 
 class Buffers:
-    """Gives all ranks those of rank 0 before each step, keeps them, and puts them back when its update is left out."""
+    """Broadcasts rank 0's buffers before each step, copies them, and restores the copies if the update is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._sent = list(model.buffers())  # those that come later need not be the same ones on all ranks
-        # Where each buffer is registered: a module may put another tensor there at any time.
+        self._sent = list(model.buffers())  # buffers created later need not be the same on all ranks
+        # Where each buffer is registered: a module may replace the tensor there at any time.
         self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
         self._kept: list[Tensor | None] = []
         self._live: list[Tensor] = []
         self._copies: list[Tensor] = []
 
     def send(self) -> None:
-        """Give all ranks those of rank 0; all ranks call it before a step, and before an evaluation.
+        """Broadcast rank 0's buffers; all ranks call it before a step, and before an evaluation.
 
-        DDP would send them in its forward pass. What a loss computes before, as by a teacher inside the model, would go
-        by what each rank has, and after a resume by what rank 0 had, which alone is saved.
+        DDP would broadcast them in its forward pass. Anything that a loss computes before that, such as with a teacher
+        inside the model, would use each rank's own buffers, and after a resume those of rank 0, the only ones saved.
         """
         if (group := dist.group.WORLD) is not None and self._sent:
-            with torch.no_grad():  # what is public sends one at a time
+            with torch.no_grad():  # the public API sends one at a time
                 dist._broadcast_coalesced(group, self._sent, _SENT_TOGETHER, 0)  # type: ignore[attr-defined]
 
     def keep(self) -> None:
-        """Call before the first forward pass of a step."""
+        """Copy the buffers; call before the first forward pass of a step."""
         if not self._slots:
             return
         found = self._find()
@@ -45,7 +45,7 @@ class Buffers:
             torch._foreach_copy_(self._copies, self._live)
 
     def put_back(self, left_out: bool | Tensor) -> None:
-        """Call after the update with what `Update.step` gave; the host does not wait for an answer on the device."""
+        """Call after the update with the result of `Update.step`; the host does not wait for a result on the device."""
         if left_out is False or not self._slots:
             return
         replaced = any(new is not old for new, old in zip(self._find(), self._kept, strict=True))
@@ -60,7 +60,7 @@ class Buffers:
         return [slot.get(name) for slot, name in self._slots]
 
     def _select(self, left_out: Tensor) -> None:
-        """Put the copies back if it was left out, exactly: as integers, which wrap, a difference is undone."""
+        """Restore the copies bit by bit if the update was skipped: integers wrap, so adding a difference is exact."""
         by_kind: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for live, copy in zip(self._live, self._copies, strict=True):
             parts = [torch.view_as_real(part) if part.is_complex() else part for part in (live, copy)]
@@ -75,7 +75,7 @@ class Buffers:
 
 
 def _written_once(buffer: Tensor) -> Tensor:
-    """A view in which every element has memory of its own, so that it can be written; an expanded buffer has not."""
+    """A view in which every element has its own memory and can be written, unlike in an expanded buffer."""
     for dimension, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dimension] > 1:
             buffer = buffer.narrow(dimension, 0, 1)

@@ -1,6 +1,6 @@
-"""Joining the other ranks, and the few words that ranks exchange. Each function also works in a single process.
+"""Joins the other ranks, and exchanges small amounts of data with them. Every function also works in a single process.
 
-Usable alone, in a script of one's own:
+It can be used alone, in your own script:
 
     rank, local_rank, world_size = setup_distributed()
     ...
@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, which defaults of its functions would hold to the end
+import torch.distributed.nn  # before a group exists: defaults of its functions would hold the group until exit
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -41,19 +41,19 @@ from cluster_ddp.train.errors import DistributedError
 
 T = TypeVar("T")
 
-_LATE = 60.0  # seconds after which the others are waited for with a word
-_HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel
+_LATE = 60.0  # seconds after which rank 0 says that it is waiting for the others
+_HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel that hold the group
 _left: list[dist.ProcessGroup | None] = []
-_stores: dict[tuple[str, str, int], list[Store]] = {}  # of the groups that were left at each meeting point
-_beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by a group for GPUs only: that of its CPUs
+_stores: dict[tuple[str, str, int], list[Store]] = {}  # stores of the groups that were destroyed, by meeting point
+_beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # for each group for GPUs only, the group of its CPUs
 
 
-# What srun tells the tasks of a step whose GPUs it divides among them.
+# Set by srun for the tasks of a step among which it divides the GPUs.
 _GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
 
 
 class World(NamedTuple):
-    """Who this process is among the ranks."""
+    """The place of this process among the ranks."""
 
     rank: int
     local_rank: int
@@ -61,18 +61,18 @@ class World(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes and prints."""
+        """Whether this is rank 0, the only one that writes and prints."""
         return self.rank == 0
 
     @property
     def gpu(self) -> int:
-        """The number of its GPU: the local rank, or 0 where ``srun --gpus-per-task`` shows each rank only its own."""
+        """The index of its GPU: the local rank, or 0 if ``srun --gpus-per-task`` shows each rank only its own."""
         divided = "LOCAL_RANK" not in os.environ and any(name in os.environ for name in _GPU_PER_TASK)
         return 0 if divided and torch.cuda.device_count() == 1 else self.local_rank
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank: its GPU by local rank, a Mac's GPU for a single process, else the CPU."""
+        """The device of this rank: its GPU, or a Mac's GPU in a single process, or the CPU."""
         if torch.cuda.is_available():
             return torch.device("cuda", self.gpu)
         if torch.backends.mps.is_available() and self.world_size == 1:
@@ -81,14 +81,14 @@ class World(NamedTuple):
 
 
 def choose_backend(system: str | None = None, cuda: bool | None = None) -> Literal["nccl", "gloo"]:
-    """The backend for a platform: NCCL with CUDA, except on Windows; else Gloo.
+    """The backend for a platform: NCCL with CUDA, except on Windows; otherwise Gloo.
 
     Parameters
     ----------
     system
-        As ``platform.system()`` names it: Linux, Darwin or Windows; None: this one.
+        As named by ``platform.system()``: Linux, Darwin or Windows; None: this one.
     cuda
-        Whether CUDA is there; None: whether it is here.
+        Whether CUDA is available; None: look.
     """
     system = platform.system() if system is None else system
     cuda = torch.cuda.is_available() if cuda is None else cuda
@@ -96,11 +96,11 @@ def choose_backend(system: str | None = None, cuda: bool | None = None) -> Liter
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Read rank, local rank and world size: torchrun's variables, else those of srun, else a single process."""
+    """Read rank, local rank and world size from torchrun's variables, or srun's, or assume a single process."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank = int(environment["RANK"])
         return World(rank, int(environment.get("LOCAL_RANK", rank)), int(environment["WORLD_SIZE"]))
-    # A batch script has SLURM_PROCID and SLURM_NTASKS too, but is no task of a step: only srun sets this one.
+    # A batch script also has SLURM_PROCID and SLURM_NTASKS, but is not a task of a step: only srun sets this variable.
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         local_rank = int(environment.get("SLURM_LOCALID", 0))
         return World(int(environment["SLURM_PROCID"]), local_rank, int(environment["SLURM_STEP_NUM_TASKS"]))
@@ -108,15 +108,15 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def setup_distributed(backend: str | None = None, timeout: float | None = None) -> World:
-    """Find out who this process is, take its device, and join the other ranks.
+    """Read this process's rank, select its device, and join the other ranks.
 
     Parameters
     ----------
     backend
-        nccl or gloo; None: what the job file of the run says, else by platform, see `choose_backend`. With NCCL the
-        group also has Gloo, for what the CPU has to say.
+        nccl or gloo; None: as set in the run's job file, otherwise by platform, see `choose_backend`. With NCCL, the
+        group also has Gloo, for communication between CPUs.
     timeout
-        Seconds that a collective may take before it fails; None: what the job file of the run says, else
+        Seconds that a collective may take before it fails; None: as set in the run's job file, otherwise
         `cluster_ddp.network.DEFAULT_TIMEOUT`.
 
     Returns
@@ -126,8 +126,8 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
     Raises
     ------
     DistributedError
-        The address of rank 0 is not known, there are fewer GPUs than ranks on this node, the ranks did not meet, or it
-        was called with a rank and a world size, which it finds by itself.
+        The address of rank 0 is unknown, this node has fewer GPUs than ranks, the ranks did not meet, or a rank and a
+        world size were passed in (they are read from the environment).
     """
     if not isinstance(backend, (str, NoneType)):
         raise DistributedError(
@@ -173,7 +173,7 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
 
 @contextlib.contextmanager
 def _said_while_waiting(world: World) -> Iterator[None]:
-    """Let rank 0 say that it has waited long: for ranks that are slow, or for ranks that are never to come."""
+    """Make rank 0 report a long wait, for ranks that are slow or will never come."""
     timer = threading.Timer(
         _LATE,
         lambda: say(
@@ -191,7 +191,7 @@ def _said_while_waiting(world: World) -> Iterator[None]:
 
 
 def _asked_for() -> tuple[str | None, float]:
-    """The backend and the timeout of the run that this process belongs to, for a script that only calls this module."""
+    """The backend and timeout of the run that this process belongs to, for scripts that only use this module."""
     place = os.environ.get(RUN_VARIABLE)
     if place is None:
         return None, DEFAULT_TIMEOUT
@@ -212,7 +212,7 @@ def _take_device(world: World) -> None:
 
 
 def _set_meeting_point(world: World) -> None:
-    """Where torchrun did not say it: the address from the environment, the port from the Slurm job's id."""
+    """Set what torchrun has not set: the address from the environment, the port from the Slurm job id."""
     if "MASTER_ADDR" not in os.environ:
         if os.environ.get("SLURM_STEP_NUM_NODES") != "1":
             raise DistributedError(
@@ -224,10 +224,10 @@ def _set_meeting_point(world: World) -> None:
 
 
 def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
-    """The store of ranks that srun has started, kept by the first task of the step's first node.
+    """The store for ranks started by srun, hosted by the first task of the step's first node.
 
-    MASTER_ADDR names that node, and rank 0 need not be there: since Slurm 26.05 tasks are numbered by the topology. For
-    ranks of torchrun, none: PyTorch makes theirs.
+    MASTER_ADDR names that node, which need not have rank 0: since Slurm 26.05, tasks are numbered by topology. None for
+    ranks of torchrun, for which PyTorch creates the store.
     """
     if "RANK" in os.environ or "SLURM_NODEID" not in os.environ:
         return None
@@ -238,9 +238,9 @@ def _store_of_step(world: World, timeout: datetime.timedelta) -> Store | None:
 
 
 def _store_again(world: World) -> Store | None:
-    """For a group after another of the same ranks, a part of the first one's store; None for the first.
+    """For a later group of the same ranks, a new prefix in the first group's store; None for the first group.
 
-    In the same part Gloo would find the addresses of the group before, and wait there forever.
+    Under the same prefix, Gloo would find the addresses of the previous group and wait there forever.
     """
     stores = _stores.get(_meeting_point(world.world_size), [])
     return PrefixStore(f"cluster_ddp/group-{len(stores)}", stores[0]) if stores else None
@@ -251,9 +251,9 @@ def _meeting_point(size: int) -> tuple[str, str, int]:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """The group for what the CPU has to say: None, the default group, unless a library has made that for GPUs only.
+    """The group for communication between CPUs: None, the default group, unless a library made that for GPUs only.
 
-    All ranks call it for the first time together.
+    The first call must be made by all ranks together.
     """
     group = dist.group.WORLD
     if group is None or torch.device("cpu") in group._device_types:
@@ -265,7 +265,7 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def cleanup_distributed() -> None:
-    """Leave the group, all ranks together; call it last, after every other use of the group."""
+    """Leave the group, on all ranks together; call it after every other use of the group."""
     if dist.is_initialized():
         hold_group()
         met = _stores.setdefault(_meeting_point(dist.get_world_size()), [])
@@ -274,11 +274,11 @@ def cleanup_distributed() -> None:
 
 
 def hold_group() -> None:
-    """Keep the group's Python object to the exit, whoever destroys the group.
+    """Keep the group's Python object alive until exit, whoever destroys the group.
 
-    A DDP model that outlives the group would be the last to hold it. Taking it down then joins Gloo's threads under
-    Python's lock, which one of them may be waiting for to let go of a tensor: the process would never end. The group's
-    own Python object gives the lock away first, so it has to be the last.
+    Otherwise a DDP model that outlives the group may hold the last reference. Destroying the group then joins Gloo's
+    threads while holding the GIL, which one of them may need to free a tensor: the process would never end. The group's
+    own Python object releases the GIL first, so it has to be the last reference.
     """
     if dist.is_initialized():
         _left.append(dist.group.WORLD)
@@ -286,12 +286,12 @@ def hold_group() -> None:
 
 
 def _end_groups() -> None:
-    """End Gloo's threads before the interpreter is taken down, also where a script's models live to the end.
+    """Stop Gloo's threads before the interpreter shuts down, even if a script's models live until then.
 
-    A thread that wants Python's lock after that aborts the process, with all its work done.
+    A thread that wants the GIL after that aborts the process, although all its work is done.
     """
     gc.collect()
-    for candidate in gc.get_objects():  # nothing public lists the models; 0.2 s, once, at the exit
+    for candidate in gc.get_objects():  # no public API lists the models; takes 0.2 s, once, at exit
         if issubclass(type(candidate), DistributedDataParallel):
             for name in _HOLD_THE_GROUP:
                 candidate.__dict__.pop(name, None)
@@ -299,7 +299,7 @@ def _end_groups() -> None:
 
 
 def describe_ranks(world: World) -> list[str]:
-    """A line for each host with the ranks there and their devices; all ranks call it."""
+    """One line per host with its ranks and their devices; all ranks call it."""
     device = world.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     hosts: dict[tuple[str, str], list[str]] = {}
@@ -314,21 +314,21 @@ def is_main_process() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called it."""
     if dist.is_initialized():
-        # On a CPU tensor: a barrier of NCCL would use the GPU, and keep the host waiting for all work queued on it.
+        # On a CPU tensor: an NCCL barrier would use the GPU, and make the host wait for all work queued on it.
         dist.all_reduce(torch.zeros(1), group=host_group())
 
 
 def reduce_tensor(tensor: Tensor, op: Literal["mean", "sum", "max", "min"] = "mean") -> Tensor:
-    """Combine a tensor over all ranks.
+    """Reduce a tensor over all ranks.
 
     Parameters
     ----------
     tensor
-        The same shape and dtype on every rank; it is left as it is.
+        The same shape and dtype on every rank; it is not modified.
     op
-        How values are combined; a mean needs a floating-point tensor.
+        The reduction; a mean needs a floating-point tensor.
 
     Returns
     -------
@@ -343,7 +343,7 @@ def reduce_tensor(tensor: Tensor, op: Literal["mean", "sum", "max", "min"] = "me
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Collect a tensor of any shape s, the same on all ranks, from every rank: shape (world_size, *s), by rank."""
+    """Gather a tensor of the same shape s from every rank: shape (world_size, *s), ordered by rank."""
     if not dist.is_initialized():
         return tensor.detach().clone().unsqueeze(0)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -352,7 +352,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Collect a small picklable object from every rank, by rank."""
+    """Gather a small picklable object from every rank, ordered by rank."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -361,7 +361,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def broadcast_object(value: T) -> T:
-    """Give every rank the small picklable object of rank 0."""
+    """Send the small picklable object of rank 0 to every rank."""
     if not dist.is_initialized():
         return value
     box = [value]

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from cluster_ddp.train.errors import TaskError
 
-EXTRA_STATE = "_extra_state"  # in state_dict(), what get_extra_state() of a module gives; after the module's name
+EXTRA_STATE = "_extra_state"  # in state_dict(), after the module's name: what its get_extra_state() returned
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class Ema:
-    """Keeps ``average = decay * average + (1 - decay) * weights``, beginning with the first update's weights.
+    """Keeps ``average = decay * average + (1 - decay) * weights``, starting from the weights after the first update.
 
-    Buffers (BatchNorm's statistics among them) are those of the model. The average is what evaluation sees and what
-    ``export --ema`` gives. The average of 16-bit weights is kept in fp32: in 16 bits what an update adds would be
-    rounded away.
+    Buffers, including BatchNorm's statistics, are those of the model. The average is used by evaluation and written by
+    ``export --ema``. The average of 16-bit weights is kept in fp32: in 16 bits, what an update adds would be rounded
+    away.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
         self._begun: bool | Tensor = False
         self._model = _copy(model)
-        self._weights = _averaged(model)  # not detached: code of the task may give them other data
+        self._weights = _averaged(model)  # not detached: the task's code may assign new data to them
         self._held = [weight.detach() for weight in _averaged(self._model)]
         self._others, self._copies = _places(model), _places(self._model)
         self._with_extra_state = [
@@ -42,7 +42,7 @@ class Ema:
         }
 
     def update(self, left_out: bool | Tensor) -> None:
-        """Take in the weights after an update, unless it was left out (see `Update.step`)."""
+        """Average in the weights after an update, unless it was skipped (see `Update.step`)."""
         if isinstance(left_out, bool) and isinstance(self._begun, bool):
             if left_out:
                 return
@@ -64,7 +64,7 @@ class Ema:
                 torch._foreach_lerp_(self._averages, weights, share)
 
     def model(self) -> nn.Module:
-        """A model of its own that holds the average as it is now, and the buffers."""
+        """A separate model that contains the current average and the buffers."""
         with torch.no_grad():
             for (place, name), (theirs, _) in zip(self._copies, self._others, strict=True):
                 _take_over(place, name, theirs[name])
@@ -76,7 +76,7 @@ class Ema:
         return self._model
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averaged weights and the buffers by the names that they have in the model."""
+        """The averaged weights and the buffers, by their names in the model."""
         named = self.model().state_dict(keep_vars=True)
         return {
             name: self._exact.get(id(tensor), tensor).detach()
@@ -85,7 +85,7 @@ class Ema:
         }
 
     def restore(self, updates: int) -> None:
-        """Say how many updates are in the average whose tensors have been put back."""
+        """Set how many updates are in the restored average."""
         self._begun = updates > 0
 
     def _share_on_device(self, left_out: bool | Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Ema:
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except TypeError as error:  # such as for a lock
+    except TypeError as error:  # for example because of a lock
         raise TaskError(
             f"train.ema_decay: the model cannot be copied, because copy.deepcopy gives: {error}\n"
             "    Keep what it cannot copy out of the model, or leave ema_decay out"
@@ -113,7 +113,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where what is not averaged is registered, buffers above all, for a module may put another tensor there."""
+    """Where everything that is not averaged is registered, mainly buffers: a module may replace the tensor there."""
     taken = set(map(id, _averaged(model)))
     places: list[tuple[dict[str, Any], str]] = []
     for module in model.modules():
@@ -131,6 +131,6 @@ def _take_over(place: dict[str, Tensor | None], name: str, theirs: Tensor | None
 
 
 def _averaged(model: nn.Module) -> list[nn.Parameter]:
-    """All but whole numbers and 8 bits, which torch cannot average: frozen weights, for it cannot train them either."""
+    """All parameters but integers and 8-bit floats, which torch can neither average nor train, so they are frozen."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point() or weight.is_complex()]
     return [weight for weight in weights if weight.element_size() > 1]

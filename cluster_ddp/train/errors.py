@@ -1,4 +1,4 @@
-"""What goes wrong on a rank and can be put right by the user."""
+"""Errors raised on a rank that the user can fix."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from cluster_ddp.job.errors import ClusterDDPError
 
 
 class TrainError(ClusterDDPError):
-    """Training cannot begin or go on; the message names the setting to change."""
+    """Training cannot start or continue; the message names the setting to change."""
 
     exit_status = 1
 
 
 class TaskError(TrainError):
-    """The task is not what the contract asks for: its model, loss, metrics or state."""
+    """The task does not fulfil its contract: its model, loss, metrics or state."""
 
 
 class DataError(TrainError):
@@ -24,11 +24,11 @@ class NonFiniteError(TrainError):
 
 
 class DistributedError(TrainError):
-    """The ranks cannot find each other, or this place cannot start ranks."""
+    """The ranks cannot find each other, or cannot be started from here."""
 
 
 class SecondLoopError(TrainError):
-    """A program has more than one loop in blocks of `join_run`, and a run has one."""
+    """A program has more than one loop in blocks of `join_run`, but a run has only one."""
 
     comes_back = True
 

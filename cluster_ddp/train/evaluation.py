@@ -1,4 +1,4 @@
-"""Evaluation over exactly the samples of the set, whatever the number of ranks, and without a trace in the training."""
+"""Evaluates on each sample of a data set exactly once, on any number of ranks, without affecting training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cluster_ddp.train.task import Task, expect_type
 
 @dataclass(frozen=True)
 class Part:
-    """One batch of the evaluation on one rank: its number, and its samples, none where there are no more."""
+    """One evaluation batch on one rank: its number and its samples, which may be none at the end."""
 
     number: int
     indices: Indices
@@ -40,8 +40,8 @@ class Part:
 class Evaluation:
     """Averages a task's metrics over a data set.
 
-    The set is cut into batches, dealt out to the ranks in turn; no sample is repeated to fill a batch up, and each
-    sample counts once.
+    The set is cut into batches, which are dealt out to the ranks in turn; no sample is repeated to fill up a batch, so
+    each counts once.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Evaluation:
     def of(
         cls, task: Task, train: TrainSpec, plan: BatchPlan, world: World, precision: Precision, device: torch.device
     ) -> Evaluation | None:
-        """The evaluation that a task asks for; None when it has no data for one."""
+        """The task's evaluation; None if it has no data for one."""
         data = task.eval_data()
         if data is None:
             return None
@@ -79,16 +79,17 @@ class Evaluation:
         return cls(task, data, train, plan, world, precision, device)
 
     def run(self, model: nn.Module, go_on: Callable[[int], bool]) -> dict[str, float] | None:
-        """Evaluate.
+        """Evaluate the model.
 
         Parameters
         ----------
         go_on
-            Asked after each batch, as often on every rank, with the batch's number; the answer must be the same on all.
+            Called with the number of each batch after it, equally often on every rank; the answer must be the same on
+            all.
 
         Returns
         -------
-        Each metric's mean over the set, the same on all ranks; None when `go_on` said no.
+        Each metric's mean over the set, the same on all ranks; None if `go_on` returned False.
         """
         with in_evaluation_mode(model), torch.no_grad():
             return self._average(model, go_on)
@@ -123,14 +124,14 @@ class Evaluation:
             loader.close()
 
     def _parts(self) -> Iterator[Part]:
-        """As many on every rank; only the last can be without samples."""
+        """Yield equally many parts on every rank; only the last may be without samples."""
         batches = -(-self._samples // self._batch_size)
         for number in range(-(-batches // self._world.world_size)):
             first = (number * self._world.world_size + self._world.rank) * self._batch_size
             yield Part(number, np.arange(first, max(first, min(first + self._batch_size, self._samples))))
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        # A rank without a batch knows no names; rank 0 always has the first batch.
+        # A rank without a batch knows no metric names; rank 0 always has the first batch.
         names = broadcast_object(list(sums))
         _check_names(sums, names)
         total = torch.zeros(len(names), dtype=torch.float64)
@@ -143,7 +144,7 @@ class Evaluation:
 
 
 def _check_names(names: Collection[str], others: Collection[str]) -> None:
-    """A metric that some batches lack would be averaged over samples that it was never computed for."""
+    """Raise a `TaskError` for a metric missing in some batches, whose samples its mean would wrongly include."""
     if names and others and set(names) != set(others):
         raise TaskError(
             f"evaluate() returned the metrics {', '.join(sorted(names))} for one batch and "
@@ -170,10 +171,10 @@ def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Call ``eval()``, and afterwards ``train()`` of what was in training mode, for a part may be frozen.
+    """Call ``eval()``, and afterwards ``train()`` on what was in training mode, since parts may be frozen.
 
-    A layer with a ``train()`` of its own may compute other weights for the evaluation and compute them back, as LoRA
-    does that is merged: it gets the same bits back, which are kept on the host.
+    A layer with its own ``train()`` may change its weights for evaluation and compute them back, as merged LoRA layers
+    do: its weights are kept on the host and restored bit by bit.
     """
     modes = [(module, module.training) for module in model.modules()]
     kept = [
@@ -195,24 +196,24 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Switching(Protocol):
-    """An optimizer that trains with other weights than it evaluates with, as those of the package schedulefree do."""
+    """An optimizer that evaluates with other weights than it trains with, such as those of the package schedulefree."""
 
     param_groups: list[dict[str, Any]]
 
     def train(self) -> Any:
-        """Put the weights to train with into the parameters."""
+        """Put the training weights into the parameters."""
 
     def eval(self) -> Any:
-        """Put the weights to evaluate with into the parameters."""
+        """Put the evaluation weights into the parameters."""
 
 
 def switches(optimizer: object) -> TypeGuard[Switching]:
-    """Whether an optimizer has weights of its own to evaluate with."""
+    """Whether an optimizer has its own weights for evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
-    """What ``optimizer()`` of the task gives, ready to train."""
+    """Create the task's optimizer, in training mode."""
     try:
         made = task.optimizer(model, lr)
     except (RuntimeError, ValueError) as error:
@@ -227,9 +228,9 @@ def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
 
 @contextlib.contextmanager
 def weights_to_evaluate(optimizer: Optimizer | Switching) -> Iterator[None]:
-    """Let the parameters hold what the optimizer evaluates with, and afterwards the same bits as before.
+    """Put the optimizer's evaluation weights into the parameters, and afterwards restore the same bits as before.
 
-    Switching back is arithmetic that rounds: an evaluation that is done again after a stop must leave no trace.
+    Switching back involves rounding, but an evaluation that is repeated after a stop must leave no trace.
     """
     if not switches(optimizer):
         yield
@@ -245,9 +246,9 @@ def weights_to_evaluate(optimizer: Optimizer | Switching) -> Iterator[None]:
 
 
 class EvaluatedWeights:
-    """What a switching optimizer evaluates with, which a checkpoint holds as the averages beside what it trains with.
+    """The evaluation weights of a switching optimizer, which checkpoints contain as the averages.
 
-    It follows from the rest, so that a resume needs nothing of it; ``export --ema`` gives it.
+    They are derived from the rest of the state, so a resume does not need them; ``export --ema`` writes them.
     """
 
     def __init__(self, model: nn.Module, optimizer: Switching) -> None:
@@ -260,33 +261,33 @@ class EvaluatedWeights:
         self._named = {name: self._evaluated[places[id(weight)]] for name, weight in named if id(weight) in places}
 
     def refresh(self) -> None:
-        """Take the weights as they are now; nothing else may be reading the parameters."""
+        """Copy the current evaluation weights; nothing else may be reading the parameters."""
         with weights_to_evaluate(self._optimizer):
             torch._foreach_copy_(self._evaluated, self._weights)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the names that they have in the model, as they were at `refresh`."""
+        """The weights as of the last `refresh`, by their names in the model."""
         return self._named
 
     def restore(self, updates: int) -> None:
-        """Nothing is to be told: the next `refresh` does not go by what was put back."""
+        """Do nothing: the next `refresh` does not depend on what was restored."""
 
 
 def evaluated_weights(model: nn.Module, optimizer: Optimizer) -> EvaluatedWeights | None:
-    """What the optimizer evaluates with; None for most, which evaluate with what they train with."""
+    """The optimizer's evaluation weights; None for most optimizers, which evaluate with the training weights."""
     return EvaluatedWeights(model, optimizer) if switches(optimizer) else None
 
 
 class BeforeEvaluation:
-    """The state that an evaluation may change, to be put back when it is abandoned: it will be done again.
+    """The state that an evaluation may change, to be restored if it is interrupted, because it will be repeated.
 
     Parameters
     ----------
     model
         The model that is trained.
     evaluated
-        The one that is evaluated: the same, or the average. Its weights change where an embedding has ``max_norm``. The
-        copies of them take the room of the gradients, of which there are none then.
+        The model that is evaluated: the same one, or the average. Its weights change if an embedding has ``max_norm``.
+        Their copies take up the memory of the gradients, of which there are none at that point.
     """
 
     def __init__(self, model: nn.Module, evaluated: nn.Module, buffers: Buffers, task: Task) -> None:
@@ -302,7 +303,7 @@ class BeforeEvaluation:
         self._task_state = copy.deepcopy(dict(task.state_dict()))
 
     def put_back(self) -> None:
-        """Make weights, buffers, modules and task what they were."""
+        """Restore weights, buffers, modules and task."""
         torch._foreach_copy_(self._weights, self._kept)
         self._buffers.put_back(True)
         for module, state in self._extra_state:

@@ -1,4 +1,4 @@
-"""Saying what went wrong on a rank, on the rank where it went wrong."""
+"""Reports an error on the rank where it happened."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def record_failure(
     world: World,
     process: RankProcess | None,
 ) -> None:
-    """Print an error, and record it as this rank's event; only on the rank where it happened.
+    """Print an error, and record it as this rank's event, but only on the rank where it happened first.
 
-    The other ranks fail too, because they wait for this one; they only name it.
+    The other ranks fail too, because they wait for this one; they only print its number.
     """
     cause = _earlier_failure(error, world, writer, attempt)
     if cause is not None:
@@ -74,10 +74,10 @@ def record_failure(
 
 
 def _earlier_failure(error: BaseException, world: World, writer: EventWriter | None, attempt: int) -> str | None:
-    """What another rank died of before, of which this error is only the echo; None: this one is the first.
+    """Return how another rank failed before, if this error is only a consequence of that; None if this rank was first.
 
-    The store that the ranks met through tells who was first. Where it is not the agent's, it goes with rank 0; what
-    that recorded tells then whether this is the same failure.
+    The store that the ranks met through records who was first. A store that is not hosted by torchrun's agent is gone
+    once rank 0 is; then the error that rank 0 recorded shows whether this is the same failure.
     """
     if not dist.is_initialized():
         return None
@@ -87,7 +87,7 @@ def _earlier_failure(error: BaseException, world: World, writer: EventWriter | N
             store.set(f"{_FIRST_FAILURE}-rank", str(world.rank))
             return None
         return f"rank {store.get(f'{_FIRST_FAILURE}-rank').decode()} failed"
-    except RuntimeError:  # a connection that is gone
+    except RuntimeError:  # the connection is gone
         if world.rank == 0:
             return None
         if writer is not None and _has_recorded(0, explain(error), writer.run, attempt):
@@ -105,7 +105,7 @@ def _has_recorded(rank: int, text: str, run: RunDirectory, attempt: int) -> bool
 
 
 def _let_others_ask(world: World) -> None:
-    """Keep rank 0, and the store with it, until all ranks that fail for the same reason have asked who was first."""
+    """Keep rank 0, and so the store, alive until the ranks that fail for the same reason have asked who was first."""
     if world.rank != 0 or not dist.is_initialized():
         return
     end = time.monotonic() + _ASKING_SECONDS
@@ -116,7 +116,7 @@ def _let_others_ask(world: World) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong and, where it is known, the setting to change."""
+    """Describe the error and, where known, the setting to change."""
     text = str(error) or type(error).__name__
     if any(sign in text for sign in _NO_MORE_PROCESSES):
         text += "; perhaps you have reached the limit on processes and threads there (ulimit -u), including other jobs"
@@ -128,7 +128,7 @@ def explain(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Of an error without a traceback: the line of the program that led to it; nothing where only libraries run."""
+    """For an error without a traceback: the line of the program that led to it; empty if only libraries ran."""
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

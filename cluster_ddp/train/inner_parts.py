@@ -1,4 +1,4 @@
-"""What an object is made of, wherever Python lets it hold something."""
+"""Finds the parts that an object is made of, wherever Python lets it hold something."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collecti
 
 
 def can_be_seen(value: object) -> bool:
-    """Whether it can be asked what it is: not a proxy of what is not there. What a proxy is of is held elsewhere."""
+    """Whether a value can be inspected: it is no weak proxy, whose target is held elsewhere, and has a class."""
     try:
         return type(value) not in weakref.ProxyTypes and value.__class__ is not None
     except Exception:
@@ -21,12 +21,12 @@ def can_be_seen(value: object) -> bool:
 
 
 def length(container: Any) -> int:
-    """How many elements one of Python's containers has; a class derived from it may say otherwise, or raise."""
+    """The number of elements of a built-in container, even if a derived class reports something else, or raises."""
     return int(_kind(container).__len__(container))
 
 
 def elements(container: Any) -> Iterator[Any]:
-    """The elements of one of Python's containers, of a dict the values, whatever a class derived from it gives."""
+    """The elements of a built-in container (of a dict, the values), ignoring overrides in derived classes."""
     return iter(dict.values(container)) if isinstance(container, dict) else _kind(container).__iter__(container)
 
 
@@ -35,10 +35,10 @@ def _kind(container: Any) -> Any:
 
 
 def inner_parts(value: object) -> Iterator[tuple[str, Any]]:
-    """Give the parts of an object by name.
+    """Yield the parts of an object by name.
 
-    Those of a plain object are its attributes, also in slots; those of a function what it has closed over, its defaults
-    and its attributes; those of a method its object; those of a partial what was given to it.
+    For a plain object: its attributes, including slots; for a function: its closure, defaults and attributes; for a
+    method: its object; for a partial: its function and arguments.
     """
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))

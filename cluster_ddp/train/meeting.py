@@ -1,4 +1,4 @@
-"""The ranks of a run see one and the same run directory, or training does not begin."""
+"""Makes sure that all ranks of a run share one run directory before training starts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from cluster_ddp.train.errors import TrainError
 
 
 def meet_in(directory: Path, world: World) -> None:
-    """Make the run directory, and see that what rank 0 puts there is there for all ranks; all of them call it.
+    """Create the run directory, and check that all ranks see what rank 0 puts there; all ranks must call it.
 
     Raises
     ------
     TrainError
-        It cannot be made, or the ranks were given different folders, or one that a host has for itself; on all ranks.
+        The directory cannot be created, or the ranks were given different folders, or a folder that is local to each
+        host; raised on all ranks.
     """
     with _mark(directory) if world.is_main else contextlib.nullcontext() as mark:
         name, problem = broadcast_object(mark) or (None, None)
@@ -34,7 +35,7 @@ def meet_in(directory: Path, world: World) -> None:
 
 @contextlib.contextmanager
 def _mark(directory: Path) -> Iterator[tuple[str | None, str | None]]:
-    """The name of a new file in the directory, and why there can be no directory; a full disk tells of itself later."""
+    """Yield a new file's name, and the error if the directory cannot be created; a full disk is reported later."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

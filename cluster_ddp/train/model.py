@@ -1,6 +1,7 @@
-"""From the task's model to the one that is trained: device, SyncBatchNorm, activation checkpointing, compile, DDP.
+"""Prepares the task's model for training: device, SyncBatchNorm, activation checkpointing, compile, DDP.
 
-DDP's gradient buckets are settled before the first step, so that a resume sums in the order of an uninterrupted run.
+DDP's gradient buckets are settled before the first step, so that a resumed run sums in the same order as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from cluster_ddp.train.step import run_backward
 
 _NOTHING = contextlib.nullcontext()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-_SETTLING_PASSES = 2  # after the first DDP lays its buckets out again; the second runs in the new layout
-# What cannot be sent, by Gloo and NCCL or by Gloo alone, and what can take its place.
+_SETTLING_PASSES = 2  # after the first, DDP rebuilds its buckets; the second runs in the new layout
+# Dtypes that neither Gloo nor NCCL can send, those that only Gloo cannot send, and alternatives to them.
 _UNSENT = dict.fromkeys((torch.int16, torch.uint16, torch.uint32, torch.uint64), "torch.int32 or torch.int64")
 _UNSENT_ON_CPU = dict.fromkeys(
     (dtype for name, dtype in vars(torch).items() if name.startswith("float8_")), "torch.bfloat16 or torch.float32"
@@ -44,9 +45,9 @@ _UNSENT_ON_CPU = dict.fromkeys(
 
 
 def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> nn.Module:
-    """Do what comes before DDP: SyncBatchNorm, activation checkpointing, the move to the device, compile.
+    """Prepare a model for DDP: SyncBatchNorm, activation checkpointing, the move to the device, compile.
 
-    Names of parameters and buffers stay as the task's model has them.
+    The names of parameters and buffers do not change.
 
     Raises
     ------
@@ -74,14 +75,14 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
 
 
 def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device) -> nn.Module:
-    """Wrap the model in DDP as the job file says; a single process needs no wrapper.
+    """Wrap the model in DDP as configured in the job file; a single process needs no wrapper.
 
     Raises
     ------
     TrainError
         The gradients cannot be compressed in this way on this device.
     TaskError
-        A parameter or a buffer is of a dtype that cannot be sent.
+        A parameter or buffer has a dtype that cannot be sent.
     """
     if world.world_size == 1:
         return model
@@ -94,7 +95,7 @@ def wrap(model: nn.Module, train: TrainSpec, world: World, device: torch.device)
         gradient_as_bucket_view=train.gradient_as_bucket_view,
         bucket_cap_mb=train.bucket_mb,
     )
-    wrapped.broadcast_buffers = False  # but once, when it is made: `Buffers` sends them before each step
+    wrapped.broadcast_buffers = False  # after the broadcast at construction: `Buffers` sends them before each step
     if train.comm_hook == "bf16" and device.type != "cuda":
         raise TrainError("train.comm_hook: bf16 needs CUDA with NCCL; fp16 works with Gloo too")
     if train.comm_hook != "none":
@@ -114,26 +115,26 @@ def _refuse_unsent(model: nn.Module, unsent: Mapping[torch.dtype, str]) -> None:
 
 
 def without_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Context of a micro-batch: only the last one of a step sums the gradients over the ranks."""
+    """The context of a micro-batch: only the last one of a step sums the gradients over the ranks."""
     if last or not isinstance(model, DistributedDataParallel):
         return _NOTHING
     return model.no_sync()
 
 
 def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], Tensor]) -> None:
-    """Run throw-away forward and backward passes, and undo what they did.
+    """Run throw-away forward and backward passes, and undo their effects.
 
-    DDP lays out its buckets again after the first backward pass, by the order in which gradients arrived. With three
-    ranks or more the layout decides in which order numbers are added, and with it their last bits. A resumed process
-    would use the first layout for one step more than the uninterrupted one did. So every attempt, the first too,
-    settles the layout before it begins, on the same batch.
+    DDP rebuilds its buckets after the first backward pass, in the order in which gradients arrived. With three or more
+    ranks, the layout determines the order in which numbers are added, and so their last bits. A resumed process would
+    use the first layout for one step more than the uninterrupted one did. So every attempt, including the first,
+    settles the layout before it starts, using the same batch.
 
     Parameters
     ----------
     model
         The wrapped model, in training mode.
     also
-        What else has state that `loss` may change, the task for one; it is put back.
+        Anything else with state that `loss` may change, such as the task; its state is restored.
     loss
         Computes the loss of the first micro-batch of the training, with all generators seeded.
 
@@ -141,7 +142,7 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
     ------
     TaskError
         Not all gradients were summed over the ranks, because `loss` did not compute them by calling `model`; or a
-        buffer has taken another shape.
+        buffer has changed its shape.
     """
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
     state = copy.deepcopy(dict(also.state_dict())) if also is not None else {}
@@ -169,23 +170,23 @@ def settle_buckets(model: nn.Module, also: Stateful | None, loss: Callable[[], T
 
 
 def settle_layout(model: nn.Module, world_size: int) -> None:
-    """Settle DDP's buckets as `settle_buckets` does, where there is no loss to compute: a custom loop.
+    """Settle DDP's buckets like `settle_buckets`, but without a loss, for a custom loop.
 
-    Gradients of zeros arrive in an order that every attempt repeats, the reverse of their registration. DDP that looks
-    for unused parameters keeps its first layout; there is nothing to settle.
+    Zero gradients arrive in an order that every attempt repeats, the reverse of their registration. DDP with
+    ``find_unused_parameters`` keeps its first layout, so there is nothing to settle.
 
     Parameters
     ----------
     model
-        The wrapped model, before its first forward pass. Any other module is left alone.
+        The wrapped model, before its first forward pass. Other modules are left alone.
     world_size
         Ranks in the group.
 
     Raises
     ------
     TrainError
-        DDP was given ``static_graph=True``, which settles its layout by the first real backward pass, and there are
-        three ranks or more.
+        DDP was created with ``static_graph=True``, which takes its layout from the first real backward pass, and there
+        are three or more ranks.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -203,7 +204,7 @@ def settle_layout(model: nn.Module, world_size: int) -> None:
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    # What DistributedDataParallel.forward does around the module's; the reducer has no public way.
+    # What DistributedDataParallel.forward does around the module's forward; the reducer has no public API for it.
     reducer = model.reducer
     for _ in range(_SETTLING_PASSES):
         reducer.prepare_for_forward()
@@ -222,7 +223,7 @@ def _has_sparse_gradient(module: nn.Module) -> TypeGuard[nn.Embedding | nn.Embed
 
 
 def _nothing_of(parameter: Tensor, *, is_sparse: bool) -> Tensor:
-    """Zero, as a function of the parameter, with a gradient of the kind that DDP expects of it."""
+    """Zero as a function of the parameter, with the kind of gradient (sparse or dense) that DDP expects."""
     if is_sparse:
         row = torch.zeros(1, dtype=torch.int64, device=parameter.device)
         return F.embedding(row, parameter, sparse=True).sum() * 0
@@ -230,7 +231,7 @@ def _nothing_of(parameter: Tensor, *, is_sparse: bool) -> Tensor:
 
 
 def _all_are_summed(model: nn.Module) -> bool:
-    """Whether every gradient that DDP waits for has come, on all ranks; if not, the next pass says what to set."""
+    """Whether every gradient that DDP waits for has arrived, on all ranks; if not, DDP raises in the next pass."""
     if getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False):
         return True
     unused = any(weight.requires_grad and weight.grad is None for weight in model.parameters())
@@ -253,15 +254,15 @@ def synchronised_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
-    """Let the blocks of a model forget their activations and compute them again in the backward pass.
+    """Make the blocks of a model discard their activations and recompute them in the backward pass.
 
     The blocks are the members of the outermost ModuleLists and Sequentials. Dropout draws the same numbers again, and
-    BatchNorm's statistics take each batch in once.
+    BatchNorm's statistics include each batch only once.
 
     Raises
     ------
     TaskError
-        The model has none.
+        The model has no such blocks.
     """
     blocks = list(_blocks(model))
     if not blocks:
@@ -286,7 +287,7 @@ def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> An
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
 
-    def contexts() -> tuple[Any, Any]:  # of the first computation, and of the second
+    def contexts() -> tuple[Any, Any]:  # for the first computation and the recomputation
         return contextlib.nullcontext(), _frozen_statistics(block)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -297,7 +298,7 @@ def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm, (_, batches) in zip(norms, before, strict=True):
-        # Not None, which SyncBatchNorm does not take.
+        # Not None, which SyncBatchNorm does not accept.
         norm.momentum, norm.num_batches_tracked = 0.0, None if batches is None else batches.clone()
     try:
         yield

@@ -1,6 +1,6 @@
-"""Ends a training whose loss has stopped being a number.
+"""Ends training if the loss or the gradients keep being non-finite.
 
-A single step whose loss or gradients are not finite is left out before, by `Update` (update.py).
+Single updates with a non-finite loss or gradient have been skipped before, by `Update` (update.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cluster_ddp.train.update import Update
 
 
 class NonFiniteCheck:
-    """Counts updates in a row that were left out because the loss or a gradient was not finite.
+    """Counts consecutive updates skipped because the loss or a gradient was not finite.
 
-    Under fp16 gradients overflow now and then, and the scaler lowers its scale until they fit; that counts only when
+    With fp16, gradients overflow occasionally, and the scaler lowers its scale until they fit; this counts only once
     the scale is so low that it cannot be the cause.
     """
 
@@ -30,7 +30,7 @@ class NonFiniteCheck:
         self.check_weights = FiniteWeights(model).check
 
     def check(self, step: int) -> int:
-        """The updates left out before this step, the same on all ranks; a `NonFiniteError` after too many in a row."""
+        """Return the updates skipped before this step, the same on all ranks; `NonFiniteError` after too many."""
         skipped, in_a_row = self._update.left_out()
         if in_a_row >= self._max_in_a_row and not self._scale_may_be_too_high():
             raise NonFiniteError(self._message(step, in_a_row))
@@ -53,23 +53,24 @@ class NonFiniteCheck:
 
 
 class FiniteWeights:
-    """Sees before a save that no broken checkpoint takes the place of an intact one."""
+    """Checks before a save, so that no broken checkpoint replaces an intact one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Such as a mask of minus infinity; what is finite now is to stay so.
+        # Such as a mask of minus infinity; whatever is finite now must stay so.
         self._exempt = set(_not_finite(dict(model.named_buffers())))
 
     def check(self, step: int) -> None:
         """Check weights and buffers before a save.
 
-        No gradient that is not finite gets into them; an update may still overflow, and code of the task may write to
-        them. Buffers that were not finite when training began may stay so.
+        Non-finite gradients never reach them, but an update may still overflow, and the task's code may write to them.
+        Buffers that were not finite when training started may stay so.
 
         Raises
         ------
         NonFiniteError
-            A weight or a buffer is not finite on rank 0, whose buffers are saved; the weights are the same on all.
+            A weight or a buffer is not finite on rank 0, whose buffers are saved; the weights are the same on all
+            ranks.
         """
         named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         broken = broadcast_object([name for name in _not_finite(named) if name not in self._exempt])
@@ -82,7 +83,7 @@ class FiniteWeights:
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors with an element that is not finite; a sum tells when there is none, but may overflow."""
+    """Names of tensors with a non-finite element; a finite sum rules one out, any other sum may be an overflow."""
     with torch.no_grad():
         parts = {
             name: torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()

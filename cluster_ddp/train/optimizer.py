@@ -1,4 +1,4 @@
-"""The default optimizer."""
+"""The default optimizer, and workarounds for torch's own optimizers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _NORMS = (
     nn.RMSNorm,
     nn.LocalResponseNorm,
 )
-# Devices on which torch has fused optimizers: one kernel for all parameters.
+# Devices for which torch has fused optimizers: one kernel for all parameters.
 _FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float) -> AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused where possible, no decay on norms and biases."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused if possible, without decay on norms and biases."""
     return AdamW(parameter_groups(model, weight_decay), lr=lr, fused=can_fuse(model))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Divide the trainable parameters into those that decay and those that do not.
+    """Split the trainable parameters into those with and without weight decay.
 
-    Those of normalisation layers, and all with fewer than two dimensions (biases, gains), do not decay. A parameter
-    that is used in several places is counted once.
+    Parameters of normalisation layers, and all with fewer than two dimensions (biases, gains), do not decay. A
+    parameter that is used in several places is counted once.
     """
     of_norms = {
         id(parameter)
@@ -57,7 +57,7 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 def refuse_divided(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for an optimizer of which each rank holds a part, as torch's ZeroRedundancyOptimizer."""
+    """Raise a `TaskError` for an optimizer that splits its state among the ranks, such as ZeroRedundancyOptimizer."""
     if callable(getattr(optimizer, "consolidate_state_dict", None)):
         raise TaskError(
             f"the optimizer is a {type(optimizer).__name__}, which divides its state among the ranks: a checkpoint "
@@ -66,7 +66,7 @@ def refuse_divided(optimizer: Optimizer) -> None:
 
 
 def refuse_broken(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for what torch gets wrong: fused SGD with momentum on 16 bits on the CPU reads past it."""
+    """Raise a `TaskError` for a torch bug: fused SGD with momentum on the CPU reads past 16-bit parameters."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         if group["fused"] and group["momentum"] and any(map(_is_half_on_cpu, group["params"])):
             raise TaskError(
@@ -80,20 +80,20 @@ def _is_half_on_cpu(weight: torch.Tensor) -> bool:
 
 
 def start_momentum(optimizer: Optimizer, *, spoilt: bool) -> None:
-    """Give a fused SGD the momentum that it begins with: zero.
+    """Initialise the momentum of a fused SGD to zero.
 
-    It takes memory as it finds it for the momentum of its first update, and fails where some parameters get their first
+    For its first update, it uses uninitialised memory as the momentum, and it fails if some parameters get their first
     gradient later than others.
 
     Parameters
     ----------
     spoilt
-        Whether its first update may be left out by the optimizer itself, which would keep what it found.
+        Whether the optimizer itself may skip its first update, which would then keep the uninitialised momentum.
 
     Raises
     ------
     TaskError
-        With dampening the first update cannot be distinguished from the others by a momentum of zero.
+        With dampening, a zero momentum cannot reproduce the first update, which differs from the others.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -112,5 +112,5 @@ def start_momentum(optimizer: Optimizer, *, spoilt: bool) -> None:
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the optimizer itself leaves an update out by its `found_inf`, without the host waiting for the device."""
+    """Whether the optimizer itself skips an update by its `found_inf`, without the host waiting for the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,4 +1,4 @@
-"""The number formats of a training: autocast, the gradient scaler, TF32."""
+"""The number formats used in training: autocast, the gradient scaler, TF32."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """The format that forward passes compute in."""
+    """The number format of forward passes."""
 
     name: str  # fp32, bf16 or fp16
     device: str
-    dtype: torch.dtype | None  # what autocast lowers to; None: no autocast
+    dtype: torch.dtype | None  # the autocast dtype; None: no autocast
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Context of a forward pass and its loss."""
+        """The context for a forward pass and its loss."""
         if self.dtype is None:
             return _NOTHING
         return torch.autocast(self.device, self.dtype)

@@ -1,12 +1,13 @@
-"""``python -m cluster_ddp.train.probe``: whether the ranks' interpreter can begin, asked on the login node.
+"""``python -m cluster_ddp.train.probe``: checks on the login node whether a task or script could start.
 
-Its argument is ``task`` or ``script``, what it will be asked about; torch is imported while the question is still made.
-That comes as a JSON object on standard input: ``script``; or ``task``, ``params`` (a list of the parameters that the
-task may get), ``lr``, ``weight_decay``, ``small`` and ``seconds``.
-Its answer is a JSON object on standard output: ``error``; or ``refused``, pairs of an index into ``params`` and what
-the task says to them; ``untried``, how many of them were not looked at since ``seconds`` were over; and ``bytes`` of
-the first one's model and its optimizer's state where they can be told without memory for them, and the model has more
-than ``small`` of them. A script is read, not run; of a task no data is made.
+The argument, ``task`` or ``script``, says what the request is about, so that torch is imported while the request is
+still being prepared. The request is a JSON object on standard input: ``script``; or ``task``, ``params`` (a list of the
+parameter sets that the task may get), ``lr``, ``weight_decay``, ``small`` and ``seconds``.
+
+The answer is a JSON object on standard output: ``error``; or ``refused``, pairs of an index into ``params`` and the
+task's error for it; ``untried``, how many of them were not tried because ``seconds`` had passed; and ``bytes``, the
+size of the first model and its optimizer's state, if it can be found without allocating memory and the model is larger
+than ``small``. Scripts are parsed, not run; a task's data sets are not created.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer one question. What the user's module prints goes to standard error."""
+    """Answer one request. What the user's module prints goes to standard error."""
     answer = os.dup(1)
     os.dup2(2, 1)
     try:
         if sys.argv[1] == "task":
-            import cluster_ddp.train.task  # noqa: F401 - while the question is still made
+            import cluster_ddp.train.task  # noqa: F401 - while the request is being prepared
 
         asked = json.load(sys.stdin)
         said = _script(Path(asked["script"])) if "script" in asked else _task(asked)
-    except BaseException as error:  # a module may call sys.exit, too
+    except BaseException as error:  # a module may also call sys.exit
         said = {"error": _described(error)}
     os.write(answer, json.dumps(said).encode())
-    os._exit(0)  # whatever threads the module has begun
+    os._exit(0)  # regardless of threads that the module has started
 
 
 def _task(asked: dict[str, Any]) -> dict[str, Any]:
@@ -51,14 +52,14 @@ def _task(asked: dict[str, Any]) -> dict[str, Any]:
         if looks and time.monotonic() > until:
             break
         looks[index] = _look(kind, asked["params"][index], asked if index == 0 else None)
-    # An error that every model ends with may be this machine's, which has no GPU, or not the data.
+    # If no model could be built, the cause may be this machine, which lacks a GPU or the data.
     built = any(look.built for look in looks.values())
     refused = sorted((i, look.error) for i, look in looks.items() if look.error and (look.by_task or built))
     return {"refused": refused, "untried": len(asked["params"]) - len(looks), "bytes": looks[0].size}
 
 
 def _order(count: int) -> list[int]:
-    """The first, then the others in no order: where time is short, some of each end of a grid are seen."""
+    """Index 0, then the others shuffled: if time is short, all regions of a grid are sampled."""
     rest = list(range(1, count))
     random.Random(0).shuffle(rest)
     return [0, *rest]
@@ -66,16 +67,16 @@ def _order(count: int) -> list[int]:
 
 @dataclass
 class _Look:
-    """What was seen of a task with some parameters."""
+    """The result of trying a task with one set of parameters."""
 
     error: str | None = None
-    by_task: bool = True  # the error is that of the task itself, not of its model
+    by_task: bool = True  # the error comes from the task itself, not its model
     built: bool = False
-    size: int | None = None  # of the model and its optimizer's state, where that was asked for
+    size: int | None = None  # bytes of the model and its optimizer's state, if requested
 
 
 def _look(kind: type[Any], params: dict[str, Any], sizes: dict[str, Any] | None) -> _Look:
-    """Make a task and its model without memory for it, and tell its size where `sizes` asks for that."""
+    """Create a task and its model without memory for them, and compute their size if `sizes` requests it."""
     import torch
 
     from cluster_ddp.train.errors import TaskError
@@ -92,9 +93,9 @@ def _look(kind: type[Any], params: dict[str, Any], sizes: dict[str, Any] | None)
             if sizes is not None:
                 look.size = _state_bytes(task, model, sizes)
     except (TaskError, ValueError, TypeError, AssertionError) as error:
-        if not look.built and "meta" not in str(error):  # what tensors without memory cannot tell
+        if not look.built and "meta" not in str(error):  # errors that only occur without memory
             look.error = _described(error)
-    except Exception:  # what needs a GPU or its data: nothing can be told of it here
+    except Exception:  # it needs a GPU or its data: nothing can be found out here
         return look
     return look
 
@@ -106,7 +107,7 @@ def _state_bytes(task: Any, model: Any, asked: dict[str, Any]) -> int | None:
         return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
 
     kept = size(model.state_dict().values())
-    if kept <= asked["small"]:  # an optimizer imports torch's compiler, a second that tells nothing here
+    if kept <= asked["small"]:  # creating an optimizer imports torch's compiler, a wasted second
         return None
     task.weight_decay = asked["weight_decay"]
     optimizer = task.optimizer(model, asked["lr"])
@@ -126,7 +127,7 @@ def _script(script: Path) -> dict[str, Any]:
 
 
 def _imports(module: ast.Module) -> Iterator[tuple[str, int]]:
-    """The packages that a script imports for sure: in no function, and under no condition."""
+    """The packages that a script certainly imports: not inside a function or a condition."""
     for node in module.body:
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
@@ -135,7 +136,7 @@ def _imports(module: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _described(error: BaseException) -> str:
-    """The error in one line, with the last place outside of Python's own machinery and of this package."""
+    """The error in one line, with the last place outside Python's own machinery and this package."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""

@@ -1,4 +1,4 @@
-"""torch.profiler for a range of steps."""
+"""Runs torch.profiler for a range of steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cluster_ddp.train.distributed import World
 
 
 class Profiler:
-    """Writes a trace of the steps from the first to the last of a range, both included, into the attempt's folder.
+    """Writes a trace of a range of steps, including the last one, into the attempt's folder.
 
-    The trace is rank 0's, in Chrome's format (``trace-steps-10-20.json``): open it at ui.perfetto.dev.
+    Only rank 0 is traced, in Chrome's format (``trace-steps-10-20.json``): open it at ui.perfetto.dev.
     """
 
     def __init__(self, settings: ProfileSpec | None, run: RunDirectory | None, attempt: int, world: World) -> None:
@@ -22,7 +22,7 @@ class Profiler:
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Call before each step; its number counts from 0."""
+        """Call before each step, with its number counted from 0."""
         if self._range is None:
             return
         first, last = self._range
@@ -39,7 +39,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write the trace, when one has been begun."""
+        """Write the trace if one was started."""
         if self._profile is None or self._range is None or self._folder is None:
             return
         self._profile.stop()

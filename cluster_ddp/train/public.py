@@ -1,4 +1,4 @@
-"""The public names of `cluster_ddp.train`, whatever module they live in."""
+"""The public names of `cluster_ddp.train`, collected from its modules."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

@@ -1,7 +1,7 @@
-"""Random numbers as a function of where training is, not of how it got there.
+"""Makes random numbers a function of where training is, not of how it got there.
 
-Every generator is seeded from (seed, step, rank, micro-batch) before a forward pass and from (seed, epoch, sample
-index) before a sample is fetched. So no generator's state has to be saved, and a resume costs no replay.
+Every generator is seeded from (seed, step, rank, micro-batch) before a forward pass, and from (seed, epoch, sample
+index) before a sample is fetched. So no generator's state has to be saved, and a resume replays nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.ra
 _WORD = (1 << 64) - 1
 _HALF_WORD = (1 << 32) - 1
 _POSITIVE_INT = (1 << 31) - 1
-_DEPTH, _WIDTH = 10, 100  # how deep in an object generators are searched, and in how long lists
+_DEPTH, _WIDTH = 10, 100  # how deep objects are searched for generators, and the longest lists that are searched
 
 
 class Use(enum.IntEnum):
-    """What random numbers are for; keeps equal numbers in different roles from giving equal seeds."""
+    """What random numbers are used for; prevents equal numbers in different roles from giving equal seeds."""
 
     BUILD = 1
     ORDER = 2
@@ -43,7 +43,7 @@ class Use(enum.IntEnum):
 
 
 def mix(word: int) -> int:
-    """Scramble 64 bits so that neighbouring words have nothing in common (SplitMix64, Steele et al. 2014)."""
+    """Scramble 64 bits so that neighbouring words become unrelated (SplitMix64, Steele et al. 2014)."""
     word = (word + 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -51,7 +51,7 @@ def mix(word: int) -> int:
 
 
 def derive(*words: int) -> int:
-    """Hash integers to a seed of 64 bits; the order of the words matters."""
+    """Hash integers to a 64-bit seed; their order matters."""
     seed = 0
     for word in words:
         seed = mix(seed ^ mix(word & _WORD))
@@ -59,18 +59,18 @@ def derive(*words: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on all devices, Python's random and NumPy. Slow (about 100 us); for set-up."""
+    """Seed torch on all devices, Python's random and NumPy. Slow (about 100 us); for setup."""
     torch.manual_seed(seed)
     _seed_libraries(seed)
 
 
 @contextlib.contextmanager
 def keep_generators() -> Iterator[None]:
-    """Put torch's generators, on the CPU and on this rank's GPU, Python's random and NumPy back afterwards."""
+    """Restore torch's generators (CPU and this rank's GPU), Python's random and NumPy afterwards."""
     python, numpy_ = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng(gpus):  # without it all GPUs of the node, with a warning
+        with torch.random.fork_rng(gpus):  # by default it forks all GPUs of the node, with a warning
             yield
     finally:
         random.setstate(python)
@@ -79,13 +79,13 @@ def keep_generators() -> Iterator[None]:
 
 def seed_host(seed: int) -> None:
     """Seed torch's CPU generator, Python's random and NumPy: about 8 us."""
-    # torch.manual_seed costs 97 us where CUDA is not initialised; the generator itself 1.2 us.
+    # torch.manual_seed takes 97 us if CUDA is not initialised; the generator itself takes 1.2 us.
     torch.default_generator.manual_seed(seed)
     _seed_libraries(seed)
 
 
 class HostGenerator(NamedTuple):
-    """One of the generators that `seed_host` seeds."""
+    """A generator that `seed_host` seeds."""
 
     seed: Callable[[int], object]
     draw: Callable[[], float]
@@ -101,7 +101,7 @@ HOST_GENERATORS = (
 
 
 def drawn() -> tuple[float, ...]:
-    """Draw from each of these."""
+    """Draw from each of the `HOST_GENERATORS`."""
     return tuple(generator.draw() for generator in HOST_GENERATORS)
 
 
@@ -111,8 +111,8 @@ def _seed_libraries(seed: int) -> None:
     _seed_opencv(seed)
 
 
-# OpenCV has a generator of its own, for cv2.randn and the like. What is called cv2 may be something else, or half
-# imported, or not imported yet.
+# OpenCV has its own generator, for cv2.randn and the like. A module named cv2 may be something else, half imported, or
+# not imported yet.
 
 
 def _seed_opencv(seed: int) -> None:
@@ -126,7 +126,7 @@ def _drawn_from_opencv() -> float:
 
 
 def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """Give objects and what they are made of, each once; of models all their modules are made, not their tensors."""
+    """Yield objects and their parts, each once; the parts of models are all their modules, but not their tensors."""
     seen: set[int] = set()
     level: list[Any] = list(holders)
     for _ in range(depth):
@@ -134,7 +134,7 @@ def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
         for value in level:
             if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
-                with contextlib.suppress(Exception):  # of what has no attributes after all, though it has a class
+                with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
                     inner += _parts(value)
                 yield value
         level = inner
@@ -146,19 +146,19 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, (dict, list, tuple, collections.deque)):
         if length(value) <= _WIDTH:
             yield from elements(value)
-        own = getattr(value, "__dict__", {})  # of a class derived from them; it may be the dict itself
+        own = getattr(value, "__dict__", {})  # of a derived class; it may be the dict itself
         yield from own.values() if len(own) <= _WIDTH else ()
     elif not isinstance(value, (Tensor, np.ndarray, type, ModuleType, *GENERATORS)) and not _is_of_training(value):
         yield from (part for _, part in inner_parts(value))
 
 
 def _is_of_training(value: Any) -> bool:
-    """Whether it is one of this package's own, such as a trainer that a task holds, which holds all generators."""
+    """Whether it belongs to this package, such as a trainer that a task holds, which refers to all generators."""
     return type(value).__module__.startswith("cluster_ddp.train.")
 
 
 def seed_one(generator: Any, word: int) -> None:
-    """Seed a generator of one of the kinds `GENERATORS`."""
+    """Seed a generator of any of the kinds in `GENERATORS`."""
     if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
         bits: Any = getattr(generator, "bit_generator", generator)
         bits.state = type(bits)(word).state
@@ -169,18 +169,18 @@ def seed_one(generator: Any, word: int) -> None:
 
 
 class OwnGenerators:
-    """The random generators that an object holds itself, in its attributes or those of what it is made of.
+    """The random generators that objects hold in their attributes, or in those of their parts.
 
-    Seeded together with the global ones they are as exact. A variable of a module is not found.
+    They are seeded together with the global ones, and so are as exact. Variables of modules are not found.
 
     Parameters
     ----------
     holders
-        Where to search.
+        The objects to search.
     around
-        Others by their names, which nobody holds. Those there are do not change how the held ones are seeded.
+        Further generators by name, which no object holds. They do not affect how the held ones are seeded.
     depth
-        How deep in them.
+        How deep to search.
     """
 
     def __init__(self, *holders: Any, around: Mapping[str, Any] | None = None, depth: int = _DEPTH) -> None:
@@ -188,7 +188,7 @@ class OwnGenerators:
         self.find()
 
     def find(self) -> None:
-        """Search again: `load_state_dict` of a holder may have made others."""
+        """Search again: a holder's `load_state_dict` may have created new ones."""
         known = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
         parts = parts_of(*self._holders, depth=self._depth)
         held = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
@@ -198,7 +198,7 @@ class OwnGenerators:
         self._seeded = known.union(map(id, self._found.values()))
 
     def __contains__(self, generator: object) -> bool:
-        """Whether it is one of these, or a global one, which are seeded with them."""
+        """Whether a generator is one of these or a global one, all of which are seeded."""
         return id(generator) in self._seeded and not isinstance(generator, random.SystemRandom)
 
     def __bool__(self) -> bool:
@@ -208,22 +208,22 @@ class OwnGenerators:
         return iter(self._found.values())
 
     def seed(self, seed: int) -> None:
-        """Seed each: 1 to 20 us."""
+        """Seed each generator: 1 to 20 us."""
         for number, generator in self._found.items():
             seed_one(generator, mix(seed + number))
 
 
 class StepSeeds:
-    """Seeds the generators before each forward pass, of a step or of an evaluation.
+    """Seeds the generators before each forward pass of a step or an evaluation.
 
     Parameters
     ----------
     seed
         The run's seed.
     rank
-        Ranks draw different numbers, for dropout among others.
+        Ranks draw different numbers, such as for dropout.
     device
-        Where the model is; its own generator is seeded too.
+        The model's device, whose generator is seeded too.
     own
         Other generators that the forward pass draws from.
     use
@@ -243,7 +243,7 @@ class StepSeeds:
         self._own = OwnGenerators() if own is None else own
 
     def apply(self, step: int, micro_batch: int) -> None:
-        """Put all generators where the forward pass of this micro-batch of this step begins."""
+        """Seed all generators for the forward pass of this micro-batch of this step."""
         seed = mix(self._base ^ mix((step << 20) + micro_batch))
         seed_host(seed)
         self._own.seed(seed)

@@ -1,4 +1,4 @@
-"""What a process does once to be a rank of a run: signals, stack dumps, the heartbeat, not outliving its parent."""
+"""Sets a process up as a rank of a run: signals, stack dumps, the heartbeat, and not outliving its parent."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from cluster_ddp.train.stop import StopSignals
 
 
 class Beat:
-    """What this rank is doing: known here, and shown to the node program where there is a heartbeat file."""
+    """What this rank is doing, shown to the node program if there is a heartbeat file."""
 
     def __init__(self, slot: RankSlot | None = None) -> None:
         self._slot = slot
         self.phase = Phase.STARTING
-        self.steps = 0  # that are finished
+        self.steps = 0  # finished steps
 
     def enter(self, phase: Phase) -> None:
-        """This is what comes now; counts as a sign of life."""
+        """Enter a phase; counts as a heartbeat."""
         self.phase = phase
         if self._slot is not None:
             self._slot.set_phase(phase)
 
     def step(self, steps: int) -> None:
-        """So many steps are finished; counts as a sign of life."""
+        """Set the number of finished steps; counts as a heartbeat."""
         self.steps = steps
         if self._slot is not None:
             self._slot.beat(steps)
@@ -49,16 +49,16 @@ class Beat:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What the set-up of this process left behind; by default no signals and no heartbeat file."""
+    """What the setup of this process created; by default, no signal handlers and no heartbeat file."""
 
     stop: StopSignals = field(default_factory=StopSignals)
     beat: Beat = field(default_factory=Beat)
-    stacks: IO[str] | None = None  # where faulthandler writes; open as long as the process lives
-    consensus_seconds: float = 1.0  # how often the ranks exchange whether to stop
+    stacks: IO[str] | None = None  # faulthandler's output; must stay open as long as the process lives
+    consensus_seconds: float = 1.0  # interval at which the ranks agree whether to stop
 
 
 def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: str) -> RankProcess:
-    """Set this process up as a rank; where there is an attempt and a heartbeat, it writes its stacks when asked to."""
+    """Set this process up as a rank; with an attempt and a heartbeat, it writes its stacks when asked to."""
     die_with_parent(number=signal.SIGTERM)
     _fork_between_threads()
     heartbeat = _open_heartbeat()
@@ -72,23 +72,24 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
 
 
 def join_ranks(job: JobSpec) -> None:
-    """Join the other ranks with the backend and the timeout that the job asks for.
+    """Join the other ranks with the backend and timeout of the job.
 
-    A group that the program has made itself keeps its backend, and takes the timeout where the job file has one.
+    A group that the program itself has created keeps its backend, but takes the timeout of the job file, if that has
+    one.
     """
     backend = None if job.network.backend == "auto" else job.network.backend
     timeout = resolve(job.network, os.environ).timeout
     if dist.is_initialized() and job.network.timeout is not None:
-        _set_pg_timeout(datetime.timedelta(seconds=timeout))  # private: nothing public changes it
+        _set_pg_timeout(datetime.timedelta(seconds=timeout))  # private, but there is no public way to change it
     setup_distributed(backend, timeout=timeout)
 
 
 @functools.cache
 def _fork_between_threads() -> None:
-    """Let no worker be forked in the moment in which a thread of Gloo's or pyarrow's makes itself known to Python.
+    """Prevent a worker from being forked while a thread of Gloo or pyarrow registers with Python.
 
-    That takes a lock, and before 3.12 (3.11.10, 3.10.15) a worker that is forked meanwhile waits for it forever:
-    python/cpython#112275. To tell of all threads Python takes the same lock: it waits until no other has it.
+    Registering takes a lock; before 3.12 (3.11.10, 3.10.15), a worker forked meanwhile waits for it forever:
+    python/cpython#112275. `sys._current_frames` takes the same lock, and so waits until no other thread holds it.
     """
     if sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=sys._current_frames)

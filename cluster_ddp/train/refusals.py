@@ -1,4 +1,4 @@
-"""What the trainer refuses before or in its first step, because it would fail later or train something else."""
+"""Checks that refuse what would fail later or train something else, most of them before or in the first step."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from cluster_ddp.train.data.order import SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import all_gather, all_gather_object
 from cluster_ddp.train.errors import DataError, TaskError
 
-_SHOWN = 5  # names of what differs
-MODULE_BUFFERS = "buffers of modules"  # key for what ranks may have each its own of, as BatchNorm's statistics
-_MAX_TEXT = 60  # characters of a value that is shown
-# What torch can neither copy nor compute with, or a checkpoint not hold.
+_SHOWN = 5  # names listed in a message
+MODULE_BUFFERS = "buffers of modules"  # key for buffers that may differ between ranks, such as BatchNorm's statistics
+_MAX_TEXT = 60  # characters of a value in a message
+# Dtypes that torch can neither copy nor compute with, or that a checkpoint cannot contain.
 _UNSTORED = {
     dtype
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"float4\w*|u?int[1-7]|bits\w+|qu?int\w+|complex32", name)
 }
-_NO_GROUP = "process group has not been initialized"  # in what torch raises
-_OTHER_OPTIMIZERS = "task.more"  # what a custom loop has besides its first
-_HANDED_OVER = "task.rest."  # by name, to a custom loop
-_FROM_RANK_0 = ("task.", "extra.")  # tensors that a checkpoint holds as rank 0 has them, and no forward pass sends
+_NO_GROUP = "process group has not been initialized"  # part of torch's message
+_OTHER_OPTIMIZERS = "task.more"  # prefix for a custom loop's further optimizers
+_HANDED_OVER = "task.rest."  # prefix for what a custom loop passes in by name
+_FROM_RANK_0 = ("task.", "extra.")  # tensors saved from rank 0 only, which no forward pass broadcasts
 
 
 def refuse_other_passes(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for an optimizer that needs other passes than the one forward and one backward of a step."""
+    """Raise a `TaskError` for an optimizer that needs other passes than one forward and one backward per step."""
     kind = type(optimizer)
-    # Of the class: a scheduler puts a method of its own in the place of the optimizer's.
+    # Of the class, because a scheduler replaces the method of the instance.
     _, *parameters = inspect.signature(kind.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
-    if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # the last of GSAM
+    if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # GSAM
         raise TaskError(
             f"optimizer() returned {kind.__name__}, whose step() needs a closure that computes the loss again: "
             "the trainer computes each loss once; give an optimizer that needs the gradients only"
@@ -66,7 +66,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
 
 
 def refuse_unfinished(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for an optimizer that lacks what those of torch have, as some that go around another."""
+    """Raise a `TaskError` for an optimizer without the attributes of torch's, such as some that wrap another one."""
     try:
         _ = optimizer.param_groups, optimizer.state_dict()
     except AttributeError as error:
@@ -78,7 +78,7 @@ def refuse_unfinished(optimizer: Optimizer) -> None:
 
 
 def refuse_without_group(error: Exception) -> None:
-    """Raise a `TaskError` where the error of an optimizer is that a single rank is in no process group."""
+    """Raise a `TaskError` if an optimizer's error is caused by a single rank having no process group."""
     if _NO_GROUP in str(error):
         raise TaskError(
             "the optimizer works together with those of other ranks, by torch.distributed, and a single rank has no "
@@ -88,7 +88,7 @@ def refuse_without_group(error: Exception) -> None:
 
 
 def refuse_other_settings(optimizer: Optimizer, error: KeyError) -> None:
-    """Raise a `TaskError` where an optimizer has settings by which it keeps more than the checkpoint holds of it."""
+    """Raise a `TaskError` if the optimizer's settings now require state that the checkpoint does not contain."""
     missing = error.args[0]
     if not any(missing in held for held in (*optimizer.state.values(), *optimizer.param_groups)):
         kind = type(optimizer).__name__
@@ -99,7 +99,7 @@ def refuse_other_settings(optimizer: Optimizer, error: KeyError) -> None:
 
 
 def refuse_dtypes(model: nn.Module) -> None:
-    """Raise a `TaskError` for parameters and buffers in so few bits that no checkpoint can hold them."""
+    """Raise a `TaskError` for parameters and buffers of a dtype that no checkpoint can contain."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             if tensor.dtype in _UNSTORED:
@@ -110,7 +110,7 @@ def refuse_dtypes(model: nn.Module) -> None:
 
 
 def refuse_trained_in_8_bits(model: nn.Module) -> None:
-    """Raise a `TaskError` for parameters that are to be trained and have no arithmetic in torch."""
+    """Raise a `TaskError` for 8-bit parameters that require gradients, which torch cannot compute with."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.element_size() == 1:
             raise TaskError(
@@ -120,7 +120,7 @@ def refuse_trained_in_8_bits(model: nn.Module) -> None:
 
 
 def refuse_loader(data: object, method: str) -> None:
-    """Raise a `DataError` when a method of the task gave a DataLoader in the place of a data set."""
+    """Raise a `DataError` if a task method returned a DataLoader instead of a data set."""
     if isinstance(data, DataLoader):
         raise DataError(
             f"{method} gave a {type(data).__name__}; give its data set: the trainer makes the batches itself, by "
@@ -130,20 +130,20 @@ def refuse_loader(data: object, method: str) -> None:
 
 
 def _takes_two_passes(optimizer: Optimizer) -> bool:
-    """Whether it is one of the SAM family, which computes the loss once more where its first half-step leads."""
+    """Whether it belongs to the SAM family, which computes the loss again after a first half-step."""
     return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
 class SingleSamples:
-    """Refuses, in the first forward pass, a BatchNorm that the end of an epoch would give a single value per channel.
+    """Refuses, in the first forward pass, a BatchNorm that would get a single value per channel at the end of an epoch.
 
-    With ``train.drop_last: false`` a rank may be left with one sample of the last batch, where BatchNorm raises.
-    Whether it gets more than one value of each sample, as in an image, shows in the first pass.
+    With ``train.drop_last: false``, a rank may be left with one sample of the last batch, for which BatchNorm raises.
+    The first pass shows whether it gets more than one value per sample, as with images.
 
     Parameters
     ----------
     order
-        The global batches; None when they are not known beforehand.
+        The global batches; None if they are not known in advance.
     """
 
     def __init__(self, model: nn.Module, order: SampleStream | None, plan: BatchPlan) -> None:
@@ -163,12 +163,12 @@ class SingleSamples:
         ]
 
     def begin(self, step: int) -> None:
-        """Call when the first step is known: a run may be resumed just before the last batch of an epoch."""
+        """Call when the first step is known: a run may resume just before the last batch of an epoch."""
         if self._handles:
             self._samples = _fewest_samples(self._order, self._plan, step)
 
     def end(self) -> None:
-        """Call when the first step is done."""
+        """Call after the first step."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -189,10 +189,10 @@ def _fewest_samples(order: SampleStream, plan: BatchPlan, step: int) -> int:
 
 
 class FrozenLayers:
-    """Refuses, on several ranks, layers frozen or unfrozen in training that DDP does not follow.
+    """Refuses, on several ranks, layers frozen or unfrozen during training in a way that DDP does not support.
 
-    DDP sums the gradients of the parameters that had ``requires_grad`` when it was made, and waits for all of them
-    unless it looks for unused ones in each step. On a single rank nothing is refused.
+    DDP sums the gradients of the parameters that had ``requires_grad`` when it was created, and waits for all of them
+    unless it looks for unused ones in each step. On a single rank, nothing is refused.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec, world_size: int) -> None:
@@ -202,7 +202,7 @@ class FrozenLayers:
         self._follows = train.find_unused_parameters and not train.static_graph
 
     def check(self) -> None:
-        """Call before each update; a `TaskError` when a layer was frozen or unfrozen."""
+        """Call before each update; raises a `TaskError` if a layer was frozen or unfrozen."""
         if not self._parameters:
             return
         now = [parameter.requires_grad for parameter in self._parameters]
@@ -223,13 +223,13 @@ class FrozenLayers:
 
 
 def refuse_other_ways(error: AttributeError) -> None:
-    """Raise a `TaskError` that says what to do when `loss` takes the wrapped model for the bare one."""
+    """Raise a `TaskError` that explains what to do if `loss` uses the wrapped model like the bare one."""
     if "'DistributedDataParallel' object has no attribute" in str(error):
         raise TaskError(f"{error}: {_CALL_IT}") from error
 
 
 def refuse_bypass(model: nn.Module, loss: Callable[[], Any]) -> Any:
-    """Compute a loss; a `TaskError` when the forward of the wrapped model was not called for it."""
+    """Compute a loss; raise a `TaskError` if this did not call the forward of the wrapped model."""
     calls = 0
 
     def count(*_: Any) -> None:
@@ -250,19 +250,19 @@ def refuse_bypass(model: nn.Module, loss: Callable[[], Any]) -> Any:
 
 
 def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Compare tensors over the ranks, bit by bit; all ranks call it.
+    """Compare tensors between the ranks, bit by bit; all ranks must call it.
 
     Parameters
     ----------
     what
         What they are and when, for the message: "after step 2 the weights".
     tensors
-        By name, the same names on all ranks.
+        By name, with the same names on all ranks.
 
     Raises
     ------
     TaskError
-        They are not alike, on all ranks.
+        They differ; raised on all ranks.
     """
     if not dist.is_initialized():
         return
@@ -291,7 +291,7 @@ def _refuse_divided(what: str, different: list[str]) -> NoReturn:
 
 
 def _not_on_all(names: list[str]) -> list[str]:
-    """The names that not every rank has, or those that do not come in the same order; the same on all ranks."""
+    """The names that not every rank has, or all if only their order differs; the same on all ranks."""
     text = "\n".join(names)
     if len(set(all_gather_object(xxhash.xxh3_64_hexdigest(text.encode())))) == 1:
         return []
@@ -302,7 +302,7 @@ def _not_on_all(names: list[str]) -> list[str]:
 def refuse_own_state(
     when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], late: Collection[str]
 ) -> None:
-    """Compare, over the ranks, what a checkpoint holds of rank 0 alone and gives to all; all ranks call it.
+    """Compare, between the ranks, the state that is saved from rank 0 only; all ranks must call it.
 
     Parameters
     ----------
@@ -311,12 +311,12 @@ def refuse_own_state(
     tensors, scalars
         The whole state, as it is saved.
     late
-        Names of the buffers among them that were not there at first, and are not sent from rank 0 to the others.
+        Names of those buffers that were created later, which are not broadcast from rank 0.
 
     Raises
     ------
     TaskError
-        A rank has something of its own there, on all ranks.
+        The state of some rank differs from rank 0's; raised on all ranks.
     """
     if not dist.is_initialized():
         return
@@ -350,7 +350,7 @@ def refuse_own_state(
 
 
 def _leaves(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """The parts of a state in dicts, by names for people."""
+    """Yield the parts of a state in nested dicts, under readable names."""
     if isinstance(value, dict) and value and depth and all(key.isidentifier() for key in value):
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}", part, depth - 1)

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and the trainer's side of writing and reading it."""
+"""Decides when a checkpoint is due, and connects the training state to the checkpointer that writes and reads it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from cluster_ddp.train.state.selfcheck import check_comes_back
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
 
-_SHOWN = 5  # names of what is told
-_LOOKING = 0.001  # part of the time that may go into looking for what begins to change and is not saved
-_CHECKED_AFTER = 2  # steps of an attempt: the optimizer has its state, and has used it
+_SHOWN = 5  # names listed in a warning
+_LOOKING = 0.001  # share of the time that may be spent looking for unsaved changes
+_CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
 
 class Saving:
@@ -45,17 +45,17 @@ class Saving:
         minutes = job.checkpoint.every_minutes
         self._seconds = None if minutes is None else 60.0 * minutes
         self._saved: int | None = None
-        self._gone: int | None = None  # the last step that was saved, where nothing of its name is there; on rank 0
+        self._gone: int | None = None  # rank 0: the last saved step, if its checkpoint no longer exists
         self._checkpointer: Checkpointer | None = None
         self._steps_here = 0
         self._rank = world.rank
         self._warned: set[str] = set()
-        self._next_look = math.inf  # `time.monotonic` of it, once there is something to compare with
-        self._logged: set[str] = set()  # by a script, which may log what it likes
+        self._next_look = math.inf  # in `time.monotonic` time, once there is something to compare with
+        self._logged: set[str] = set()  # metrics logged by a custom loop, which may log anything
         self._is_best_due = False
         self._checked: SavePlan | None = None
         self._events, self._attempt = events, attempt
-        self.fresh: Callable[[], State] | None = None  # makes the state once more, to check that it comes back
+        self.fresh: Callable[[], State] | None = None  # builds the state again, to check that it is restored
         if run is None:
             return
         if world.rank == 0 and attempt:
@@ -79,7 +79,7 @@ class Saving:
         )
 
     def restore(self, state: State) -> Restored | None:
-        """Put the newest intact checkpoint's state into the training; None when there is none."""
+        """Load the newest intact checkpoint into the state; return None if there is none."""
         if self._checkpointer is None:
             return None
         restored = self._checkpointer.restore(state.live(), check_scalars)
@@ -95,7 +95,7 @@ class Saving:
         return restored
 
     def _save_more_often(self, history: History) -> None:
-        """Where the save at the end of an attempt was cut short, have something remain of the next that is."""
+        """If an earlier attempt's last save was cut short, save often enough to keep most of the next attempt."""
         seconds = seconds_between_saves(history)
         if seconds is not None and (self._seconds is None or seconds < self._seconds):
             self._seconds = seconds
@@ -105,30 +105,30 @@ class Saving:
             )
 
     def has_saved(self, step: int) -> bool:
-        """Whether the last checkpoint, restored or begun, is of this step."""
+        """Whether the last checkpoint that was restored or started is of this step."""
         return self._saved == step
 
     def is_due(self, step: int) -> bool:
-        """Whether ``checkpoint.every_steps`` asks for one after this many steps."""
+        """Whether ``checkpoint.every_steps`` asks for a checkpoint after this many steps."""
         every = self._settings.every_steps
         return every is not None and step > 0 and step % every == 0
 
     def is_wanted(self) -> bool:
-        """Whether ``checkpoint.every_minutes``, or haste, asks for one now; rank 0 asks, the others follow."""
+        """Whether ``every_minutes`` or a logged ``keep_best`` metric asks for one now; only rank 0's answer counts."""
         return self._is_best_due or (self._seconds is not None and time.monotonic() - self._since >= self._seconds)
 
     def is_wanted_by_all(self) -> bool:
-        """Whether the metric of ``checkpoint.keep_best`` has come since the last save; all ranks ask together."""
+        """Whether the ``checkpoint.keep_best`` metric has been logged since the last save; all ranks must call it."""
         return self._settings.keep_best is not None and broadcast_object(self._is_best_due)
 
     def note_logged(self, values: Mapping[str, float]) -> None:
-        """A script has logged these: what ``checkpoint.keep_best`` goes by asks for a checkpoint."""
+        """Note the metrics that a script logged; that of ``checkpoint.keep_best`` requests a checkpoint."""
         self._logged.update(values)
         best = self._settings.keep_best
         self._is_best_due |= best is not None and best.metric in values
 
     def warn_not_logged(self) -> None:
-        """Say, at the end, that a script has not logged what ``checkpoint.keep_best`` goes by."""
+        """Warn, at the end, if a script has not logged the metric of ``checkpoint.keep_best``."""
         best = self._settings.keep_best
         if self._rank == 0 and best is not None and self._logged and best.metric not in self._logged:
             self.warn(
@@ -137,7 +137,7 @@ class Saving:
             )
 
     def check_metric(self, evaluated: Mapping[str, float]) -> None:
-        """Raise a `TaskError` unless what ``checkpoint.keep_best`` goes by is among what an evaluation gave."""
+        """Raise a `TaskError` unless the metric of ``checkpoint.keep_best`` is among those of an evaluation."""
         best = self._settings.keep_best
         if best is not None and best.metric not in (*evaluated, "train/loss"):
             known = ", ".join(evaluated) or "nothing"
@@ -148,9 +148,10 @@ class Saving:
     def save(
         self, state: State, *, step: int, samples: int, epoch: int, metrics: dict[str, float], again: bool = False
     ) -> None:
-        """Begin to save the state after `step` steps; nothing when that has been done, unless it is to be done again.
+        """Start saving the state after `step` steps, unless that was already done and `again` is false.
 
-        Again, when an evaluation has come to the state since: by its metrics the checkpoint is kept or not.
+        A step is saved again when it has been evaluated since, because the metrics decide whether its checkpoint is
+        kept.
         """
         self._since = time.monotonic()
         self._is_best_due = False
@@ -176,10 +177,10 @@ class Saving:
             self._checkpointer.wait_for_staging()
 
     def prepare(self, state: State, step: int) -> None:
-        """Call after each step, with the steps that are finished.
+        """Call after each step, with the number of finished steps.
 
-        After the first it finds the memory for saving in the background, so that no save has to wait for it; after the
-        second it checks that the state comes back.
+        After the first step it allocates the memory for background saving, so that no save has to wait for it; after
+        the second it checks that the state is restored completely.
         """
         if self._steps_here >= _CHECKED_AFTER or self._checkpointer is None:
             return
@@ -193,12 +194,12 @@ class Saving:
             self.warn_unsaved(state)
 
     def look(self, state: State) -> None:
-        """Call now and then between steps: `warn_unsaved` as often as takes a thousandth of the training's time."""
+        """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
         if time.monotonic() >= self._next_look:
             self.warn_unsaved(state)
 
     def warn_unsaved(self, state: State) -> None:
-        """Say what has changed in model, task and optimizer and is in no checkpoint; a step may depend on it."""
+        """Warn of changes in model, task and optimizer that no checkpoint contains and that a step may depend on."""
         if self._rank != 0 or self._checkpointer is None:
             return
         begun = time.thread_time()
@@ -214,7 +215,7 @@ class Saving:
             )
 
     def warn(self, message: str) -> None:
-        """Say on rank 0 what is to be known, and record it for `status`."""
+        """Print a warning on rank 0, and record it for `status`."""
         if self._rank == 0:
             say(f"cluster_ddp: {message}")
             self._report(WARNING, {"rank": self._rank, "message": message})
@@ -223,7 +224,7 @@ class Saving:
         return self._events is None or self._events.write(event, attempt=self._attempt, **fields)
 
     def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:
-        """Check on rank 0 that the state comes back, unless one with these tensors has; else raise a `TaskError`."""
+        """Check on rank 0 that the state is restored, once per plan of tensors; raise a `TaskError` if it is not."""
         if self.fresh is None or self._checkpointer is None:
             return
         plan = self._checkpointer.plan_for(collected[0])
@@ -242,19 +243,19 @@ class Saving:
             raise TaskError(problem)
 
     def finish(self) -> bool:
-        """Wait until what was begun is durable; False, on all ranks, when it could not be made so."""
+        """Wait until the save in progress is durable; return False, on all ranks, if it failed."""
         durable = broadcast_object(self._checkpointer is None or self._checkpointer.finish())
         if not durable:
-            self._saved = None  # the same step may be tried again
+            self._saved = None  # the same step may be saved again
         return durable
 
     @property
     def why_failed(self) -> str | None:
-        """Why the last save is not durable, on all ranks; None when it is."""
+        """Why the last save is not durable, on all ranks; None if it is."""
         return None if self._checkpointer is None else self._checkpointer.why_failed
 
     def close(self) -> None:
-        """Give the memory back; all ranks, before the group goes."""
+        """Free the memory; call on all ranks before the group is destroyed."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 

@@ -21,16 +21,16 @@ from cluster_ddp.train.state.groups import check_groups
 class Schedule:
     """Sets the learning rate of every group of an optimizer.
 
-    Groups keep their proportion: a task that gives its backbone a tenth of the rate keeps that tenth.
+    Groups keep their ratio: if a task gives its backbone a tenth of the rate, it stays a tenth.
 
     Parameters
     ----------
     peak
-        The peak rate that `train.min_lr` is measured against.
+        The peak rate, to which `train.min_lr` is relative.
     total
-        Updates in the whole training; the end of the cosine and linear decay.
+        The number of updates in the whole training, where the cosine and linear decay end.
     warn
-        Is told, once, when something else has set a rate: it has no effect, as no checkpoint holds it.
+        Called once if something else has set a rate, which has no effect because no checkpoint contains it.
 
     Raises
     ------
@@ -41,31 +41,31 @@ class Schedule:
     def __init__(
         self, train: TrainSpec, optimizer: Optimizer, *, peak: float, total: int, warn: Callable[[str], None]
     ) -> None:
-        self._optimizer = optimizer  # load_state_dict gives it new groups, so they are looked up each time
+        self._optimizer = optimizer  # load_state_dict replaces its groups, so they are looked up each time
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise TaskError(
                 f"optimizer() returned {type(optimizer).__name__} without a learning rate, one that chooses it by "
                 "itself: the trainer sets the rate of each step; give it lr, and turn its own schedule off"
             )
         for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):  # which is changed in place; the task and `defaults` may hold it too
+            if isinstance(group["lr"], Tensor):  # it is changed in place, and the task and `defaults` may refer to it
                 group["lr"] = group["lr"].clone()
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self._peak = peak
         self._warmup = train.warmup_steps
         self._shape = _shapes(train, peak=peak, total=total)[train.schedule]
         self._warn = warn
-        self._rates: list[float | None] = [None] * len(self._peaks)  # as they were set last
+        self._rates: list[float | None] = [None] * len(self._peaks)  # as last set
         self._has_warned = False
 
     def factor(self, update: int) -> float:
-        """The part of the peak rate at which update number `update`, counted from 0, is made."""
+        """The fraction of the peak rate for update number `update`, counted from 0."""
         if update < self._warmup:
             return (update + 1) / self._warmup
         return self._shape(update)
 
     def lr(self, update: int) -> float:
-        """The rate of update number `update`, for a group at the peak rate."""
+        """The rate of update number `update` for a group at the peak rate."""
         return self._peak * self.factor(update)
 
     def apply(self, update: int) -> None:
@@ -74,15 +74,15 @@ class Schedule:
         factor, rates = self.factor(update), self._rates
         for number, group in enumerate(self._optimizer.param_groups):
             rate = self._peaks[number] * factor
-            if group["lr"] is not rates[number]:  # the first time, or by somebody else
+            if group["lr"] is not rates[number]:  # the first time, or set by something else
                 self._look_at(number, group["lr"])
-            if isinstance(group["lr"], Tensor):  # as compiled optimizers and those of torchao need it
+            if isinstance(group["lr"], Tensor):  # required by compiled optimizers and those of torchao
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rates[number] = rate
 
     def _look_at(self, number: int, found: Any) -> None:
-        """Warn of a rate that is another than was set; a tensor may be on a device, which has no time for it."""
+        """Warn if a rate is not the one last set; tensors are not checked, as reading one from a device takes time."""
         rate = self._rates[number]
         if self._has_warned or rate is None or isinstance(found, Tensor) or found == rate:
             return

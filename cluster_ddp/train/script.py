@@ -1,13 +1,13 @@
-"""A rank's side of a run for a training custom loop: what the trainer does around its loop, without the loop.
+"""`join_run`: makes a process with a custom loop a rank of a run, and does what the trainer does around its loop.
 
     with join_run() as run:
-        model, optimizer, loader, scheduler = ...          # as ever
+        model, optimizer, loader, scheduler = ...          # as before
         loader = run.resumable(loader, model=model, optimizer=optimizer, scheduler=scheduler, epochs=20)
         for epoch in loader.epochs():
             for batch in loader:
-                ...                                        # as ever
+                ...                                        # as before
 
-docs/own-code.md says how, for the programs that people have.
+docs/own-code.md explains how to use it in common kinds of programs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ _joined: list[ScriptRun] = []
 def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
     """Make this process a rank of the run that it was started for, and join the other ranks.
 
-    Left without an exception, it saves the last step and records that the run is completed, or stopped where the ranks
-    agreed to stop: then a loop over `ScriptRun.resumable` or `ScriptRun.steps` ends the block, and nothing that follows
-    the loop in it is run. An exception is printed and recorded as a failure, and the process ends with status 1.
+    If the block ends without an exception, the last step is saved and the run is recorded as completed. If the ranks
+    agree to stop, the loop over `ScriptRun.resumable` or `ScriptRun.steps` leaves the block, without running what
+    follows the loop in it, and the run is recorded as stopped. An exception is printed and recorded as a failure, and
+    the process exits with status 1.
 
     Parameters
     ----------
     folder
-        Where checkpoints and metrics go when the script was not started by cluster-ddp, whose runs have a directory
-        of their own. None: ``<script>.run``, or the notebook's name, in the working directory.
+        Where checkpoints and metrics are written if the script was not started by cluster-ddp, whose runs have their
+        own directory. None: ``<script>.run``, or the notebook's name, in the working directory.
 
     Raises
     ------
@@ -71,7 +72,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
 
     around = contextlib.nullcontext() if place else handlers_put_back()
     with around, joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
-        if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded by itself
+        if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded torch itself
             seed_everything(derive(Use.BUILD, job.train.seed))
         run = ScriptRun(job, directory, attempt, process, writer, block)
         _joined.append(run)
@@ -89,7 +90,7 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
             if end.code not in (None, 0):
                 run.fail()
                 raise
-            left = end  # sys.exit(0) in the middle of the script ends it as reaching its last line does
+            left = end  # sys.exit(0) in the middle of the script ends it just like reaching its last line
         except BaseException:
             run.fail()
             raise
@@ -101,12 +102,12 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
 
 
 def joined_run() -> ScriptRun | None:
-    """The run whose block this is in; None outside of one."""
+    """The run of the enclosing block; None outside of one."""
     return _joined[-1] if _joined else None
 
 
 def _name_of_program() -> str:
-    """What runs: a script, a notebook, or an interpreter that was given no file."""
+    """The name of the script or notebook, or "python" for an interpreter without a file."""
     if "ipykernel" in sys.modules:
         return Path(os.environ.get("JPY_SESSION_NAME", "notebook")).stem
     return Path(sys.argv[0].removeprefix("-c")).stem or "python"

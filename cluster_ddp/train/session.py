@@ -1,7 +1,7 @@
-"""What happens around a training loop, the trainer's and a script's own alike.
+"""Everything around a training loop, be it the trainer's or a custom loop.
 
-A rank joins the others, resumes, says what it is doing, agrees with the others when to stop and to save, ends, and
-records what went wrong.
+A rank joins the others, resumes, reports its phase, agrees with the others when to stop and save, ends, and records
+failures.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from cluster_ddp.train.saving import Saving
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.stop import StopConsensus, StopDecision
 
-_COMPARED_AFTER = 2  # steps: the second is the first that begins with what an update has left
-_RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds between the tries to save the last step
+_COMPARED_AFTER = 2  # steps: the second step is the first that starts from an updated state
+_RETRY_AFTER = (1.0, 3.0, 0.0)  # seconds to wait after each try to save the last step
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended.
+    """How training ended.
 
     Attributes
     ----------
     completed
-        Whether all steps are done; otherwise it was stopped and can be resumed.
+        Whether all steps are done; if not, training was stopped and can be resumed.
     step
-        Steps that are finished, and saved.
+        The number of finished (and saved) steps.
     reason
         Why it was stopped, one of `run.stopfile.REASONS`, or None.
     at_once
-        Whether the stop asked for no waiting.
+        Whether the stop asked to exit without waiting.
     metrics
         The last value of each metric.
     """
@@ -62,18 +62,18 @@ class Outcome:
 def joined_rank(
     directory: RunDirectory, attempt: int, read_job: Callable[[], JobSpec], *, writer: EventWriter | None
 ) -> Iterator[tuple[JobSpec, RankProcess]]:
-    """Make this process a rank of a run, joined with the others, and leave the group at the end.
+    """Make this process a rank of a run, join the other ranks, and leave the group at the end.
 
     Parameters
     ----------
     read_job
-        Gives the job. Its errors are recorded like all others.
+        Returns the job. Its errors are recorded like all others.
     writer
-        Takes the events; None: this is no run that cluster-ddp started, and stacks are not written either.
+        Writes the events; None if cluster-ddp did not start this run, in which case no stack traces are written either.
 
     Yields
     ------
-    The job, and what the set-up of this process left behind.
+    The job, and the `RankProcess` of this process.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def joined_rank(
     """
     world = find_world()
     process: RankProcess | None = None
-    is_joined = dist.is_initialized()  # by the program itself, which then leaves the group itself
+    is_joined = dist.is_initialized()  # by the program itself, which then also destroys it
     try:
         job = read_job()
         process = become_rank(world, directory.attempt(attempt) if writer else None, job.requeue.signal)
@@ -98,13 +98,13 @@ def joined_rank(
 
 
 class Order(Protocol):
-    """What a number of steps stands for."""
+    """Maps a number of finished steps to a position in the data."""
 
     def epoch(self, step: int) -> int:
-        """The epoch that is under way when `step` steps are finished."""
+        """The current epoch after `step` finished steps."""
 
     def consumed(self, step: int) -> int:
-        """The sample offset when `step` steps are finished."""
+        """The sample offset after `step` finished steps."""
 
 
 class Session:
@@ -113,9 +113,9 @@ class Session:
     Parameters
     ----------
     directory
-        Where checkpoints lie; None: nothing is saved.
+        Where checkpoints are written; with None, nothing is saved.
     writer
-        Takes the events, of rank 0 only; None: nowhere.
+        Writes rank 0's events; with None, nothing is recorded.
 
     Raises
     ------
@@ -135,7 +135,7 @@ class Session:
         if directory is not None:
             meet_in(directory.path, self.world)
         self.beat = process.beat
-        self.decision = StopDecision()  # of all ranks, after the last step or during the evaluation after it
+        self.decision = StopDecision()  # of all ranks, after the last step or during the evaluation that follows it
         self.saving = Saving(job, directory, writer, attempt, self.world)
         self._process, self._attempt, self._writer = process, attempt, writer
         self._consensus = self._new_consensus()
@@ -150,25 +150,25 @@ class Session:
         return self.beat.steps
 
     def record(self, event: str, **fields: Any) -> None:
-        """Record an event, on rank 0."""
+        """Record an event (rank 0 only)."""
         if self.world.is_main and self._writer is not None:
             self._writer.write(event, attempt=self._attempt, step=self.step, **fields)
 
-    # The beginning.
+    # Start.
 
     def resume(
         self, state: State, order: Order, *, total_steps: int, fresh: Callable[[], State] | None = None
     ) -> Mapping[str, float]:
-        """Fill the state from the newest intact checkpoint, when there is one, and set `step`.
+        """Load the newest intact checkpoint into the state, if there is one, and set `step`.
 
         Parameters
         ----------
         fresh
-            Makes the state once more, as at the beginning of an attempt; by it is checked that the state comes back.
+            Builds the state again, as at the start of an attempt, to check that it is restored completely.
 
         Returns
         -------
-        The metrics that were saved with it.
+        The metrics that were saved with the checkpoint.
         """
         self.saving.fresh = fresh
         self._state, self._order, self._total_steps = state, order, total_steps
@@ -182,7 +182,7 @@ class Session:
         return {} if restored is None else restored.manifest.metrics
 
     def record_start(self, **fields: Any) -> None:
-        """Record that training begins, or goes on."""
+        """Record that training starts or resumes."""
         self.record(
             events.RESUMED if self._resumed else events.STARTED,
             world_size=self.world.world_size,
@@ -193,11 +193,11 @@ class Session:
     # Steps.
 
     def begin_step(self) -> None:
-        """Call before the computation of a step, in which what the ranks exchange is under way."""
+        """Call before computing a step; the ranks exchange their votes while it runs."""
         self._consensus.begin(self.step)
 
     def end_step(self) -> StopDecision:
-        """Call when a step's update is made; `decision` is the same on all ranks."""
+        """Call after a step's update; the returned `decision` is the same on all ranks."""
         assert self._state is not None
         step = self.step + 1
         self.beat.step(step)
@@ -206,14 +206,14 @@ class Session:
         if step == self._compared_after:
             refuse_differences(f"after step {step} weights or optimizer", self._state.alike())
         self.decision = self._consensus.end(step - 1)
-        if step == self._total_steps:  # before the end, when programs take down hooks and the like
+        if step == self._total_steps:  # before the end, when programs remove hooks and the like
             self.saving.warn_unsaved(self._state)
         elif self.decision.synced:  # about once a second
             self.saving.look(self._state)
         return self.decision
 
     def goes_on(self) -> Callable[[int], bool]:
-        """What an evaluation calls after each batch, with its number: whether it goes on, the same on all ranks."""
+        """Return a function that says, after each batch of an evaluation, whether to go on; the same on all ranks."""
         consensus = self._new_consensus()
 
         def ask(batch: int) -> bool:
@@ -226,11 +226,11 @@ class Session:
 
     @property
     def unheard(self) -> list[str]:
-        """The signals that this rank does not hear any more: see `StopSignals.unheard`."""
+        """The signals that this rank no longer receives: see `StopSignals.unheard`."""
         return self._process.stop.unheard
 
     def asked(self) -> StopDecision:
-        """Whether a stop is asked for now, on any rank; all ranks call it."""
+        """Whether any rank has been asked to stop; all ranks must call it."""
         stop = self._process.stop
         level, reason = max(all_gather_object((stop.level, stop.reason or "")))
         return StopDecision(level, reason or None)
@@ -241,7 +241,7 @@ class Session:
         return self.decision.save or self.saving.is_due(self.step)
 
     def save(self, metrics: dict[str, float], *, again: bool = False) -> None:
-        """Begin to save the state; `again` also when this step has been saved."""
+        """Start saving the state; with `again`, even if this step has already been saved."""
         assert self._state is not None and self._order is not None
         before = self.beat.phase
         self.beat.enter(Phase.SAVING)
@@ -258,13 +258,13 @@ class Session:
     # The end.
 
     def end(self, save: Callable[[], None], *, completed: bool) -> None:
-        """Save the last step, see it durable, and record how training ended.
+        """Save the last step, wait until it is durable, and record how training ended.
 
         Raises
         ------
         TrainError
-            All is done, but the storage does not take the checkpoint. After a stop that is no error: the run goes on
-            from the checkpoint before.
+            All steps are done, but the checkpoint could not be written. After a stop this is not an error: the run
+            continues from the previous checkpoint.
         """
         assert self._state is not None
         self.beat.enter(Phase.STOPPING)
@@ -282,13 +282,13 @@ class Session:
         self.record(events.COMPLETED if completed else events.STOPPED, reason=self.decision.reason)
 
     def close(self) -> None:
-        """Give the memory back; all ranks, before the group goes."""
+        """Free the memory; call on all ranks before the group is destroyed."""
         self.saving.close()
         self.beat.enter(Phase.DONE)
 
     def _save_for_good(self, save: Callable[[], None]) -> bool:
-        """Save the last step; False when the storage does not take it, which it may do after a moment."""
-        self.saving.finish()  # while one is under way, when_busy: skip would leave this one out
+        """Save the last step, retrying after a pause; return whether it is durable."""
+        self.saving.finish()  # otherwise, with when_busy: skip, a save in progress would cause this one to be skipped
         for pause in _RETRY_AFTER:
             save()
             if self.saving.finish():

@@ -1,4 +1,4 @@
-"""Starting ranks from a running program, for scripts that are not started by torchrun."""
+"""Starts ranks from a running program, for scripts that are not started by torchrun."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TrainFunction = Callable[..., None]
 def launch_distributed_training(
     train_fn: TrainFunction, world_size: int | None = None, *, backend: str | None = None, **arguments: Any
 ) -> None:
-    """Run ``train_fn(rank, world_size, **arguments)`` on this machine, one process per rank, joined in a group.
+    """Run ``train_fn(rank, world_size, **arguments)`` on this machine, in one process per rank, joined in a group.
 
-    With one rank, or when the ranks cannot be joined (no free port, a backend that is missing here), it runs in this
-    process alone, as rank 0 of 1.
+    With one rank, or if the ranks cannot be joined (no free port, a missing backend), it runs in this process alone, as
+    rank 0 of 1.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def launch_distributed_training(
     DistributedError
         Other processes cannot import `train_fn`, because it is a lambda, or defined inside a function or a notebook.
     Exception
-        What `train_fn` raised, as torch.multiprocessing reports it.
+        What `train_fn` raised, as reported by torch.multiprocessing.
     """
     count = world_size or max(1, torch.cuda.device_count())
     if count > 1 and _in_notebook():
@@ -77,7 +77,7 @@ def _run_rank(
 
 
 def _meeting_port(backend: str | None) -> int | None:
-    """The port where ranks can meet; None, with a word on why, when they cannot be joined here."""
+    """The port where the ranks can meet; None, after printing the reason, if they cannot be joined here."""
     missing = _missing(backend)
     if missing is None:
         try:

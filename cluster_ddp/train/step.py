@@ -1,4 +1,4 @@
-"""One step: from the losses of its micro-batches to the gradients of its global batch."""
+"""The backward passes of one step: from the losses of its micro-batches to the gradients of its global batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cluster_ddp.train.metrics.losses import StepLoss
 
 
 class Gradients:
-    """Runs the backward passes of a step, so that its gradients are those of the whole global batch.
+    """Runs the backward passes of a step, so that the gradients are those of the whole global batch.
 
-    The loss of a step is the mean over its global batch: each micro-batch counts by its samples. Where a task gives
-    (sum, weight), it is the sum over the global batch divided by its weight.
+    The loss of a step is the mean over its global batch: each micro-batch is weighted by its number of samples. If a
+    task returns (sum, weight), it is the sum over the global batch divided by the weight of the global batch.
 
-    A loss that is not finite makes gradients NaN, so that every rank comes to know, also where the way back to the
-    weights would hide it, as a clamp does.
+    A non-finite loss makes gradients NaN, so that every rank notices, even if the backward pass would hide it, as that
+    of a clamp does.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class Gradients:
         *,
         world_size: int,
         device: torch.device,
-        compressed: bool = False,  # a hook sends gradients in fewer bits, so they get the size of a mean before
+        compressed: bool = False,  # a hook sends gradients in fewer bits, so they are scaled to a mean before
     ) -> None:
-        self.last: Tensor | float = 0.0  # the loss of the last micro-batch, a number where it is on the host
+        self.last: Tensor | float = 0.0  # the loss of the last micro-batch; a float on the CPU
         self._parameters = parameters
         self._scaler = scaler
         self._world_size = world_size
         self._on_cpu = device.type == "cpu"
         self._compressed = compressed and world_size > 1
         self._weight: Tensor | None = None
-        self._intact: Tensor | None = None  # on a device: NaN when a loss of this step is not finite
-        self._sums: list[dist.Work] = []  # of the two above, over the ranks
+        self._intact: Tensor | None = None  # on a GPU: NaN if a loss of this step is not finite
+        self._sums: list[dist.Work] = []  # pending all-reduces of the two above
 
     def backward(self, loss: Any, micro: MicroBatch, log: StepLoss | None) -> None:
-        """Add the gradients of one micro-batch; a `TaskError` when the loss is no scalar or depends on no parameter."""
+        """Add the gradients of one micro-batch; a `TaskError` for a loss that is no scalar or requires no gradient."""
         if type(loss) is tuple:
             total = self._weighed(loss, micro, log)
-            # DDP averages over the ranks; times the number of ranks it is the sum.
+            # DDP averages over the ranks; multiplying by their number gives the sum.
             factor: Tensor | float = float(self._world_size * bool(micro.samples))
             if self._compressed and micro.last:
                 factor = factor * self._divide_before_sending()
@@ -65,7 +65,7 @@ class Gradients:
             log.add(self.last * part, part)
 
     def finish(self) -> None:
-        """Call when a step's micro-batches are done: divides by the weight of the global batch where there is one."""
+        """Call after a step's last micro-batch; divides by the weight of the global batch, if there is one."""
         for work in self._sums:
             work.wait()
         self._sums.clear()
@@ -77,7 +77,7 @@ class Gradients:
         self._weight = self._intact = None
 
     def _weighed(self, loss: tuple[Any, ...], micro: MicroBatch, log: StepLoss | None) -> Tensor:
-        """The sum of a pair (sum, weight); the weight is added up over the micro-batches, then over the ranks."""
+        """Return the sum of a (sum, weight) pair; add the weight up over the micro-batches, then over the ranks."""
         if len(loss) != 2:
             raise TaskError(f"loss() gave a tuple of {len(loss)}; give a scalar, or the pair (sum, weight)")
         total, counts = scalar_loss(loss[0]), bool(micro.samples)
@@ -86,7 +86,7 @@ class Gradients:
             raise TaskError(f"loss() gave a {type(loss[1]).__name__} as the weight of a batch; give a number")
         if isinstance(loss[1], Tensor):
             weight = loss[1].detach().to(total.device, exact, non_blocking=True) * counts
-        else:  # filled in on the device; a copy from the host would wait for all that is queued there
+        else:  # filled in on the device; a copy from the host would wait for all work queued there
             weight = torch.full((), float(loss[1]) * counts, dtype=exact, device=total.device)
         if log is not None:
             log.add(total.detach() * counts, weight)
@@ -98,9 +98,9 @@ class Gradients:
         return total
 
     def _divide_before_sending(self) -> Tensor:
-        """Wait for the weight of the global batch, divide what has been added up so far, and give the factor for more.
+        """Wait for the weight of the global batch, divide the gradients so far by it, and return its inverse.
 
-        A hook that sends fp16 would make infinities of sums that are fine when they are divided.
+        Undivided sums may overflow in a hook that sends fp16.
         """
         assert self._weight is not None
         for work in self._sums:
@@ -125,9 +125,9 @@ class Gradients:
             handle.remove()
 
     def _backward_on_device(self, total: Tensor, factor: Tensor | float, *, last: bool) -> None:
-        """The host does not know the loss; what comes of it is multiplied into a gradient when all have been summed."""
+        """Run the backward pass without reading the loss on the host; `finish` makes a gradient NaN if needed."""
         self.last = total.detach()
-        if self._weight is None:  # else it is in the weight
+        if self._weight is None:  # otherwise the weight carries it
             intact = _one_or_nan(total)
             self._intact = intact if self._intact is None else self._intact * intact
             if last and self._world_size > 1:
@@ -148,7 +148,7 @@ class Gradients:
 
 
 def run_backward(loss: Tensor) -> None:
-    """Run the backward pass of a loss; a `TaskError` when a part of it has been run before."""
+    """Run the backward pass of a loss; raise a `TaskError` if part of it was already run."""
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -162,15 +162,15 @@ def run_backward(loss: Tensor) -> None:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients of those that have one."""
-    # Bound, because each look at `grad` costs more than the rest.
+    """The gradients of those parameters that have one."""
+    # Assigned once, because each access to `grad` costs more than the rest.
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply all by a number; one of another type than theirs would take a GPU a kernel for each."""
+    """Multiply all gradients by a number; if its dtype differs from theirs, a GPU needs one kernel per gradient."""
     if gradients and gradients[0].dtype is torch.float32:
-        factor = factor.float()  # as each of them would round it
+        factor = factor.float()  # each multiplication would round it the same way
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
@@ -181,7 +181,7 @@ def _one_or_nan(value: Tensor) -> Tensor:
 
 
 def scalar_loss(loss: Any) -> Tensor:
-    """The loss, when it is one; a `TaskError` when it is no scalar, or does not depend on a parameter."""
+    """Return the loss; raise a `TaskError` if it is not a scalar tensor, or does not depend on a parameter."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TaskError(f"loss() gave {what}; give a scalar tensor (such as .mean() of it), or the pair (sum, weight)")

@@ -1,4 +1,4 @@
-"""Stopping: signals and the heartbeat file raise a flag, and all ranks act on it after the same step."""
+"""Stopping: signals and the heartbeat file set a flag, and all ranks act on it after the same step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ AT_ONCE = stopfile.AT_ONCE
 _REASONS = {signal.SIGINT: stopfile.PERSON, signal.SIGTERM: stopfile.TERMINATED}
 _REASONS_BY_CODE: tuple[str | None, ...] = (None, *stopfile.REASONS)
 _REASON_CODES = {reason: code for code, reason in enumerate(_REASONS_BY_CODE)}
-# One signal may reach a rank by several ways at nearly the same time; only one that comes later is a second one.
+# One signal may reach a rank in several ways at nearly the same time; only a later one counts as a second signal.
 _SECOND_SIGNAL_AFTER = 1.0
-# A step that takes much longer than those before it must not push the next exchange far away.
+# A step that takes much longer than those before it must not postpone the next exchange too far.
 _MAX_STEPS = 1000
 
 
@@ -36,28 +36,29 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 @contextlib.contextmanager
 def handlers_put_back() -> Iterator[None]:
-    """Let signals do after the block what they did before: a notebook, or an interpreter, goes on."""
+    """Restore the signal handlers after the block, for a notebook or an interpreter that continues."""
     before = {number: signal.getsignal(number) for number in present(*_SIGNALS)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            # One that C has set cannot be set again, and in a thread none can.
+            # A handler set by C code cannot be set again, and threads other than the main one cannot set any.
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
 
 class StopSignals:
-    """The wish that training ends, as this rank knows it.
+    """Whether this rank has been asked to stop, and why.
 
-    Usable alone: ``stop = StopSignals(); stop.install()``, then read ``stop.level`` in the loop.
+    It can be used alone: ``stop = StopSignals(); stop.install()``, then read ``stop.level`` in the loop.
 
     Parameters
     ----------
     heartbeat
-        The node program's heartbeat, whose word counts too; then the node program alone decides that it is urgent.
+        The node program's heartbeat, through which it can ask for a stop too; then only the node program can make it
+        urgent.
     clock
-        Gives seconds; by it a second signal is distinguished from an echo of the first.
+        Returns seconds; used to distinguish a second signal from an echo of the first.
     """
 
     def __init__(self, heartbeat: HeartbeatFile | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,12 +70,12 @@ class StopSignals:
         self._installed: set[int] = set()
 
     def install(self, *names: str) -> None:
-        """Raise the flag, and do nothing else, on SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the signals named.
+        """Make SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and the named signals set the flag, and do nothing else.
 
         Raises
         ------
         TrainError
-            Python gives signals to the main thread alone, and this is another one.
+            This is not the main thread, the only one to which Python delivers signals.
         """
         if threading.current_thread() is not threading.main_thread():
             raise TrainError(
@@ -87,7 +88,7 @@ class StopSignals:
 
     @property
     def unheard(self) -> list[str]:
-        """The signals that the program has given another handler since, where no heartbeat tells of them besides."""
+        """The signals whose handler the program has replaced; none with a heartbeat, which also reports stops."""
         lost = {number for number in self._installed if signal.getsignal(number) != self._receive}
         return [] if self._heartbeat is not None else sorted(signal.Signals(number).name for number in lost)
 
@@ -101,22 +102,22 @@ class StopSignals:
 
     @property
     def level(self) -> int:
-        """0: go on; 1: save and end; 2: at once, waiting for nothing else. Well under 1 us."""
+        """0: continue; 1: save and exit; 2: exit without waiting for anything else. Takes well under 1 us."""
         if self._heartbeat is None:
             return self._level
         return max(self._level, self._heartbeat.stop_level)
 
     @property
     def reason(self) -> str | None:
-        """Why, one of `run.stopfile.REASONS`; None as long as nothing asks to stop."""
+        """Why, one of `run.stopfile.REASONS`; None while no stop is requested."""
         return (self._heartbeat.stop_reason if self._heartbeat else None) or self._reason
 
 
 @dataclass(frozen=True)
 class StopDecision:
-    """What all ranks know: the highest stop level and why, and whether rank 0 wants a checkpoint.
+    """What all ranks agree on: the highest stop level and its reason, and whether rank 0 wants a checkpoint.
 
-    `synced` says whether they exchanged it after this step; between exchanges they just go on.
+    `synced` is whether they exchanged this after the current step; between exchanges they simply continue.
     """
 
     level: int = 0
@@ -129,19 +130,19 @@ _NOTHING = StopDecision()
 
 
 class StopConsensus:
-    """Lets all ranks decide the same thing after the same step, at a cost that cannot be measured.
+    """Makes all ranks take the same decision after the same step, at no measurable cost.
 
-    About once a second, at a step that all ranks derive alike from the last exchange, one small reduction is started
-    before the step's computation and read after it, when it has long arrived.
+    About once a second, at a step that all ranks derive from the last exchange, one small reduction is started before
+    the step's computation and read after it, when it has long arrived.
 
     Parameters
     ----------
     stop
-        This rank's wish.
+        This rank's stop request.
     wants_save
-        Says whether rank 0 wants a checkpoint; called on rank 0 only.
+        Returns whether rank 0 wants a checkpoint; called on rank 0 only.
     rank, world_size
-        Of this process. A single process asks itself in every step; once in each interval its decision is `synced`.
+        Of this process. A single process checks in every step; once per interval, its decision is `synced`.
     interval
         Seconds between exchanges.
     """
@@ -167,7 +168,7 @@ class StopConsensus:
         self._work: dist.Work | None = None
 
     def begin(self, step: int) -> None:
-        """Call before the computation of a step; starts the exchange when it is due."""
+        """Call before the computation of a step; starts the exchange if it is due."""
         if self._alone or step < self._next:
             return
         now = time.perf_counter()
@@ -180,7 +181,7 @@ class StopConsensus:
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, host_group(), async_op=True)
 
     def end(self, step: int) -> StopDecision:
-        """Call after the computation of that step; what it returns is the same on all ranks."""
+        """Call after the computation of that step; the result is the same on all ranks."""
         if self._alone:
             return self._ask_myself()
         if self._work is None:
@@ -188,7 +189,7 @@ class StopConsensus:
         self._work.wait()
         self._work = None
         level, reason, save, seconds = self._votes.tolist()
-        steps = min(_MAX_STEPS, int(self._interval / seconds)) if seconds else 1  # nothing is known of the first
+        steps = min(_MAX_STEPS, int(self._interval / seconds)) if seconds else 1  # the first exchange has no timing
         self._next = step + max(1, steps)
         return StopDecision(int(level), _REASONS_BY_CODE[int(reason)], bool(save), synced=True)
 

@@ -1,6 +1,6 @@
-"""The trainer: from a job and a task to trained weights, through any number of stops.
+"""The trainer: takes a job and a task to trained weights, through any number of stops.
 
-It reads from top to bottom: the run and its loop, what is built, what is resumed, evaluation and saving, the end.
+Read it from top to bottom: the training loop, setup, resume, evaluation and saving, the end.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from cluster_ddp.train.update import Update
 
 
 class Trainer:
-    """Trains a task as a job says. Every rank makes one, after `setup_distributed`, and calls `run`.
+    """Trains a task as configured by a job. Every rank creates one after `setup_distributed` and calls `run`.
 
     Parameters
     ----------
     job
         The settings.
     task
-        The problem.
+        The task to train.
     run
-        Where checkpoints, metrics and events go; None: nowhere, for use as a library.
+        Where checkpoints, metrics and events are written; None, for use as a library, writes nothing.
     attempt
         The number of this attempt of the run.
     process
-        The signals and the heartbeat file of this rank; None: nothing but its end stops this training.
+        This rank's signal handlers and heartbeat file; with None, training cannot be asked to stop.
 
     Attributes
     ----------
     model
-        The bare model, with the weights of the last step.
+        The bare (unwrapped) model, with the weights after the last step.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps that are finished."""
+        """The number of finished steps."""
         return self.session.step
 
     def run(self) -> Outcome:
-        """Train to the end, or to a stop; either way the state of the last step is saved.
+        """Train to the end or until stopped; either way, the state after the last step is saved.
 
         Raises
         ------
         ClusterDDPError
-            Something that the user can put right.
+            An error that the user can fix.
         """
         self._resume()
         try:
             self._train()
             return self._end()
         except BaseException as error:
-            if isinstance(error, NonFiniteError):  # which all ranks raise after the same step
+            if isinstance(error, NonFiniteError):  # all ranks raise it after the same step
                 self.log.flush()
             self.log.close(failed=True)
             raise
@@ -115,7 +115,7 @@ class Trainer:
     def _train(self) -> None:
         """Train until all steps are done, or all ranks agree to stop."""
         batches = self.stream.batches(self.step, self.state.counts)
-        self._evaluate_and_save()  # a stop may have cut the evaluation short that belongs to the step resumed from
+        self._evaluate_and_save()  # a stop may have interrupted the evaluation of the step that we resume from
         if self.session.decision.level:
             return
         self.session.beat.enter(Phase.TRAINING)
@@ -127,8 +127,8 @@ class Trainer:
                 self.buffers.send()
                 self.buffers.keep()
 
-            self.seeds.apply(micro.step, micro.number)  # last before the forward: whatever ran before may have drawn
-            with without_sync(self.wrapped, micro.last):  # around the forward too, where DDP decides it
+            self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
+            with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
                 with self.precision.autocast():
                     loss = self.task.loss(self.wrapped, batch)
                 self.gradients.backward(loss, micro, self.log.step_loss)
@@ -138,27 +138,27 @@ class Trainer:
 
             self.gradients.finish()
             self.frozen_layers.check()
-            # Judges the updates before this one: on a GPU the last answer is here by now, and the host need not wait.
+            # Checks earlier updates only: on a GPU their results have arrived by now, so the host need not wait.
             left_out = self.nonfinite.check(micro.step)
-            self.schedule.apply(micro.step - left_out)  # an update that was left out does not advance the schedule
-            self.update.clip()  # of the gradients alone, so that a save may still copy the weights meanwhile
-            self.session.saving.wait_for_staging()  # a save under way still copies the weights that change now
+            self.schedule.apply(micro.step - left_out)  # a skipped update does not advance the schedule
+            self.update.clip()  # changes only gradients, so a save may still be copying the weights
+            self.session.saving.wait_for_staging()  # the update must not change weights that a save is still copying
             left_out_now = self.update.step()
             self.buffers.put_back(left_out_now)
             if self.ema is not None:
-                self.ema.update(left_out_now)  # takes in the weights that the update has made
-            self.profiler.end(micro.step)  # with the update and the average, without what is not done in every step
+                self.ema.update(left_out_now)  # averages the updated weights
+            self.profiler.end(micro.step)  # includes only what every step does
             self.single_samples.end()
 
             decision = self.session.end_step()
             self.log.end(micro.step + 1, micro.epoch, self.update, self.schedule.lr(micro.step - left_out))
-            if decision.synced:  # the ranks have just exchanged their votes: a moment at which all of them are here
+            if decision.synced:  # the ranks have just exchanged their votes, so all of them are here
                 self.log.exchange()
             self._evaluate_and_save()
             if self.session.decision.level:
                 return
 
-    # What is built.
+    # Setup.
 
     def _build(self) -> None:
         train, world, device = self.job.train, self.world, self.device
@@ -187,7 +187,7 @@ class Trainer:
             train, self.optimizer, peak=lr, total=self.stream.total_steps, warn=self.session.saving.warn
         )
         scaler = make_scaler(train, self.precision)
-        parameters = list(self.model.parameters())  # also those that are frozen now
+        parameters = list(self.model.parameters())  # including those that are frozen now
         compressed = train.comm_hook != "none"
         self.gradients = Gradients(
             parameters, scaler, world_size=world.world_size, device=device, compressed=compressed
@@ -210,19 +210,20 @@ class Trainer:
         self.log = Log(self.job, self.directory, self.attempt, world, self.stream, device, self.wrapped)
 
     def _seed(self, use: Use) -> None:
-        """Let what is made next draw the same numbers in all attempts, whatever was drawn for what was made before.
+        """Reseed, so that what is built next draws the same numbers in every attempt.
 
-        A model may draw more before its pretrained weights lie in a cache than it does from then on.
+        What was built before may have drawn a different amount, such as a model whose pretrained weights were not
+        cached yet.
         """
         seed_everything(derive(use, self.job.train.seed))
 
     def _make_model(self, task: Task) -> nn.Module:
-        """The model as each rank and each attempt begins with it."""
+        """Build the model in the initial state that is the same on all ranks and in all attempts."""
         self._seed(Use.BUILD)
         return expect_type(task.model(), nn.Module, "model()")
 
     def _make_state_once_more(self) -> State:
-        """The state as a new process makes it, on the CPU; the task that is training is left alone."""
+        """Build the state as a new process would, on the CPU, without touching the task that is training."""
         train, task = self.job.train, copy.copy(self.task)
         with keep_generators():
             model = self._make_model(task)
@@ -233,7 +234,7 @@ class Trainer:
         averages = ema or evaluated_weights(model, optimizer)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
 
-    # What is resumed.
+    # Resume.
 
     def _resume(self) -> None:
         self.session.beat.enter(Phase.READY)
@@ -274,7 +275,7 @@ class Trainer:
         if self._evaluation_is_due() and not self.session.decision.level:
             self._evaluate()
             evaluated = not self.session.decision.level
-        # One that a stop has saved before its evaluation does not tell yet that there was one.
+        # A checkpoint that a stop saved before the evaluation of its step does not record the evaluation yet.
         gains = self.job.checkpoint.keep_best is not None or self.session.saving.has_saved(self.step)
         if self.session.save_is_due or (evaluated and gains):
             self._save(again=evaluated)
@@ -289,11 +290,11 @@ class Trainer:
         return step >= self.stream.total_steps or (every != "end" and step % int(every) == 0)
 
     def _evaluate(self) -> None:
-        """Evaluate; a stop abandons it, and it is done again after the resume."""
+        """Evaluate; if a stop interrupts it, the evaluation is repeated after the resume."""
         assert self.evaluation is not None
         self.log.flush()
         self.session.beat.enter(Phase.EVALUATING)
-        self.buffers.send()  # BatchNorm's statistics are each rank's own
+        self.buffers.send()  # each rank has its own BatchNorm statistics
         evaluated = self.model if self.ema is None else self.ema.model()
         before = BeforeEvaluation(self.model, evaluated, self.buffers, self.task)
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
@@ -311,7 +312,7 @@ class Trainer:
         self.nonfinite.check_weights(self.step)
         self.log.flush()
         if self.evaluated is not None:
-            self.session.saving.wait_for_staging()  # a save of this step may be under way
+            self.session.saving.wait_for_staging()  # a save of this step may still be running
             self.evaluated.refresh()
         counts = self.state.counts
         self.stream.note_place(counts)
@@ -323,7 +324,7 @@ class Trainer:
     # The end.
 
     def _end(self) -> Outcome:
-        """Save the last step, see it durable, and say how it ended."""
+        """Save the last step, wait until it is durable, and report how training ended."""
         self.log.flush()
         decision = self.session.decision
         completed = self.step >= self.stream.total_steps and not self._evaluation_is_due()
@@ -336,12 +337,12 @@ class Trainer:
 class End(NamedTuple):
     """How a rank ended."""
 
-    status: int  # 0 when training was completed or stopped, 1 when it failed
-    at_once: bool  # whether nothing is to be waited for any more, such as a logger's network
+    status: int  # 0 if training completed or was stopped, 1 if it failed
+    at_once: bool  # whether to exit without waiting for anything, such as a logger's network
 
 
 def run_rank(run: RunDirectory, attempt: int) -> End:
-    """Be a rank of a run whose job names a task; what goes wrong is recorded."""
+    """Run one rank of a run whose job names a task; errors are recorded."""
     writer = EventWriter(run, on_this_host(f"rank-{find_world().rank}"))
     try:
         with joined_rank(run, attempt, lambda: load_resolved(run.job_file), writer=writer) as (job, process):

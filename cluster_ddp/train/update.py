@@ -1,4 +1,4 @@
-"""From the gradients of a step to the update of the weights, or to none when a gradient is not finite."""
+"""Updates the weights from the gradients of a step, or skips the update if a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cluster_ddp.train.step import gradients_of
 
 
 class Update:
-    """Changes the weights by the gradients, unless those are not finite: call `clip`, then `step`.
+    """Updates the weights, unless the gradients are not finite: call `clip`, then `step`.
 
-    An update with a non-finite gradient would ruin the weights for good, so it is left out. Whether it is, is read from
-    all gradients after they have been reduced, so that all ranks come to the same answer without asking each other.
-    On a GPU the answer stays there (fused optimizers take it) and the host reads it one update later, when it has long
-    been known; other optimizers make the host wait.
+    An update with a non-finite gradient would ruin the weights for good, so it is skipped. The decision is computed
+    from all gradients after they were reduced, so all ranks come to the same one without communicating. On a GPU the
+    result stays there (fused optimizers accept it) and the host reads it one update later, when it has long been
+    available; with other optimizers the host waits.
 
     Parameters
     ----------
     clip_norm
-        The largest norm of all gradients together; None: no clipping.
+        The maximum norm of all gradients together; None: no clipping.
 
     Raises
     ------
@@ -57,29 +57,29 @@ class Update:
                 "in fp32, or set train.precision: fp32"
             )
         self._left_out: bool | Tensor = False
-        self._goes_on = False  # with a state that a checkpoint held
+        self._goes_on = False  # whether the optimizer state was loaded from a checkpoint
         if scaler is not None:
             optimizer.register_step_pre_hook(self._note_call)
-        # On the CPU without a scaler the optimizer is not called for an update that is left out.
+        # On the CPU without a scaler, the optimizer is not called at all for a skipped update.
         start_momentum(optimizer, spoilt=self._on_device or scaler is not None)
 
     @property
     def skipped(self) -> int:
-        """Updates left out so far, as far as the host knows: on a GPU without the last one."""
+        """Skipped updates so far, as known to the host: on a GPU, without the last one."""
         return self._tally.skipped
 
     def left_out(self) -> tuple[int, int]:
-        """Updates left out so far, and those since the last one that was made."""
+        """Skipped updates so far, in total and in a row up to now."""
         self._tally.read()
         return self._tally.skipped, self._tally.in_a_row
 
     def restore(self, skipped: int, in_a_row: int) -> None:
-        """Take back what `left_out` gave, once the optimizer has its state back."""
+        """Restore what `left_out` returned; call it after the optimizer state has been restored."""
         self._tally.skipped, self._tally.in_a_row = skipped, in_a_row
         self._goes_on = bool(self.optimizer.state)
 
     def clip(self) -> None:
-        """Give the gradients their true size, then limit their norm, as far as the settings ask for either."""
+        """Unscale the gradients, then clip their norm, as far as the settings ask for either."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self._clip_norm is not None:
@@ -88,11 +88,12 @@ class Update:
             self.norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
 
     def step(self) -> bool | Tensor:
-        """Judge the gradients, make the update or leave it out, and let go of them.
+        """Check the gradients, make or skip the update, and free the gradients.
 
         Returns
         -------
-        Whether it was left out; on a device, where the host does not wait, a tensor of one element, 1.0 when it was.
+        Whether the update was skipped; on a device, where the host does not wait, a tensor of one element, 1.0 if it
+        was.
         """
         try:
             left_out = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
@@ -103,7 +104,8 @@ class Update:
             if self._goes_on:
                 refuse_other_settings(self.optimizer, error)
             raise
-        # As optimizer.zero_grad() does in three to six times the time; here of all parameters, the optimizer's or not.
+        # Like optimizer.zero_grad(), which takes three to six times as long, but for all parameters, not only the
+        # optimizer's.
         for parameter in self._parameters:
             parameter.grad = None
         return left_out
@@ -134,11 +136,11 @@ class Update:
         return bool(left_out)
 
     def _note_call(self, optimizer: Optimizer, *_: object) -> None:
-        """The scaler calls an optimizer for good gradients only; a fused one always, and tells it what it has found."""
+        """Step hook: called by the scaler only for finite gradients; if fused, always, with `found_inf` set."""
         self._left_out = getattr(optimizer, "found_inf", False)
 
     def _is_bad(self) -> bool | Tensor:
-        """Judge the gradients by their norm where it is known, else one by one."""
+        """Check the gradients by their norm if it is known, else one by one."""
         if self._clip_norm is not None and self.norm is not None:
             if self._on_device:
                 return (~torch.isfinite(self.norm)).float()
@@ -158,18 +160,18 @@ SPARSE_CLIPPED = (
 def any_not_finite(gradients: Sequence[Tensor]) -> bool:
     """Whether any element is not finite, on the CPU.
 
-    A sum tells that all its elements are finite, in a fifth of the time of looking for the largest; where it does not,
-    it may have overflowed, and each element is looked at.
+    A finite sum proves that all elements are finite, in a fifth of the time of finding the largest one. If the sum is
+    not finite, it may just have overflowed, so every element is checked.
     """
     total = sum([gradient.sum().item() for gradient in gradients])
-    if total - total == 0.0:  # NaN where an infinity or a NaN is in it; complex numbers have both parts
+    if total - total == 0.0:  # NaN if an element is infinite or NaN; for complex numbers, in both parts
         return False
     return not all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
 
 
 def any_not_finite_on_device(gradients: Sequence[Tensor]) -> Tensor:
-    """The same as a number on the device; the largest elements take no more than the reading of the gradients there."""
-    values = [found for gradient in gradients if (found := _values(gradient)).numel()]  # an empty one has no largest
+    """The same for a GPU, as a number there; computing the maximum takes no longer than reading the gradients."""
+    values = [found for gradient in gradients if (found := _values(gradient)).numel()]  # an empty one has no maximum
     if not values:
         return gradients[0].new_zeros((), dtype=torch.float32)
     return (~torch.isfinite(torch.stack(torch._foreach_norm(values, math.inf))).all()).float()
@@ -180,7 +182,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class _Tally:
-    """Counts the updates left out. An answer on the device is read when the next one comes, or when asked."""
+    """Counts skipped updates. A result on the device is read when the next one arrives, or when asked for."""
 
     def __init__(self) -> None:
         self.skipped = 0

@@ -1,1 +1,1 @@
-"""The training data: the order of its samples, fetching them, and what a rank trains on from step to step."""
+"""The training data: the order of its samples, fetching them, and each rank's batches from step to step."""

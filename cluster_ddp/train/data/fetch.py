@@ -1,4 +1,4 @@
-"""Getting samples out of a map-style data set, each seeded by itself, or by batch where the set does that."""
+"""Fetches samples from a map-style data set, seeding each one (or each batch, for sets with ``__getitems__``)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from cluster_ddp.train.task import Task
 
 _DEFAULT_COLLATES = (default_collate, Task.collate)
 _TRIED = 32
-_TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # batches that are fetched by one call, at most
-_ALIGNMENT = 64  # of memory that torch allocates on the CPU
+_TOGETHER, _BYTES_TOGETHER = 32, 1 << 19  # the maximum number of batches (and bytes) fetched by one call
+_ALIGNMENT = 64  # bytes, of memory that torch allocates on the CPU
 _FEW = 4
 _ALL = tuple(range(len(HOST_GENERATORS)))
-_WATCHED = 1  # a seed by which it is seen whether somebody draws
+_WATCHED = 1  # a seed used to detect whether something draws
 
 LOOK = -1
 """In place of an epoch: the fingerprint of the samples is wanted, by which another data set is recognised."""
@@ -54,7 +54,7 @@ class Fetcher:
     seed_words
         What the random numbers of a sample depend on, besides the epoch and its index.
     exact
-        Whether the first samples are fetched twice, in each process, to see that they come back the same.
+        Whether each process fetches the first samples twice, to check that they are the same again.
 
     Attributes
     ----------
@@ -69,14 +69,14 @@ class Fetcher:
         self._of_data: list[Any] | None = None
         self.is_tried = not exact
         self._find_generators()
-        # Whether those at the top of modules are seeded too; None, before the first batches: whatever draws from them.
+        # Whether generators at the top level of modules are seeded too; None, before the first batches: in any case.
         self._draws_around: bool | None = None if exact else False
-        # A batch as it was before training, its epoch and its places, to see whether passes over the set change it.
+        # A batch's fingerprint before training, its epoch and indices, to detect whether passes over the set change it.
         self._at_first: tuple[int, int, Indices] | None = None
-        self._looked_at_again = 0  # the epoch from which on
-        self._length = 0  # as it was then
-        self._untouched: Any = None  # a copy of the set before it is read; kept, for some close files when they go
-        # Which of `HOST_GENERATORS` samples draw from: only they are seeded for each.
+        self._looked_at_again = 0  # the epoch from which to check it again
+        self._length = 0  # the length of the set before training
+        self._untouched: Any = None  # a copy of the set before it is read; kept, as some close files when deleted
+        # Which of `HOST_GENERATORS` samples draw from: only these are seeded for each sample.
         self._used = _ALL
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
@@ -87,15 +87,16 @@ class Fetcher:
             self._read = self._one_by_one
 
     def __call__(self, epoch: int, indices: Indices) -> Any:
-        """Fetch the samples at `indices`, int64 of shape (n,), as one batch; their fingerprint for the epoch `LOOK`.
+        """Fetch the samples at `indices`, int64 of shape (n,), as one batch, or their fingerprint for the epoch `LOOK`.
 
         Raises
         ------
         DataError
-            The items do not fit together, or are others when they are fetched again. What the data set itself or a
-            `collate` of the task's own raises is raised as it is.
+            The items do not fit together, or differ when fetched again. Errors of the data set itself and of a custom
+            `collate` are raised unchanged.
         """
-        # In a worker its worker_init_fn may have made others, as that of monai does; before, a task's load_state_dict.
+        # A worker's worker_init_fn may have created new generators, as monai's does; earlier, a task's load_state_dict
+        # may.
         if self._process != os.getpid() or not self.is_tried:
             self._find_generators()
         places = indices if self._positions is None else self._positions[indices]
@@ -105,25 +106,25 @@ class Fetcher:
             self.is_tried = True
             self._try_twice(epoch, places[:_TRIED])
         elif self._at_first is not None and epoch >= self._looked_at_again:
-            self._looked_at_again = 2 * epoch  # seldom enough to cost nothing
+            self._looked_at_again = 2 * epoch  # rarely enough to cost nothing
             self._try_after_a_pass()
         return self._watched(lambda: self._read(epoch, places))
 
     @property
     def generators_around(self) -> list[Any]:
-        """Those at the top of modules that are known to be seeded for each sample, in this process."""
+        """Generators at the top level of modules that are seeded for each sample in this process."""
         return list(self._around.values()) if self._draws_around else []
 
     def how_many_together(self, samples: int) -> int:
-        """How many batches of so many samples are best fetched by one call: for a few small rows it costs the most."""
+        """How many batches of this size to fetch by one call, whose overhead dominates for a few small rows."""
         if self._read != self._by_tensor:
             return 1
         return max(1, min(_TOGETHER, _BYTES_TOGETHER // max(1, sum(self._row_bytes()) * samples)))
 
     def together(self, keys: Sequence[tuple[int, Indices]]) -> Iterable[Any]:
-        """Fetch a batch for each (epoch, indices), with the bits and the alignment that it has by itself.
+        """Fetch a batch for each (epoch, indices), with the bits and the alignment that it has when fetched alone.
 
-        The last bits of what MKL computes depend on where in memory its operands begin, and a resume begins elsewhere.
+        The last bits of MKL's results depend on the alignment of its operands, and a resume groups batches differently.
         """
         sizes = [len(indices) for _, indices in keys]
         looks = any(epoch == LOOK for epoch, _ in keys)
@@ -143,7 +144,7 @@ class Fetcher:
         return OwnGenerators(self._data, getattr(self._collate, "__self__", None))
 
     def _watched(self, read: Callable[[], Any]) -> Any:
-        """What is read; once more, with all generators seeded, when it has drawn from one at the top of a module."""
+        """Call `read`; if it draws from a generator at the top level of a module, again with all generators seeded."""
         if self._draws_around is not False or not self._around:
             return read()
         before = list(map(drawn_to, self._around.values()))
@@ -160,7 +161,7 @@ class Fetcher:
                 seed_one(generator, mix(seed ^ name))
 
     def _look(self, places: Indices) -> int:
-        """The fingerprint of samples as they are in the first epoch, before they are collated."""
+        """The fingerprint of samples as in the first epoch, before collating."""
         if self._read == self._by_tensor:
             return fingerprint(self._by_tensor(0, places))
         if self._read == self._by_batch:
@@ -197,7 +198,7 @@ class Fetcher:
         return items
 
     def _seeded(self, base: int, indices: list[int]) -> list[Any] | None:
-        """The samples, each seeded by itself; None when one has drawn from a generator that none has drawn from yet."""
+        """The samples, each seeded; None if one has drawn from a host generator that was not in use so far."""
         untouched = _watched_draws()
         self._seed_others(_WATCHED)
         if self._used or self._own or (self._around and self._draws_around is not False):
@@ -221,7 +222,7 @@ class Fetcher:
                 generator.seed(seed)
 
     def _drawn_from(self, untouched: tuple[float, ...]) -> tuple[int, ...]:
-        """The other generators that somebody has drawn from since they were seeded to be watched."""
+        """The other generators that something has drawn from since they were seeded for watching."""
         others = (number for number in _ALL if number not in self._used)
         return tuple(number for number in others if HOST_GENERATORS[number].draw() != untouched[number])
 
@@ -268,7 +269,7 @@ class Fetcher:
         )
 
     def _refuse_workers_own(self, epoch: int, indices: Indices, here: int) -> None:
-        """Raise a `DataError` if the samples depend on which worker reads them: after a resume it is another one."""
+        """Raise a `DataError` if samples depend on which worker reads them, because a resume uses another one."""
         if get_worker_info() is None:
             return
         with _as_another_worker():
@@ -281,7 +282,7 @@ class Fetcher:
             )
 
     def _try_after_a_pass(self) -> None:
-        """Warn if a batch is another than before the first pass; whoever changed it may put it back at a resume."""
+        """Warn if a batch has changed since before the first pass; a resume may restore what changed it."""
         assert self._at_first is not None
         was, epoch, indices = self._at_first
         worker = get_worker_info()
@@ -304,7 +305,7 @@ class Fetcher:
             )
 
     def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:
-        """Raise a `DataError` if the samples depend on what was read before, which a resume does not read again.
+        """Raise a `DataError` if samples depend on what was read before, which a resume does not read again.
 
         Parameters
         ----------
@@ -322,7 +323,7 @@ class Fetcher:
         elif self._untouched is not None:
             data, self._data, own = self._data, self._untouched, self._own
             self._own = self._held_generators()
-            with contextlib.suppress(Exception):  # such as of a file that cannot be opened a second time
+            with contextlib.suppress(Exception):  # for example if a file cannot be opened a second time
                 self._read(epoch, indices[: -_FEW - 1 : -1])
                 if fingerprint(self._read(epoch + 1, indices)) != other:
                     how = (
@@ -338,7 +339,7 @@ class Fetcher:
             )
 
     def _draws_once(self, epoch: int, indices: Indices) -> bool:
-        """Whether a sample that has not been read yet draws random numbers only the first time."""
+        """Whether a sample draws random numbers only when it is read for the first time."""
         places = range(self._length) if self._positions is None else self._positions.tolist()
         tried = set(indices.tolist())
         new = next((place for place in reversed(places) if place not in tried), None)
@@ -356,7 +357,7 @@ class Fetcher:
 
 @contextlib.contextmanager
 def _as_another_worker() -> Iterator[None]:
-    """Let `get_worker_info` tell of another worker of this loader; there is no public way."""
+    """Make `get_worker_info` describe another worker of this loader; there is no public API for it."""
     place, info = sys.modules[get_worker_info.__module__], get_worker_info()
     assert info is not None
     other = dataclasses.replace(info, id=(info.id + 1) % info.num_workers, seed=info.seed + 1)
@@ -369,7 +370,7 @@ def _as_another_worker() -> Iterator[None]:
 
 @functools.cache
 def _watched_draws() -> tuple[float, ...]:
-    """What the generators give first when they have been watched and nobody has drawn."""
+    """What the host generators return first if nothing has drawn from them since they were seeded for watching."""
     seed_host(_WATCHED)
     return drawn()
 

@@ -1,4 +1,4 @@
-"""A number that tells two items apart: by it a set that does not give the same item again is found in time."""
+"""Computes fingerprints of items, to detect data sets that do not return the same item again."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 def fingerprint(value: Any) -> int:
-    """Hash the tensors, arrays, numbers and strings in a value; of anything else only its type counts."""
+    """Hash the tensors, arrays, numbers and strings in a value; of anything else, only the type counts."""
     hashed = xxhash.xxh3_64()
     _add(hashed, value)
-    return hashed.intdigest() >> 1  # fits a signed word
+    return hashed.intdigest() >> 1  # fits a signed 64-bit integer
 
 
 def drawn_to(generator: Any) -> int:
-    """Where a random generator is: another number after each draw, but of the system's, which is at no place."""
+    """A number that changes with each draw from a generator; 0 for `SystemRandom`, which has no state."""
     if isinstance(generator, random.SystemRandom):
         return 0
     if isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
@@ -36,9 +36,9 @@ def drawn_to(generator: Any) -> int:
 
 
 def settled(read: Callable[[], int]) -> int | None:
-    """Read until two readings in a row give the same, three times at most; None when no two do.
+    """Read until two consecutive readings agree, at most three times; None if no two do.
 
-    The first may differ: a library that is imported at first use may draw random numbers by that.
+    The first may differ: a library that is imported on first use may draw random numbers while being imported.
     """
     last = read()
     for _ in range(2):
@@ -50,7 +50,7 @@ def settled(read: Callable[[], int]) -> int | None:
 
 def _add(hashed: Any, value: Any) -> None:
     hashed.update(type(value).__name__.encode())
-    if isinstance(value, Tensor) and value.is_nested:  # of which not even the shape can be asked in the usual way
+    if isinstance(value, Tensor) and value.is_nested:  # even its shape is not available in the usual way
         for part in value.unbind():
             _add(hashed, part)
     elif isinstance(value, Tensor) and value.layout in _SPARSE:
@@ -81,5 +81,5 @@ def _add(hashed: Any, value: Any) -> None:
         hashed.update(value)
     elif isinstance(value, (str, int, float, complex)):
         hashed.update(repr(value).encode())
-    elif hasattr(value, "tobytes"):  # an image of Pillow
+    elif hasattr(value, "tobytes"):  # a Pillow image
         hashed.update(value.tobytes())

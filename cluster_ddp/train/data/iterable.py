@@ -1,23 +1,23 @@
-"""Training on an IterableDataset, exactly.
+"""Training on an IterableDataset with exact resume.
 
-The contract of the set, for a training that is resumed exactly and sees each item once:
+For an exact resume that uses each item once per pass, the data set must follow these rules:
 
-- It gives the same items in the same order whenever it is iterated in the same epoch, on every rank and in every
-  process. It does not shard by rank or by worker: the trainer takes each rank's items out of the one stream, whose
-  order is the order of the global batches. Where that is too slow, see `Task.sharded`.
-- ``set_epoch(epoch)``, when it has one, is called before each pass over it.
-- ``skip(items)``, when it has one, is called after that: the pass is to begin so many items later.
-- Both may change the set or return another.
-- torch, random and numpy are seeded by (seed, epoch, position) before each item is asked for, so random augmentation
+- It yields the same items in the same order whenever it is iterated in the same epoch, on every rank and in every
+  process. It does not shard by rank or worker: the trainer picks each rank's items from the common stream, whose order
+  is that of the global batches. If that is too slow, see `Task.sharded`.
+- ``set_epoch(epoch)``, if it has one, is called before each pass over it.
+- ``skip(items)``, if it has one, is called after that: the pass must start that many items later.
+- Both may modify the data set or return a new one.
+- torch, random and numpy are seeded by (seed, epoch, position) before each item is requested, so random augmentation
   in ``__iter__`` is exact too.
 
-What can be seen of it is tried: the first items are read twice and must be the same, on all ranks too; and a resume
-uses ``skip`` only where the item after a few skipped ones is the one that reading gives. Otherwise the items before the
-place are read and dropped.
+This is checked as far as possible: the first items are read twice and must be the same, on all ranks too; and a resume
+uses ``skip`` only if the item after a few skipped ones is the one that reading gives. Otherwise, the items already used
+are read and dropped.
 
-A pass that ends in the middle of a global batch is followed by the next pass in the same batch: nothing is dropped, and
-``train.drop_last`` has no meaning. ``train.steps`` must be given, unless the set has a length. One worker at most reads
-ahead, because several would change the order.
+If a pass ends inside a global batch, the next pass continues in the same batch: nothing is dropped, and
+``train.drop_last`` has no effect. ``train.steps`` is required unless the data set has a length. At most one worker
+reads ahead, because several would change the order.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
 from cluster_ddp.train.state.training import Counts
 from cluster_ddp.train.task import Task
 
-Place = tuple[int, int]  # the epoch, and the items of it that have been taken
+Place = tuple[int, int]  # the epoch, and the number of its items used so far
 
 _TRIED = 3
 
 
 class IterableStream:
-    """The stream of an iterable set."""
+    """The stream of an iterable data set; see `Stream`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class IterableStream:
         self._batches: Any = None
 
     def epoch(self, step: int) -> int:
-        """The epoch that is under way now."""
+        """The current epoch."""
         return self._counts.stream_epoch
 
     def consumed(self, step: int) -> int:
@@ -88,8 +88,8 @@ class IterableStream:
         return first, to_device(batch, self._device)
 
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Stream`; a `DataError` when the set breaks its contract, in a way that the first items show."""
-        self._counts = counts  # now: an evaluation may be made again before the first batch
+        """See `Stream`; raises a `DataError` if the first items show that the data set breaks its rules."""
+        self._counts = counts  # already now: an evaluation may be repeated before the first batch
         return self._batches_from(step, counts)
 
     def _batches_from(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
@@ -108,7 +108,7 @@ class IterableStream:
             yield micro, to_device(batch, self._device)
 
     def note_place(self, counts: Counts) -> None:
-        if self._sharded and self._has_moved:  # before, they hold what was restored
+        if self._sharded and self._has_moved:  # before that, they contain what was restored
             counts.stream_places = all_gather_object([counts.stream_epoch, counts.stream_offset])
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class IterableStream:
         return epoch, taken
 
     def _expect_same_items(self, first: int, counts: Counts) -> None:
-        """See that all ranks read the same items, unless they are to read parts, and those of the attempts before."""
+        """Check that all ranks read the same first items, unless sharded, and the same as earlier attempts."""
         seen = all_gather_object(first)
         if self._sharded:
             if len(set(seen)) == 1:
@@ -154,7 +154,7 @@ class IterableStream:
 
 
 class _Remaining(IterableDataset[Any]):
-    """What is left of the training, for a process that reads ahead."""
+    """The rest of the training as a data set, for a process that reads ahead."""
 
     def __init__(self, reader: _Reader, step: int, stop: int, place: Place) -> None:
         self._reader, self._step, self._stop, self._place = reader, step, stop, place
@@ -168,26 +168,26 @@ class _Remaining(IterableDataset[Any]):
 
 
 class _Reader:
-    """Takes a rank's items out of the stream."""
+    """Picks a rank's items from the stream."""
 
     def __init__(
         self, data: IterableDataset[Any], collate: Collate, seed: int, plan: BatchPlan, rank: int, *, sharded: bool
     ) -> None:
         self._data, self._collate, self._plan = data, collate, plan
         self._base = derive(Use.SAMPLE, seed, rank) if sharded else derive(Use.SAMPLE, seed)
-        self._drawn: list[tuple[float, ...]] = []  # what the generators give after each of the items tried last
-        self._threads = False  # whether the set reads in threads of its own
+        self._drawn: list[tuple[float, ...]] = []  # the generators' next numbers after each item read last
+        self._threads = False  # whether the set reads in its own threads
         piece = plan.micro_batch * plan.accumulation_steps
         self._own = range(piece) if sharded else range(rank * piece, (rank + 1) * piece)
         self._items_per_step = piece if sharded else plan.global_batch
 
     def try_set(self) -> int:
-        """Read the first items until they come back the same, for their fingerprint; a `DataError` if they never do."""
+        """Read the first items until two readings agree, and return their fingerprint; else raise a `DataError`."""
         draws: list[list[tuple[float, ...]]] = []
 
         def read() -> int:
             found = fingerprint(self._fingerprints(0, 0, _TRIED))
-            draws.append(self._drawn[1:])  # the first item may set the set up
+            draws.append(self._drawn[1:])  # the first item may initialise the set
             return found
 
         first = settled(read)
@@ -213,7 +213,7 @@ class _Reader:
         return first
 
     def read(self, step: int, stop: int, place: Place) -> Iterator[tuple[MicroBatch, Place, Any]]:
-        """Yield for each micro-batch its description, the place after its step, and its batch."""
+        """Yield, for each micro-batch, its description, the place after its step, and its batch."""
         items = self._items(place)
         for number in range(step, stop):
             kept = []
@@ -238,7 +238,7 @@ class _Reader:
                 global_batch=self._plan.global_batch,
                 last=number == self._plan.accumulation_steps - 1,
             )
-            self._seed(micro.epoch, int(micro.indices[0]))  # as the ranks draw different numbers here
+            self._seed(micro.epoch, int(micro.indices[0]))  # the ranks draw different numbers here
             yield micro, after, self._collate([item for item, _ in part])
 
     def _items(self, place: Place) -> Iterator[tuple[Any, Place]]:
@@ -254,7 +254,7 @@ class _Reader:
             epoch, taken = epoch + 1, 0
 
     def _pass(self, epoch: int, taken: int) -> Iterator[Any]:
-        """The items of an epoch from a place on; skipped where that is as good as reading them, else read."""
+        """The items of an epoch from a place on; earlier ones are skipped if that is equivalent, else read."""
         if not taken or self._skips(epoch):
             return self._seeded(epoch, taken)
         return islice(self._seeded(epoch, 0), taken, None)
@@ -281,7 +281,7 @@ class _Reader:
         return found
 
     def _draws(self, seen: int) -> bool:
-        """Whether the first items, whose fingerprint is known, are others with other seeds."""
+        """Whether other seeds change the first items, whose fingerprint is passed in."""
         base, self._base = self._base, mix(self._base)
         other = fingerprint(self._fingerprints(0, 0, _TRIED))
         self._base = base
@@ -289,7 +289,7 @@ class _Reader:
 
     def _seeded(self, epoch: int, taken: int) -> Iterator[Any]:
         """Iterate over the set from a place on, seeding before each item."""
-        self._seed(epoch, taken)  # a set may shuffle as its iteration begins
+        self._seed(epoch, taken)  # a set may shuffle when its iteration starts
         items = iter(self._begun(epoch, taken))
         while True:
             self._seed(epoch, taken)
@@ -301,9 +301,9 @@ class _Reader:
             taken += 1
 
     def _begun(self, epoch: int, taken: int) -> Any:
-        """The set, made ready for a pass; each of its methods may change it or return another."""
+        """Prepare the set for a pass; each of its methods may modify it or return another."""
         data = _called(self._data, "set_epoch", epoch)
-        skipped = _called(data, "skip", taken)  # of 0 items too: the set may still be skipping those of another pass
+        skipped = _called(data, "skip", taken)  # also for 0 items: the set may still be skipping those of another pass
         return _called(skipped, "set_epoch", epoch) if taken and skipped is not data else data
 
     def _seed(self, epoch: int, taken: int) -> None:
@@ -317,7 +317,7 @@ def _called(data: Any, name: str, value: int) -> Any:
 
 
 def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:
-    """Items of an epoch, on all ranks together; None when the set does not say."""
+    """Items per epoch, over all ranks together; None if the set has no length."""
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -334,7 +334,7 @@ def _length(data: IterableDataset[Any], *, sharded: bool) -> int | None:
 
 
 def _steps(length: int | None, train: TrainSpec, plan: BatchPlan) -> tuple[int, int | None]:
-    """Steps of the training and, when the set has a length, whole steps in an epoch."""
+    """The number of steps and, if the set has a length, the number of whole steps per epoch."""
     if length is None:
         if train.steps is None:
             raise DataError("the training set is iterable and has no length: set train.steps instead of epochs")

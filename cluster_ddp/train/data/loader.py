@@ -1,4 +1,4 @@
-"""Batches for a rank, fetched in this process or by workers."""
+"""Loads a rank's batches, fetched in this process or by workers."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _IGNORED = present("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class Loader(Generic[K]):
-    """Fetches batches in the order of their plans; the number of workers changes nothing but the speed.
+    """Fetches batches in the order of their plans; the number of workers affects only the speed.
 
     Parameters
     ----------
     key
-        The (epoch, indices) of a plan.
+        Returns the (epoch, indices) of a plan.
     workers
-        Processes that fetch ahead; 0: this one fetches.
+        Processes that fetch ahead; 0: fetch in this process.
     """
 
     def __init__(
         self, fetcher: Fetcher, plans: Iterable[K], key: Callable[[K], Key], *, workers: int, device: torch.device
     ) -> None:
-        self.waited = 0.0  # seconds that this process has waited for batches, or spent on fetching them
+        self.waited = 0.0  # seconds that this process has spent fetching batches or waiting for them
         self._fetcher = fetcher
         self._plans = plans
         self._key = key
@@ -65,7 +65,7 @@ class Loader(Generic[K]):
         return ((plan, to_device(batch, self._device)) for plan, batch in self._pairs)
 
     def close(self) -> None:
-        """End the workers, when the iteration was left before its end."""
+        """Stop the workers if the iteration was left early."""
         if self._pairs is not None:
             self._pairs.close()
 
@@ -103,7 +103,7 @@ class Loader(Generic[K]):
 
 
 class _Keyed(Dataset[Any]):
-    """A data set whose 'index' is a whole batch's key."""
+    """A data set whose 'index' is the key of a whole batch."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -116,7 +116,7 @@ class _Keyed(Dataset[Any]):
 
 
 class _Keys:
-    """Keys that are made as they are needed, as a sampler."""
+    """A sampler that creates keys as they are needed."""
 
     def __init__(self, keys: Iterator[Key]) -> None:
         self._keys = keys
@@ -126,9 +126,9 @@ class _Keys:
 
 
 def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torch.device) -> Generator[Any, None, None]:
-    """Yield what workers fetch, one element of the data set at a time, in order; closing it ends the workers.
+    """Yield the elements of a data set in order, as fetched by workers; closing the generator stops the workers.
 
-    An element that is a DataError is raised here: raised in a worker it would come with the worker's traceback.
+    An element that is a DataError is raised here: raised in a worker, it would carry the worker's traceback.
     """
     protect_fork_server()
     before = set(multiprocessing.active_children())
@@ -150,25 +150,25 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
                 raise batch
             yield batch
     finally:
-        del batches  # asks them to end
+        del batches  # asks them to exit
         see_off(processes)
 
 
 def protect_fork_server(context: BaseContext | None = None) -> None:
-    """Start the server that forks workers, if that is how they start, where signals to the process group do not end it.
+    """Start the fork server, if workers are started by one, so that signals to the process group do not kill it.
 
-    It would take all workers along. From Python 3.14 on they start so by default.
+    It would take all workers with it. Python uses one by default since 3.14.
 
     Parameters
     ----------
     context
-        What starts the workers; None: multiprocessing itself.
+        The context that starts the workers; None: that of multiprocessing itself.
     """
     if (context or multiprocessing).get_start_method() != "forkserver":
         return
     from multiprocessing import forkserver
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # a new process inherits what is blocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # a new process inherits the blocked signals
     try:
         forkserver.ensure_running()
     finally:
@@ -176,7 +176,7 @@ def protect_fork_server(context: BaseContext | None = None) -> None:
 
 
 def see_off(workers: list[BaseProcess]) -> None:
-    """Wait for workers to end. They ignore the signal that DataLoader ends them with, so what stays is killed."""
+    """Wait for workers to exit, and kill those that do not: they ignore the signal by which DataLoader stops them."""
     for worker in workers:
         worker.join(_JOIN_SECONDS)
         if worker.is_alive():
@@ -189,17 +189,17 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def set_up_worker(worker: int) -> None:
-    """Let a worker live as long as its rank does, and no longer.
+    """Make a worker live as long as its rank, and no longer.
 
-    A signal sent to the whole process group is for the rank; a worker that died of it would take the rank along. And
-    a worker that a fork server has started outlives a rank that is killed: torch sees that its parent is there, which
-    is the server, and the server ends after its last worker.
+    A signal to the whole process group is meant for the rank; a worker killed by it would take the rank with it. And a
+    worker started by a fork server would outlive a rank that is killed: torch checks for its parent, which is the
+    server, and that exits only after its last worker.
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():
-        _thread.start_new_thread(_end_with, (rank,))  # not of `threading`: a set is asked how many threads it has
+        _thread.start_new_thread(_end_with, (rank,))  # not by `threading`: the set's threads are counted
 
 
 def _end_with(rank: BaseProcess) -> None:
@@ -208,7 +208,7 @@ def _end_with(rank: BaseProcess) -> None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move a batch without making the host wait: its tensors, and what moves itself by `to`, as a packed sequence."""
+    """Move a batch without making the host wait: its tensors, and anything with a `to`, such as a packed sequence."""
 
     def move(part: Any) -> Any:
         try:
@@ -216,13 +216,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
         except TypeError:
             if isinstance(part, Tensor):
                 raise
-            return part.to(device)  # of somebody's own
+            return part.to(device)  # a custom one without non_blocking
 
     return _map(batch, move)
 
 
 def pinned(batch: Any) -> Any:
-    """Copy a batch to memory that a GPU can read by itself, as far as its parts can be."""
+    """Copy a batch to pinned memory, as far as its parts support it."""
 
     def pin(part: Any) -> Any:
         on_device = isinstance(part, Tensor) and not part.is_cpu
@@ -232,7 +232,7 @@ def pinned(batch: Any) -> Any:
 
 
 def _map(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the parts of a batch that can be moved; what holds them stays of its kind."""
+    """Apply `change` to the parts of a batch that can be moved, preserving the containers' types."""
     if isinstance(batch, type):
         return batch
     if callable(getattr(batch, "to", None)):

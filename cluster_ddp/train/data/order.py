@@ -1,7 +1,8 @@
-"""Which samples a step trains on: a function of (seed, step), computed where it is needed and never stored.
+"""Which samples a step trains on: a function of (seed, step), computed when needed and never stored.
 
-The order of an epoch is a keyed permutation of the sample indices. Any position of it costs a few operations, so a
-resume jumps to its place, a billion samples need no list, and every world size sees the same global batches.
+The order of an epoch is a keyed permutation of the sample indices. Any position in it takes a few operations to
+compute, so a resume jumps directly to its place, a billion samples need no list, and every world size has the same
+global batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ROUNDS = 6
 _HALF = np.uint64(32)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _MAX_SIZE = 1 << 62
-# How many positions are permuted in one call: enough to spread the cost of a NumPy call over many steps.
+# Positions permuted in one call: enough to spread the overhead of a NumPy call over many steps.
 _BLOCK = 8192
 
 
@@ -34,14 +35,14 @@ class Permutation:
     """A permutation of ``range(size)`` chosen by a key, evaluated at any positions.
 
     A Feistel network over pairs (left, right) with left < a, right < b and a * b just above `size`; the few results
-    that fall outside are sent through again (cycle walking), which keeps it one-to-one.
+    outside the range are sent through again (cycle walking), which keeps it one-to-one.
 
     Parameters
     ----------
     size
         Number of elements, at least 1.
     key
-        64 bits; another key gives another order.
+        64 bits; a different key gives a different order.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -71,7 +72,7 @@ class Permutation:
 
 
 def _shift(words: Words, by: Words, key: np.uint64, limit: np.uint64) -> None:
-    """Add to each word, modulo `limit` (below 2**32), a hash of its partner and the key."""
+    """Add to each word a hash of its partner and the key, modulo `limit` (below 2**32)."""
     hashed = by ^ key
     hashed *= _FIRST_FACTOR
     hashed ^= hashed >> _HALF
@@ -80,13 +81,13 @@ def _shift(words: Words, by: Words, key: np.uint64, limit: np.uint64) -> None:
     hashed *= limit
     hashed >>= _HALF
     words += hashed
-    # Modulo without dividing: what is below the limit wraps to something huge.
+    # Modulo without division: below the limit, the subtraction wraps to a huge number.
     np.minimum(words, words - limit, out=words)
 
 
 @dataclass(frozen=True)
 class SampleStream:
-    """The global batches of a training, in order.
+    """The global batches of a training run, in order.
 
     Parameters
     ----------
@@ -97,8 +98,8 @@ class SampleStream:
     seed
         The run's seed.
     drop_last
-        Whether the last global batch of an epoch, when the samples do not fill it, is left out. Otherwise it is used,
-        smaller, and its loss is the mean over the samples that it has.
+        Whether to drop the last global batch of an epoch if it is incomplete. Otherwise it is smaller, and its loss is
+        the mean over its samples.
 
     Raises
     ------
@@ -123,11 +124,11 @@ class SampleStream:
         object.__setattr__(self, "steps_per_epoch", steps)
 
     def epoch(self, step: int) -> int:
-        """The epoch that the step with this number belongs to; both count from 0."""
+        """The epoch of this step; both count from 0."""
         return step // self.steps_per_epoch
 
     def consumed(self, step: int) -> int:
-        """The sample offset when `step` steps are finished."""
+        """The sample offset after `step` finished steps."""
         epochs, within = divmod(step, self.steps_per_epoch)
         return epochs * self._per_epoch + min(within * self.global_batch, self._per_epoch)
 
@@ -141,7 +142,7 @@ class SampleStream:
         return min(self.global_batch, self.samples - first)
 
     def global_indices(self, step: int) -> Indices:
-        """The sample indices of the global batch of this step, int64 of shape (size,), in their order."""
+        """The sample indices of this step's global batch, in order, int64 of shape (size,)."""
         first = step % self.steps_per_epoch * self.global_batch
         return self.order(self.epoch(step))(np.arange(first, first + self.size(step)))
 
@@ -156,18 +157,18 @@ class MicroBatch(NamedTuple):
     Attributes
     ----------
     step, number
-        The step it belongs to, and which of that step's micro-batches on this rank it is; both count from 0.
+        The step, and the number of the micro-batch within that step on this rank; both count from 0.
     epoch
         The epoch of its samples.
     indices
-        Samples to fetch, int64 of shape (n,). Never empty: a rank that has nothing left of a small last batch computes
-        on one sample of it with weight 0, because the other ranks wait for its gradients.
+        Samples to fetch, int64 of shape (n,). Never empty: a rank that has none left in a small last batch computes on
+        one sample of it with weight 0, because the other ranks wait for its gradients.
     samples
-        How many of them count; equal to n, or 0.
+        How many of them count: n or 0.
     global_batch
         Samples in the global batch of that step.
     last
-        Whether the step's update comes after it.
+        Whether it is the last micro-batch before the step's update.
     """
 
     step: int
@@ -183,7 +184,7 @@ def rank_micro_batches(stream: SampleStream, plan: BatchPlan, rank: int, start: 
     """Yield the micro-batches of one rank for the steps from `start` up to `stop`.
 
     The global batch is cut into one contiguous piece per rank, and each piece into the rank's micro-batches; so the
-    number of ranks and of accumulation steps changes who computes a sample, never which step it belongs to.
+    numbers of ranks and of accumulation steps affect which rank computes a sample, never which step it belongs to.
     """
     step = start
     while step < stop:
@@ -214,7 +215,7 @@ def _full_steps(stream: SampleStream, plan: BatchPlan, rank: int, first: int, co
 def _small_step(stream: SampleStream, plan: BatchPlan, rank: int, step: int) -> Iterator[MicroBatch]:
     indices = stream.global_indices(step)
     pieces = np.array_split(indices, plan.world_size)
-    passes = -(-len(pieces[0]) // plan.micro_batch)  # the first piece is the largest: all ranks make as many passes
+    passes = -(-len(pieces[0]) // plan.micro_batch)  # the first piece is the largest: all ranks run equally many passes
     for number, chosen in enumerate(np.array_split(pieces[rank], passes)):
         fetched = chosen if len(chosen) else indices[:1]
         yield MicroBatch(step, number, stream.epoch(step), fetched, len(chosen), len(indices), number == passes - 1)

@@ -1,4 +1,4 @@
-"""What kind of map-style set it is, and what lies inside."""
+"""Determines the kind of a map-style data set, unwraps subsets, and copies sets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.state.surroundings import is_of_user
 
-_DEPTH, _FEW = 4, 100  # how deep in a set its parts are copied, and of how many elements
+_DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
 def is_plain_rows(data: Dataset[Any]) -> bool:
-    """Whether a set is nothing but rows of tensors; a TensorDataset with a method of its own to fetch by is more."""
+    """Whether a set is nothing but rows of tensors: a TensorDataset that does not override how samples are fetched."""
     return (
         isinstance(data, TensorDataset)
         and type(data).__getitem__ is TensorDataset.__getitem__
@@ -28,7 +28,7 @@ def is_plain_rows(data: Dataset[Any]) -> bool:
 
 
 def fetches_by_batch(data: Dataset[Any]) -> bool:
-    """Whether a set has ``__getitems__``, and no derived class says otherwise by a ``__getitem__`` alone."""
+    """Whether a set has ``__getitems__`` that no derived class overrides by defining only ``__getitem__``."""
     for kind in type(data).__mro__:
         if "__getitems__" in vars(kind):
             return vars(kind)["__getitems__"] is not None
@@ -38,7 +38,7 @@ def fetches_by_batch(data: Dataset[Any]) -> bool:
 
 
 def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
-    """See through Subset, whose ``__getitems__`` would hide that its set has random samples to be seeded."""
+    """Unwrap Subsets, whose ``__getitems__`` would prevent seeding the inner set's samples one by one."""
     positions: Indices | None = None
     while _is_subset(data):
         inner = _as_indices(data.indices)
@@ -63,10 +63,10 @@ def length_of(data: Any) -> int:
 
 
 def copied(data: Any) -> Any:
-    """A copy of a data set; None where it cannot be copied.
+    """Copy a data set; None if it cannot be copied.
 
-    It has caches and vocabularies of its own, also in the user's objects that it holds, for they begin small. What is
-    large, and what libraries have made, the two share.
+    The copy has its own caches and vocabularies, including those in the user's objects that it holds, because they
+    start small. Large containers and objects of libraries are shared with the original.
     """
     try:
         made = copy.copy(data)
@@ -77,10 +77,10 @@ def copied(data: Any) -> Any:
 
 
 def _part_from(value: Any, done: dict[int, Any], depth: int) -> None:
-    """Put copies in the place of what a copy still shares with what it was made of."""
+    """Replace what a copy still shares with its original by copies."""
     if depth and isinstance(value, dict):
         parts_by_key = {key: _copied_part(part, done, depth - 1) for key, part in value.items()}
-        dict.update(value, parts_by_key)  # a Counter's own would add them to those that are there
+        dict.update(value, parts_by_key)  # Counter.update would add to the existing values
     elif depth and isinstance(value, (list, collections.deque)):
         parts = [_copied_part(part, done, depth - 1) for part in value]
         value.clear()
@@ -100,6 +100,6 @@ def _copied_part(value: Any, done: dict[int, Any], depth: int) -> Any:
 
 
 def _is_object_of_user(value: Any) -> bool:
-    """Whether it is a plain object of the user's code; one that closes something when it goes is not copied."""
+    """Whether it is a plain object of the user's code, without ``__del__``, which may close something."""
     kind = type(value)
     return hasattr(value, "__dict__") and not callable(getattr(kind, "__del__", None)) and is_of_user(kind.__module__)

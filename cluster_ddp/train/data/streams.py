@@ -1,4 +1,4 @@
-"""What a rank trains on, from a given step to the end: its micro-batches of the global batches, and their samples."""
+"""What a rank trains on, from a given step to the end: its micro-batches, with their samples."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from cluster_ddp.train.task import Task
 
 
 def agree_on_batches(train: TrainSpec, run: RunDirectory | None, world: World) -> BatchPlan:
-    """Plan the batches. The first attempt of a run resolves the global batch and records it; later ones keep it.
+    """Plan the batches. The first attempt of a run determines the global batch and records it; later ones keep it.
 
     Raises
     ------
     BatchError
-        The global batch cannot be divided among this many ranks; the message says among how many it could.
+        The global batch cannot be divided among this many ranks; the message lists the numbers of ranks that work.
     """
     recorded = read_record(run).global_batch if run is not None and world.is_main else None
     known = broadcast_object(recorded)
@@ -42,7 +42,7 @@ def agree_on_batches(train: TrainSpec, run: RunDirectory | None, world: World) -
 
 
 class Stream(Protocol):
-    """The training data as the loop sees it."""
+    """The training data as seen by the loop."""
 
     total_steps: int
     steps_per_epoch: int | None
@@ -52,22 +52,22 @@ class Stream(Protocol):
         """Seconds that this rank has waited for batches."""
 
     def epoch(self, step: int) -> int:
-        """The epoch that is under way when `step` steps are finished."""
+        """The current epoch after `step` finished steps."""
 
     def consumed(self, step: int) -> int:
-        """The sample offset when `step` steps are finished."""
+        """The sample offset after `step` finished steps."""
 
     def first(self) -> tuple[MicroBatch, Any]:
         """The first micro-batch of the whole training."""
 
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
-        """The micro-batches of this rank from this step on, on its device."""
+        """This rank's micro-batches from this step on, on its device."""
 
     def note_place(self, counts: Counts) -> None:
-        """Put into the counts what a resume needs to know of the place of other ranks; all ranks call it."""
+        """Record in the counts what a resume needs to know about the places of other ranks; all ranks call it."""
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
 
 
 Warn = Callable[[str], None]
@@ -76,17 +76,17 @@ Warn = Callable[[str], None]
 def open_stream(
     task: Task, train: TrainSpec, plan: BatchPlan, world: World, device: torch.device, warn: Warn
 ) -> Stream:
-    """Make the stream of the task's training set.
+    """Create the stream of the task's training data.
 
     Parameters
     ----------
     warn
-        Called with what is to be known of the set.
+        Called with warnings about the data set.
 
     Raises
     ------
     DataError
-        The set is shorter than a global batch, or has no length and the job file does not say how many steps; or it is
+        The data set is shorter than a global batch, has no length although the job file sets no number of steps, or is
         a DataLoader.
     """
     data = task.train_data()
@@ -99,7 +99,7 @@ def open_stream(
 
 
 class MapStream:
-    """The stream of a map-style set."""
+    """The stream of a map-style data set."""
 
     def __init__(
         self,
@@ -133,18 +133,18 @@ class MapStream:
 
     def first(self) -> tuple[MicroBatch, Any]:
         first = next(rank_micro_batches(self.order, self._plan, self._rank, 0, 1))
-        # By a worker, where there are workers: what a library starts in this process would break in those forked later.
+        # In a worker, if there are any: what a library starts in this process would break workers forked later.
         loader = self._load(iter([first]), workers=min(1, self._workers))
         found = next(iter(loader))
         loader.close()
         return found
 
     def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Stream`; a `DataError` when the set has another length than when the checkpoint was saved."""
+        """See `Stream`; raises a `DataError` if the length of the data set has changed since the save."""
         counts.expect_length(self.order.samples)
         micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
         some = [next(micro_batches)] if step < self.total_steps else []
-        # Behind the first batch, by which the set is tried.
+        # After the first batch, with which the set is checked.
         looks = [micro._replace(epoch=LOOK, indices=np.array([self.order.samples - 1])) for micro in some]
         self._loader = self._load(itertools.chain(some, looks, micro_batches), workers=self._workers)
         batches = iter(self._loader)
@@ -155,9 +155,9 @@ class MapStream:
         yield from batches
 
     def _compare(self, seen: int, counts: Counts) -> None:
-        """Warn if ranks see another last sample, or if it was another when the checkpoint was saved.
+        """Warn if the last sample differs between ranks, or from the time of the save.
 
-        It is not refused: processors of different kinds may make samples of which the last bits differ.
+        This is not refused: different kinds of processors may make samples whose last bits differ.
         """
         by_rank = all_gather_object((seen, platform.node()))
         others = [rank for rank, (found, _) in enumerate(by_rank) if found != by_rank[0][0]]
@@ -176,7 +176,7 @@ class MapStream:
         counts.data_fingerprint = by_rank[0][0]
 
     def note_place(self, counts: Counts) -> None:
-        """Nothing: the place of all ranks follows from the step."""
+        """Do nothing: the places of all ranks follow from the step."""
 
     def close(self) -> None:
         if self._loader is not None:

@@ -1,1 +1,1 @@
-"""What is measured of a training, and where it goes: metrics.jsonl, the display, the loggers."""
+"""What is measured during training, and where it goes: metrics.jsonl, the display, the loggers."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and other files of lines, on storage that may be full for a while."""
+"""Writes metrics.jsonl and other line-based files, on storage that may be full for a while."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from cluster_ddp.printing import say
 from cluster_ddp.run.storage import open_lines
 
-_MAX_KEPT = 1_000_000  # lines; storage that is full for longer than this is not getting better
+_MAX_KEPT = 1_000_000  # lines; storage that stays full for longer is unlikely to recover
 
 
 class LineFile:
-    """Appends lines, each handed to the system at once. One process writes it.
+    """Appends lines, each written to the file at once. Only one process may write to it.
 
-    What the storage refuses is kept, and written before the next line that it takes: a full disk costs no line and does
-    not end the training. A line that a killed process left half written is ended first.
+    Lines that cannot be written are kept, and written before the next one that can: a full disk neither loses lines nor
+    ends the training. A partial line left by a killed process is terminated first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,12 +30,12 @@ class LineFile:
         self._refused = False
 
     def write(self, line: str) -> None:
-        """Append a line, given without its end."""
+        """Append a line, passed in without its newline."""
         self._kept.append(line.encode() + b"\n")
         self._pass_on()
 
     def close(self) -> None:
-        """Close the file; lines that the storage still refuses are lost, and it is said how many."""
+        """Close the file; report how many lines are lost, if the storage still does not accept them."""
         self._pass_on()
         if self._kept:
             self._say(f"{len(self._kept)} lines are lost")
@@ -59,7 +59,7 @@ class LineFile:
 
 
 class MetricsFile:
-    """Appends one JSON object per line, flushed at once. One process writes it. A full disk delays lines.
+    """Appends one JSON object per line, flushed at once. Only one process may write to it. A full disk delays lines.
 
     Usable alone: ``MetricsFile(path, attempt=0).write(step=10, samples=320, epoch=0, values={"train/loss": 0.5})``.
     """
@@ -71,9 +71,9 @@ class MetricsFile:
     def write(
         self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
     ) -> None:
-        """Append a line; a value that is not finite becomes null, which JSON can hold.
+        """Append a line; a value that is not finite is written as null, since JSON has no such numbers.
 
-        `measured` is when the values were, in Unix seconds; by default now.
+        `measured` is the time of the measurement in Unix seconds; by default now.
         """
         row: dict[str, float | None] = {
             "step": step,

@@ -1,4 +1,4 @@
-"""What is logged of the steps, when, and where it goes."""
+"""Decides what is logged about the steps and when, and sends it to metrics.jsonl, the display and the loggers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from cluster_ddp.train.update import Update
 
 
 class Report:
-    """Passes numbers on to all that show or keep them."""
+    """Passes metrics on to the file, the display and the loggers."""
 
     def __init__(
         self, file: MetricsFile | None = None, display: Display | None = None, loggers: Sequence[Logger] = ()
     ) -> None:
-        self.latest: dict[str, float] = {}  # the last value of each metric, on every rank that was told
+        self.latest: dict[str, float] = {}  # the last value of each metric
         self._file = file
         self._display = display
         self._loggers = loggers
@@ -39,7 +39,7 @@ class Report:
     def log(
         self, *, step: int, samples: int, epoch: int, values: Mapping[str, float], measured: float | None = None
     ) -> None:
-        """Keep the values of a step, which were measured then (Unix seconds; by default now)."""
+        """Log the values of a step and the time of measurement (Unix seconds; by default now)."""
         self.latest.update(values)
         if self._file is not None:
             self._file.write(step=step, samples=samples, epoch=epoch, values=values, measured=measured)
@@ -47,7 +47,7 @@ class Report:
             logger.log(step, values)
 
     def show(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Show how far training is."""
+        """Show the progress of training."""
         if self._display is not None:
             self._display.update(step, epoch, values)
 
@@ -57,7 +57,7 @@ class Report:
             self._display.say(text)
 
     def close(self, *, failed: bool, wait: bool = True) -> None:
-        """Let go of all; with `wait` false the loggers, which may need a network, are left as they are."""
+        """Close everything; with `wait` false, loggers are not closed, because that may need a network."""
         if self._display is not None:
             self._display.close()
         if self._file is not None:
@@ -69,7 +69,7 @@ class Report:
 
 
 class _Row(NamedTuple):
-    """A log step whose loss is not yet added up over the ranks."""
+    """A logged step whose loss has not been summed over the ranks yet."""
 
     step: int
     epoch: int
@@ -82,8 +82,8 @@ class _Row(NamedTuple):
 class Log:
     """Measures every ``log.every_steps``-th step and the last one, and passes the numbers to rank 0's report.
 
-    They are passed on about once a second, together: a file, a terminal and an exchange between ranks for each logged
-    step would be most of what a small model's training costs beyond a bare loop.
+    They are passed on together, about once a second: writing to a file and a terminal and an exchange between ranks for
+    each logged step would be most of a small model's overhead over a bare loop.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Log:
         device: torch.device,
         wrapped: nn.Module,
     ) -> None:
-        self.step_loss: StepLoss | None = None  # takes the losses of the step under way, if it is one that is logged
+        self.step_loss: StepLoss | None = None  # collects the losses of the current step, if it is logged
         self._job, self._run, self._attempt, self._world = job, run, attempt, world
         self._stream, self._device, self._wrapped = stream, device, wrapped
         self._every, self._last = job.log.every_steps, stream.total_steps
@@ -113,7 +113,7 @@ class Log:
         return self._report.latest
 
     def open(self, step: int, latest: Mapping[str, float]) -> None:
-        """Open the files, the display and the loggers, going on from this step and its metrics."""
+        """Open the files, the display and the loggers, continuing from this step and its metrics."""
         if self._run is not None and self._job.log.sample_ids:
             path = self._run.attempt(self._attempt).samples_file(self._world.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class Log:
             self._report.say(line)
 
     def begin(self, step: int) -> None:
-        """Call before a step; its number counts from 0."""
+        """Call before a step, with its number counted from 0."""
         finished = step + 1
         if finished % self._every == 0 or finished == self._last:
             self.step_loss = StepLoss(self._device)
@@ -141,12 +141,12 @@ class Log:
             self.step_loss = None
 
     def record_samples(self, micro: MicroBatch) -> None:
-        """Note the samples of a micro-batch, when they are recorded."""
+        """Note the samples of a micro-batch, if they are recorded."""
         if self._ids is not None:
             self._ids += micro.indices[: micro.samples].tolist()
 
     def end(self, step: int, epoch: int, update: Update, lr: float) -> None:
-        """Call when `step` steps are finished."""
+        """Call after a step, with the number of finished steps."""
         if self._ids is not None and self._id_file is not None:
             self._id_file.write(json.dumps({"step": step, "ids": self._ids}))
             self._ids = []
@@ -155,7 +155,7 @@ class Log:
             self._rows.append(_Row(step, epoch, time.time(), self.step_loss, self._measured(step, update, lr), norm))
 
     def exchange(self) -> None:
-        """Pass on what was exchanged the last time, and begin to add up the losses since, without waiting for them.
+        """Pass on the losses exchanged last time, and start summing those since, without waiting for them.
 
         All ranks call it after the same step.
         """
@@ -165,12 +165,12 @@ class Log:
             self._rows = []
 
     def flush(self) -> None:
-        """Pass on all; waits for the other ranks, which call it after the same step."""
+        """Pass on everything; waits for the other ranks, which call it after the same step."""
         self.exchange()
         self._pass_on()
 
     def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Log what an evaluation gave."""
+        """Log the results of an evaluation."""
         self.flush()
         self._report.log(step=step, samples=self._stream.consumed(step), epoch=epoch, values=values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
@@ -178,9 +178,9 @@ class Log:
         self._speed.start(step, self._stream.consumed(step), self._stream.waited)
 
     def close(self, *, failed: bool, wait: bool = True) -> None:
-        """Close everything; with `wait` false without waiting for a network."""
+        """Close everything; with `wait` false, without waiting for a network."""
         if failed:
-            with contextlib.suppress(Exception):  # of what made the training fail, the device perhaps
+            with contextlib.suppress(Exception):  # whatever made the training fail, such as the device
                 self._pass_on_what_is_here()
         if self._id_file is not None:
             self._id_file.close()
@@ -204,7 +204,7 @@ class Log:
         return values
 
     def _pass_on_what_is_here(self) -> None:
-        """Pass on what needs no other rank: they may be gone. The last rows are then without their losses."""
+        """Pass on what needs no other rank, since they may be gone. The last rows then lack their losses."""
         if self._world.world_size == 1:
             self.flush()
         if self._exchanging is not None and self._exchanging[1].arrived:
@@ -228,7 +228,7 @@ class Log:
 
 
 class Speed:
-    """Measures the time between log steps."""
+    """Measures the speed between logged steps."""
 
     def __init__(self) -> None:
         self._time = time.perf_counter()
@@ -237,11 +237,11 @@ class Speed:
         self._waited = 0.0
 
     def start(self, step: int, samples: int, waited: float) -> None:
-        """Begin a measurement at this step."""
+        """Start a measurement at this step."""
         self._time, self._step, self._samples, self._waited = time.perf_counter(), step, samples, waited
 
     def read(self, step: int, samples: int, waited: float) -> dict[str, float]:
-        """Means since the last call over all ranks; data_wait (0 to 1) is this rank's share of time without a batch."""
+        """Means over all ranks since the last call; data_wait (0 to 1) is this rank's share of time without a batch."""
         seconds = max(time.perf_counter() - self._time, 1e-9)
         values = {
             "samples_per_second": (samples - self._samples) / seconds,
@@ -253,7 +253,7 @@ class Speed:
 
 
 def communication_seconds(model: DistributedDataParallel) -> float:
-    """Seconds of a step in which a rank only waits for gradients: communication that no computation hides.
+    """Seconds per step in which a rank only waits for gradients: communication not overlapped with computation.
 
     DDP measures it every 100 steps and keeps the mean; 0 before the first measurement.
     """

@@ -16,17 +16,17 @@ from cluster_ddp.train.errors import TrainError
 
 
 class Logger(Protocol):
-    """Something that keeps metrics besides metrics.jsonl."""
+    """Something that records metrics in addition to metrics.jsonl."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the values of a step."""
+        """Log the values of a step."""
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left; may take as long as a network does."""
+        """Send what is left; may take as long as the network does."""
 
 
 def open_loggers(job: JobSpec, run: RunDirectory, wandb_id: str, step: int) -> list[Logger]:
-    """The loggers that the job file asks for, going on from `step`."""
+    """The loggers that the job file asks for, continuing from `step`."""
     loggers: list[Logger] = []
     if job.log.tensorboard:
         loggers.append(TensorBoard(run.path / "tensorboard", step))
@@ -36,7 +36,7 @@ def open_loggers(job: JobSpec, run: RunDirectory, wandb_id: str, step: int) -> l
 
 
 class TensorBoard:
-    """Writes event files; steps that a crash made happen twice are shown once."""
+    """Writes event files; steps repeated after a crash are shown once."""
 
     def __init__(self, folder: Path, step: int) -> None:
         try:
@@ -56,7 +56,7 @@ class TensorBoard:
 class Wandb:
     """One wandb run for all attempts of a run, because its id is in the run's record.
 
-    Steps are a metric of their own ("step"), so that steps which are repeated after a crash are drawn where they belong
+    Steps are logged as a separate metric ("step"), so that steps repeated after a crash are drawn where they belong
     instead of being refused by wandb's own counter.
     """
 
@@ -95,7 +95,7 @@ class Wandb:
 
 
 def wandb_mode(settings: WandbSpec) -> Literal["online", "offline"]:
-    """How to log: as the job file or $WANDB_MODE says, else online where there is a key."""
+    """How to log: as set by the job file or $WANDB_MODE, else online if there is an API key."""
     wish = os.environ.get("WANDB_MODE") if settings.mode == "auto" else settings.mode
     if wish == "online":
         return "online"
@@ -107,6 +107,6 @@ def wandb_mode(settings: WandbSpec) -> Literal["online", "offline"]:
 def _in_netrc() -> bool:
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].partition("/")[0]
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        file = os.environ.get("NETRC") or Path("~/.netrc").expanduser()  # of `wandb login`
+        file = os.environ.get("NETRC") or Path("~/.netrc").expanduser()  # written by `wandb login`
         return netrc.netrc(file).authenticators(host) is not None
     return False

@@ -1,4 +1,4 @@
-"""The loss of a step over all ranks, and reading numbers from the device without making the host wait for it."""
+"""The loss of a step over all ranks, and reading numbers from the device without making the host wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """The values of a small tensor, on their way to the host; read them a step later, when they are there."""
+    """The values of a small tensor, copied to the host in the background; read them a step later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -32,16 +32,16 @@ class HostCopy:
 
 
 class StepLoss:
-    """This rank's part of the loss of one step: exact, and no mean over steps, so that it depends on the step only."""
+    """This rank's part of the loss of one step: exact, and no mean over steps, so that it depends only on the step."""
 
     def __init__(self, device: torch.device) -> None:
-        # MPS has no float64. On the host plain numbers cost a tenth of tensors.
+        # MPS has no float64. On the host, Python floats take a tenth of the time of tensors.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self._device_sums = None if device.type == "cpu" else torch.zeros(2, dtype=exact, device=device)
         self._total = self._weight = 0.0
 
     def add(self, total: Tensor | float, weight: Tensor | float) -> None:
-        """Add a micro-batch: the sum of its losses (or its mean times its share), and the weight that belongs to it."""
+        """Add a micro-batch: the sum of its losses (or its mean times its share), and the corresponding weight."""
         if self._device_sums is None:
             self._total += float(total)
             self._weight += float(weight)
@@ -57,10 +57,10 @@ class StepLoss:
 
 
 class TotalLosses:
-    """The losses of several steps over their global batches; collected from the ranks while training goes on.
+    """The losses of several steps over their global batches, collected from the ranks while training continues.
 
-    A loss is the same to the last bit whichever steps it is collected with: the ranks' parts are added in the order of
-    the ranks, where the order within an all-reduce would depend on how many there are.
+    A loss has the same bits whichever steps it is collected with: the ranks' parts are added in the order of the ranks,
+    whereas the order within an all-reduce would depend on the number of steps.
     """
 
     def __init__(self, losses: Sequence[StepLoss]) -> None:
@@ -72,14 +72,14 @@ class TotalLosses:
             self._parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             self._work = dist.all_gather(self._parts, own, async_op=True)
         if self._work is not None and own.is_cuda:
-            self._work.wait()  # the stream waits, not the host
+            self._work.wait()  # makes the stream wait, not the host
             self._work = None
         if self._work is None:
             self._copy = self._add_up()
 
     @property
     def arrived(self) -> bool:
-        """Whether `read` need not wait for another rank."""
+        """Whether `read` would not have to wait for another rank."""
         return self._work is None or self._work.is_completed()
 
     def read(self) -> list[float]:

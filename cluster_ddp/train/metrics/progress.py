@@ -1,4 +1,4 @@
-"""What rank 0 shows of a training: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SECONDS_BETWEEN_DRAWINGS = 0.2
 
 
 class Display(Protocol):
-    """Something that shows how far training is."""
+    """Something that shows the progress of training."""
 
     def update(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Show the latest numbers."""
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a line permanently."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def open_display(title: str, total_steps: int, step: int) -> Display:
-    """A bar where the launcher names a terminal or standard output is one, else plain lines on standard output."""
+    """A bar if the launcher names a terminal or standard output is one, else plain lines on standard output."""
     terminal = _terminal()
     if terminal is None:
         return Lines(total_steps)
@@ -47,12 +47,12 @@ def _terminal() -> IO[str] | None:
             return Path(path).open("w")
         except OSError:
             return None
-    is_terminal = getattr(sys.stdout, "isatty", None)  # the user's code may have put a writer of its own there
+    is_terminal = getattr(sys.stdout, "isatty", None)  # the user's code may have replaced it with its own writer
     return sys.stdout if is_terminal is not None and is_terminal() else None
 
 
 def describe(values: Mapping[str, float], *, seconds_left: float | None) -> str:
-    """The numbers worth a glance, in one line."""
+    """The most important numbers, in one line."""
     parts = []
     if "train/loss" in values:
         parts.append(f"loss {values['train/loss']:.4f}")
@@ -67,13 +67,13 @@ def describe(values: Mapping[str, float], *, seconds_left: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Format as hours, minutes and seconds."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 class Lines:
-    """A line every few seconds."""
+    """Prints a line every few seconds."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
@@ -95,7 +95,7 @@ class Lines:
 
 
 class Bar:
-    """A bar of rich. It is drawn when there is news, never by a thread that would take time from training."""
+    """A rich progress bar. It is drawn when there is news, not by a thread, which would take time from training."""
 
     def __init__(self, terminal: IO[str], title: str, total_steps: int, step: int) -> None:
         from rich.console import Console

@@ -1,1 +1,1 @@
-"""The state of a training: as what a checkpoint holds of it, and whether that is all there is."""
+"""The state of a training run as a checkpoint contains it, and checks that it is complete."""

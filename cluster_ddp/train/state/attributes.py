@@ -1,4 +1,4 @@
-"""What objects keep in plain attributes: by it is seen what changes in training and is not in the checkpoint."""
+"""Compares what objects keep in plain attributes, to find what training changes and no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.plain import is_device
 
-_DEPTH, _WIDTH = 10, 100  # how deep in an object is looked, and in how long lists part by part
-_FAR = 1_000_000  # how far in longer ones, where only numbers and strings are seen, and a sample of the rest
-_ROWS = 4096  # of a frame that are looked at
+_DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
+_FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
+_ROWS = 4096  # rows of a data frame that are compared
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LENGTH = ", its length"
 _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
-# Besides, the mark of torch.compile, Lightning's, and what transformers' Trainer sets for the time of the training.
+# Also the marks of torch.compile and Lightning, and what transformers' Trainer sets during training.
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
 }  # fmt: skip
-# By packages, what their objects make anew whenever they need it: of kornia what it drew last, and did by that. And of
-# sentence-transformers what it tells people.
+# By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
+# results. And sentence-transformers' model card, which is for people only.
 _MADE_ANEW = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
@@ -66,8 +66,8 @@ _MADE_ANEW = {
     "omegaconf": {"_flags_cache"},
     "sentence_transformers": {"model_card_data"},
 }  # fmt: skip
-# Not state: what torch's warnings and checks go by, what a step was told of its own gradients, and
-# how many elements the parameters of LBFGS have.
+# Not state: flags for torch's warnings and checks, what a step is told about its own gradients, and the number of
+# elements of LBFGS's parameters.
 NOT_STATE_OF_OPTIMIZERS = frozenset(
     {
         "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
@@ -76,27 +76,27 @@ NOT_STATE_OF_OPTIMIZERS = frozenset(
 )  # fmt: skip
 _LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
-# Of libraries, and yet looked into: what moves by itself, and what holds whatever is put there.
+# From libraries, but searched anyway: what changes by itself, and containers for arbitrary things.
 _SEEN_INTO = (
     Optimizer, LRScheduler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
     argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
     collections.ChainMap, threading.local,
 )  # fmt: skip
-# Of libraries, with a repr() that says all of them.
+# From libraries, with a complete repr().
 _VALUES = (numbers.Number, range, slice, PurePath, torch.dtype, torch.device, torch.memory_format)
 
 
 class Attributes:
-    """Numbers, strings and tensors that objects hold, as they are now, by name.
+    """The numbers, strings and tensors that objects hold at the moment, by name.
 
     Parameters
     ----------
     holders
         The objects, by name.
     known
-        Ids of what is skipped wherever it is found: what is saved anyway.
+        Ids of objects to skip, because they are saved anyway.
     names
-        Of tensors that are keys of dicts, by their ids.
+        Names of tensors that are keys of dicts, by their ids.
     seeded
         The random generators that are seeded for each step; None: all.
     """
@@ -110,11 +110,11 @@ class Attributes:
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
-        self._kinds: dict[str, Any] = {}  # what is not plain may be replaced by something with the same leaves
+        self._kinds: dict[str, Any] = {}  # a non-plain value may be replaced by something with the same leaves
         self._seeded = seeded
         self._seen = set(known)
         self._names = names or {}
-        self.holders: dict[str, str] = {}  # by the names of leaves, and of what holds them
+        self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
         for name, holder in holders.items():
             known_before = len(self.leaves), len(self._kinds)
             self._look(name, holder, 0)
@@ -124,7 +124,7 @@ class Attributes:
         self._contents = contents(tensors)
 
     def add(self, other: Attributes) -> None:
-        """Take in what was found elsewhere, under other names."""
+        """Merge what was found elsewhere, under other names."""
         self.leaves |= other.leaves
         self.holders |= other.holders
         self._versions |= other._versions
@@ -132,7 +132,7 @@ class Attributes:
         self._contents |= other._contents
 
     def changed(self, now: Attributes) -> list[str]:
-        """Names of what is another value, or has another, in what was found later, or came or went."""
+        """Names whose values or contents differ in a later snapshot, or that exist in only one of the two."""
         both = self.leaves.keys() & now.leaves.keys()
         same = {
             name
@@ -146,9 +146,9 @@ class Attributes:
         return sorted(((self.leaves.keys() | now.leaves.keys()) - same) | replaced)
 
     def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
-        """Which of the changed names are in nothing that was saved, under whatever name.
+        """Which of the changed names are not saved, under any name.
 
-        Of what has left a list its length tells.
+        Elements that have left a list are not named, because its length shows the change.
         """
         lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
 
@@ -160,7 +160,7 @@ class Attributes:
         return [name for name in changed if not is_saved(name)]
 
     def holds(self, value: Any) -> bool:
-        """Whether the same value is among these, under whatever name."""
+        """Whether the same value is among these, under any name."""
         return any(
             is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
             for leaf in self.leaves.values()
@@ -176,7 +176,7 @@ class Attributes:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        with contextlib.suppress(Exception):  # of what has no attributes after all, or is no list though it says so
+        with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
             self._look_at(name, value, depth)
 
     def _look_at(self, name: str, value: Any, depth: int) -> None:
@@ -184,12 +184,12 @@ class Attributes:
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
             return
-        if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a class derived from them
+        if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
             self._look_into(vars(value).items(), name, depth)
         if isinstance(value, (np.ndarray, np.generic)):
-            # One that cannot be written, as a file that is mapped into memory, may be larger than the memory.
+            # A read-only one, such as a memory-mapped file, may be larger than the memory.
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
-        elif isinstance(value, GENERATORS):  # where it is follows from the step, once it is there
+        elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
             is_seeded = self._seeded is None or value in self._seeded
             self.leaves[name] = _GENERATOR if is_seeded else _place_of_generator(value)
         elif isinstance(value, np.random.SeedSequence):
@@ -211,7 +211,7 @@ class Attributes:
             self._look_into(enumerate(part for part in parts if not _is_plain(part)), name, depth)
         elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
-        elif isinstance(value, SynchronizedBase):  # as a multiprocessing.Value, by which workers are told a level
+        elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
         elif _is_iterator(value):
             self.leaves[name] = _place_of(value)
@@ -220,13 +220,14 @@ class Attributes:
                 held = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
-            # What a step may set in it, as a level of difficulty; not what is large, nor a file that is opened late.
+            # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
+            # late.
             self._look_into([(key, part) for key, part in vars(value).items() if _is_small(part)], name, depth)
         elif isinstance(value, (Event, threading.Event)):
             self.leaves[name] = value.is_set()
         elif isinstance(value, _VALUES):
             self.leaves[name] = repr(value)
-        elif callable(getattr(type(value), "to_numpy", None)):  # a frame or a series, of pandas or polars
+        elif callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
             self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
         elif isinstance(value, _SEEN_INTO) or not _is_of_library(value):
             made_anew = _made_anew(value)
@@ -239,9 +240,9 @@ class Attributes:
             self._look(f"{name}.{key}", part, depth + 1)
 
     def _skim(self, name: str, rest: list[Any], parts: list[Any], depth: int) -> None:
-        """Take in the numbers and strings in the rest of a long list or dict, as one, and a sample of its parts."""
-        plain = (None if part != part else part for part in filter(_is_plain, rest))  # no NaN has the same hash
-        if seen := tuple(plain):  # not of parameters with empty states, which do not come back and need not
+        """Add the numbers and strings in the rest of a long list or dict as one hash, and a sample of other parts."""
+        plain = (None if part != part else part for part in filter(_is_plain, rest))  # every NaN hashes differently
+        if seen := tuple(plain):  # nothing for parameters with empty states, which are not restored and need not be
             self.leaves[f"{name}, the rest"] = hash(seen)
         for number in range(0, len(parts), -(-len(parts) // _WIDTH) or 1):
             if not _is_plain(parts[number]):
@@ -252,14 +253,14 @@ class Attributes:
 
 
 class _Place:
-    """Where an iterator is that does not show it: it has to be taken for another each time."""
+    """The unknown position of an iterator: it equals no other, so it always counts as changed."""
 
     def __repr__(self) -> str:
         return "somewhere"
 
 
 def of_module(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module itself, without what every module has, but with hooks and `enclosing_methods`."""
+    """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
     but = _made_anew(module)
     own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
     own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
@@ -267,14 +268,14 @@ def of_module(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
-    """Whether it is what the class has under this name: so Lightning puts `forward` back after each step."""
+    """Whether it is the class's method of this name: Lightning restores `forward` like this after each step."""
     return (
         isinstance(value, MethodType) and value.__self__ is module and value.__func__ is getattr(type(module), key, 0)
     )
 
 
 def _made_anew(value: object) -> set[str]:
-    """The attributes that are set before they are read, those of a module by each forward pass."""
+    """The attributes that are set before they are read; those of a module by each forward pass."""
     names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
     for kind in type(value).__mro__:
         names |= _MADE_ANEW.get(kind.__module__.partition(".")[0], set())
@@ -287,7 +288,7 @@ def _made_anew(value: object) -> set[str]:
 
 
 def enclosing_methods(value: object) -> dict[str, FunctionType]:
-    """The methods that have closed over something, as those of a class that was made in a function may."""
+    """The methods with closures, such as those of a class that was defined inside a function."""
     return {
         name: method
         for kind in reversed(type(value).__mro__)
@@ -298,7 +299,7 @@ def enclosing_methods(value: object) -> dict[str, FunctionType]:
 
 
 def equal_bits(was: Tensor, now: Tensor) -> bool:
-    """Whether two tensors, on whatever devices, have the same dtype, shape and bits; NaN equals itself."""
+    """Whether two tensors, on any devices, have the same dtype, shape and bits; NaN equals itself."""
     if (was.dtype, was.shape, was.layout) != (now.dtype, now.shape, now.layout):
         return False
     if was.layout is not torch.strided:
@@ -311,14 +312,14 @@ def equal_bits(was: Tensor, now: Tensor) -> bool:
 
 
 def is_same(was: Any, now: Any) -> bool:
-    """Whether two leaves are one value; of tensors, whether they are one tensor."""
+    """Whether two leaves have the same value; tensors must be the same object."""
     if isinstance(was, (Tensor, _Place)) or isinstance(now, (Tensor, _Place)):
         return was is now
     return was is now or (type(was) is type(now) and repr(was) == repr(now))
 
 
 def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """How a leaf differs from the one of this name that a resume has; None: it does not."""
+    """How a leaf differs from the one of this name after a resume; None if it does not."""
     was, now = mine.get(name), theirs.get(name)
     if name not in theirs or name not in mine:
         if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
@@ -326,7 +327,7 @@ def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) ->
     elif isinstance(was, Tensor) and isinstance(now, Tensor):
         if not equal_bits(was, now):
             return "other values come back"
-    elif not is_same(was, now) and not (is_device(was) and is_device(now)):  # it is compared on the CPU
+    elif not is_same(was, now) and not (is_device(was) and is_device(now)):  # the comparison is made on the CPU
         return f"{_short(was)} now, {_short(now)} after a resume"
     return None
 
@@ -336,7 +337,7 @@ def _short(value: Any) -> str:
 
 
 def are_hooks(value: Any) -> bool:
-    """Whether these are hooks of a module or an optimizer; their keys are others in each process."""
+    """Whether these are hooks of a module or an optimizer, whose keys differ in each process."""
     return type(value) is collections.OrderedDict and all(type(key) is int for key in value)
 
 
@@ -349,13 +350,13 @@ def _is_small(part: Any, depth: int = _DEPTH) -> bool:
         return depth > 0 and length(part) <= _WIDTH and all(_is_small(inner, depth - 1) for inner in elements(part))
     if isinstance(part, np.ndarray):
         return part.nbytes <= _FAR
-    if isinstance(part, (str, bytes)):  # as the whole text that a language model trains on
+    if isinstance(part, (str, bytes)):  # such as the whole text that a language model trains on
         return len(part) <= _FAR
     return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in _PLAIN)
 
 
 def _kind_of(value: Any) -> Any:
-    """By what it is seen that something was replaced: its class; of a function its code, of a class it itself."""
+    """What shows that a value was replaced: its class; for a function, its code; for a class, the class itself."""
     if isinstance(value, (type, BuiltinFunctionType, Distribution)):
         return value
     is_function = isinstance(value, (FunctionType, MethodType))
@@ -363,7 +364,7 @@ def _kind_of(value: Any) -> Any:
 
 
 def _is_replaced(was: Any, now: Any) -> bool:
-    """Whether kinds are of two things; what has come or gone is seen by its leaves, if it is no function."""
+    """Whether a value was replaced. If it appeared or disappeared, its leaves show that, unless it is a function."""
     return was != now and (None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType)))
 
 
@@ -377,7 +378,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _place_of(iterator: Any) -> Any:
-    """Where an iterator is, without moving it on: those of lists and ranges show how much is left."""
+    """The position of an iterator, without advancing it: those of lists and ranges show how much is left."""
     state = inspect.getgeneratorstate(iterator) if inspect.isgenerator(iterator) else None
     if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
         return _NOT_BEGUN if state == inspect.GEN_CREATED else _ENDED
@@ -389,11 +390,11 @@ def _place_of(iterator: Any) -> Any:
 
 def _is_of_library(value: Any) -> bool:
     if isinstance(value, (functools.partial, MethodType)):
-        return False  # what they hold is looked at in its turn
+        return False  # their contents are searched separately
     named = value if isinstance(value, FunctionType) else type(value)
     return isinstance(value, (Dataset, type)) or is_library(named.__module__)
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is one of those whose variables no user's code changes."""
+    """Whether a module is a library whose variables no user code changes."""
     return str(module).partition(".")[0] in _LIBRARIES

@@ -1,4 +1,4 @@
-"""Whether the elements of tensors have changed: what is done by ``.data`` or ``.numpy()`` leaves no other trace."""
+"""Detects changes of tensor elements by digests: changes through ``.data`` or ``.numpy()`` leave no other trace."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from cluster_ddp.checkpoint.replicas import tensor_digests, tensor_hash
 
-_WHOLE = 1 << 20  # bytes of a tensor on the CPU that is looked at as a whole
-_SAMPLE = 4096  # elements of a larger one
+_WHOLE = 1 << 20  # bytes up to which a tensor on the CPU is hashed as a whole
+_SAMPLE = 4096  # number of elements of a larger one that are hashed
 
 
 def contents(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """A digest of the elements of each tensor, by its name; of a large one on the CPU that of a sample of them.
+    """A digest of each tensor's elements, by name; for a large one on the CPU, of a sample of them.
 
-    Tensors whose elements cannot be read so are left out.
+    Tensors whose elements cannot be read in this way are omitted.
     """
     found: dict[str, int] = {}
     elsewhere: dict[torch.device, dict[str, Tensor]] = collections.defaultdict(dict)
@@ -30,7 +30,7 @@ def contents(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
             found[name] = tensor_hash(tensor)
         elif tensor.is_contiguous():
             found[name] = tensor_hash(tensor.detach().view(-1)[:: -(-tensor.numel() // _SAMPLE)])
-    for there in elsewhere.values():  # one answer for all, which the host waits for
+    for there in elsewhere.values():  # a single result per device, for which the host waits
         found |= zip(there, tensor_digests(list(there.values())).tolist(), strict=True)
     return found
 

@@ -1,4 +1,4 @@
-"""What training must keep of an optimizer's groups, because a resume finds them as `optimizer()` made them."""
+"""Checks that training keeps an optimizer's groups and defaults, since a resume recreates them by `optimizer()`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cluster_ddp.train.state.attributes import is_same
 
 
 class FirstGroups:
-    """The groups of an optimizer as they are before the first step: what a resume finds again, and training must keep.
+    """The groups of an optimizer before the first step, which a resume recreates and training must keep.
 
-    Settings of a group may change: a checkpoint holds them.
+    The settings of a group may change, because checkpoints contain them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -23,9 +23,9 @@ class FirstGroups:
         self._defaults = dict(_defaults(optimizer))
 
     def check(self) -> None:
-        """Raise a `TaskError` for a group that is new or holds others or in another order, or a default that changed.
+        """Raise a `TaskError` for new groups, groups whose parameters or their order changed, and changed defaults.
 
-        It is cheap enough for every step: for ten thousand parameters it takes a thousandth of one.
+        Cheap enough for every step: with ten thousand parameters, it takes a thousandth of one.
         """
         groups, defaults = self._optimizer.param_groups, _defaults(self._optimizer)
         check_groups(self._optimizer, len(self._members))
@@ -62,4 +62,4 @@ def check_groups(optimizer: Optimizer, at_first: int) -> None:
 
 
 def _defaults(optimizer: Optimizer) -> dict[str, Any]:
-    return getattr(optimizer, "defaults", {})  # one that wraps another may have none
+    return getattr(optimizer, "defaults", {})  # an optimizer that wraps another may have none

@@ -1,4 +1,4 @@
-"""Which attributes the code of a class sets and never looks at: what it keeps there changes nothing it does."""
+"""Finds attributes that a class's code sets but never reads, so that their values cannot affect what it does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def is_only_written(kind: type, name: str) -> bool:
-    """Whether methods of a class set an attribute, and none of them reads it or knows its name as a string.
+    """Whether methods of a class set an attribute, and none reads it or contains its name as a string.
 
-    Of compiled methods nothing is seen; what they set is not said to be only written.
+    Compiled methods cannot be inspected; what only they set does not count as only written.
     """
     codes = [code for base in kind.__mro__ for value in vars(base).values() for code in _codes_of(value)]
     uses = [
@@ -24,7 +24,7 @@ def is_only_written(kind: type, name: str) -> bool:
 
 
 def _codes_of(value: Any) -> Iterator[CodeType]:
-    """The code of a method, of what decorators have wrapped, and of functions inside it."""
+    """The code of a method, of what its decorators wrap, and of functions inside it."""
     if isinstance(value, property):
         for function in (value.fget, value.fset, value.fdel):
             yield from _codes_of(function)

@@ -1,8 +1,8 @@
-"""An optimizer's state as named tensors and JSON, and back: every tensor with its own dtype, strides and device.
+"""Converts an optimizer's state to named tensors and JSON, and back: tensors keep their dtype, strides and device.
 
-`Optimizer.load_state_dict` casts tensors to the dtype of their parameter and takes their strides as they come, so the
-state is put in place here. A tensor ``state[parameter][key]`` is saved as ``optimizer.<parameter>.<key>``; whatever
-else there is (lists and dicts of tensors, tensors in the groups, state of no parameter) is packed.
+`Optimizer.load_state_dict` casts tensors to the dtype of their parameter and does not preserve strides, so the state is
+restored here instead. A tensor ``state[parameter][key]`` is saved as ``optimizer.<parameter>.<key>``; everything else
+(lists and dicts of tensors, tensors in the groups, state of no parameter) is packed.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class OptimizerState:
     Parameters
     ----------
     optimizer
-        As it is before the first step.
+        The optimizer before the first step.
     names
-        Of the model's parameters, by their ids.
+        Names of the model's parameters, by their ids.
 
     Attributes
     ----------
     apart
-        Attributes that are saved by themselves.
+        Attributes that are saved separately.
 
     Raises
     ------
     TaskError
-        It holds a parameter that is not one of the model, or is one that torch has wrong.
+        It holds a parameter that is not in the model, or is affected by a bug in torch.
     """
 
     apart: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ class OptimizerState:
         ]
 
     def collect(self, tensors: Tensors) -> dict[str, Any]:
-        """Add the tensors, which share the memory of the live ones, and give the rest for JSON; or a `TaskError`."""
+        """Add the tensors, sharing memory with the live ones, and return the rest as JSON; raises `TaskError`."""
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
         if not self._add_plain_states(tensors):
@@ -101,10 +101,10 @@ class OptimizerState:
         }
 
     def _add_plain_states(self, tensors: Tensors) -> bool:
-        """Add the tensors where there is nothing else to save, in a third of the time; False where there is.
+        """Fast path, three times as fast: add the tensors if there is nothing else to save; return False otherwise.
 
-        That is so where all parameters have the same keys, and each key's tensors the strides and the device of their
-        parameters, or no dimension. Which keys are strings is seen in one state, for they are all alike.
+        It applies if all parameters have the same keys, and the tensors of each key have the strides and device of
+        their parameters, or no dimensions. Key types are checked in one state only, because all are alike.
         """
         states = self.optimizer.state
         if not states or set(map(type, states.values())) != {dict} or not self._names.keys() >= set(map(id, states)):
@@ -133,7 +133,7 @@ class OptimizerState:
         return set(looks["device"][known:]) <= {device} and {parameter.device for parameter in states} == {device}
 
     def _add_states(self, tensors: Tensors) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Add the tensors; the layouts of those that have an unusual one, and what is to be packed."""
+        """Add the tensors; return the layouts of those with an unusual one, and what has to be packed."""
         layouts: dict[str, dict[str, Any]] = {}
         rest: dict[str, Any] = {}
         for group, parameter in self._parameters():
@@ -162,7 +162,7 @@ class OptimizerState:
         return layouts, rest
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], unpacker: Unpacker) -> None:
-        """Put back what `collect` gave, with the tensors contiguous and on the CPU; or a `TaskError`."""
+        """Restore what `collect` returned, with the tensors contiguous and on the CPU; raises `TaskError`."""
         now = type(self.optimizer).__qualname__
         if (was := scalars.get("optimizer_class", now)) != now:  # older versions did not write it
             raise TaskError(
@@ -199,18 +199,18 @@ class OptimizerState:
         self.optimizer.state.update(shared)
 
     def put_first_settings(self, other: Optimizer) -> None:
-        """Give a copy of the optimizer the attributes and settings that this one had at first, as a resume has them."""
+        """Give a copy of the optimizer this one's initial attributes and settings, as a resume has them."""
         self._plain.put_first(other)
         for group, first in zip(other.param_groups, self._first, strict=True):
             for key in group.keys() - first.keys() - _NOT_STATE:
                 del group[key]
-            for key, (value, packed) in first.items():  # of a list, as it was: it may have changed in place
+            for key, (value, packed) in first.items():  # a list as it was: it may have changed in place
                 put(group, key, unpacked(packed) if is_plain(value) else copy.deepcopy(value))
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
-        """Numbers and tensors that this optimizer keeps elsewhere, and that differ in the other, a restored one.
+        """Numbers and tensors that this optimizer keeps elsewhere and that differ in the other, restored one.
 
-        What its hooks keep is left out: those that log or profile count as well. `changed_later` names it.
+        What its hooks keep is ignored, since logging and profiling hooks count too. `changed_later` reports it.
         """
         other.apart = self.apart
         mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
@@ -222,9 +222,9 @@ class OptimizerState:
                 yield name, how
 
     def changed_later(self) -> set[str]:
-        """Attributes that have changed since the last call and that a checkpoint does not hold.
+        """Attributes that have changed since the last call and that no checkpoint contains.
 
-        At the first call those that `hidden_differences` has skipped, because the optimizer never reads them.
+        The first call returns those that `hidden_differences` ignored because the optimizer never reads them.
         """
         was, self._seen = self._seen, self._hidden()
         if was is None:
@@ -240,7 +240,7 @@ class OptimizerState:
         }
 
     def _hidden(self, *, hooks: bool = True) -> Attributes:
-        """What is neither in the groups nor in `state` for what they hold: attributes, such as an optimizer inside."""
+        """Attributes outside the groups and the saved part of `state`, such as an inner optimizer."""
         optimizer, held = self.optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {
@@ -251,7 +251,8 @@ class OptimizerState:
         groups = optimizer.param_groups
         known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}
         found = Attributes(attributes, known, self._names)
-        # By themselves: a copy of the optimizer has the very objects that its methods have, and others in attributes.
+        # Separately, because a copy of the optimizer shares the objects in its methods' closures, but not in
+        # attributes.
         found.add(Attributes(enclosing_methods(optimizer), known, self._names))
         return found
 
@@ -260,7 +261,7 @@ class OptimizerState:
         by_name: Mapping[str, Any],
         layouts: Mapping[str, Mapping[str, Any]],
         unpacker: Unpacker,
-        uses: Mapping[tuple[object, ...] | None, int],  # how many parts of the state have the same memory
+        uses: Mapping[tuple[object, ...] | None, int],  # how many parts of the state share each memory
     ) -> None:
         for group, parameter in self._parameters():
             fqn = self._names[id(parameter)]
@@ -284,7 +285,7 @@ class OptimizerState:
                         device = parameter.device if layout["device"] else _CPU
                     alone = uses[memory_of(value)] == 1
                     value = unpacker.laid_out(value, strides, device)
-                    if not alone:  # the optimizer's own load_state_dict() may have made several of it
+                    if not alone:  # the optimizer's own load_state_dict() may have split it into several
                         placed.pop(key, None)
                 put(placed, key, value)
             self.optimizer.state[parameter] = placed
@@ -292,7 +293,7 @@ class OptimizerState:
     def _load_by_itself(
         self, by_name: Mapping[str, Any], settings: list[dict[str, Any]], shared: dict[Any, Any], own: dict[str, Any]
     ) -> None:
-        """Call the optimizer's own `load_state_dict`; what it casts is put right afterwards."""
+        """Call the optimizer's own `load_state_dict`; what it casts is corrected afterwards."""
         whole = self.optimizer.state_dict()
         if "state" in whole:
             order = [self._names[id(parameter)] for _, parameter in self._parameters()]
@@ -308,7 +309,7 @@ class OptimizerState:
                 yield group, parameter
 
     def _shared(self) -> dict[Any, Any]:
-        """State under keys that are no parameters."""
+        """State under keys that are not parameters."""
         if self._names.keys() >= set(map(id, self.optimizer.state)):
             return {}
         for key in self.optimizer.state:
@@ -325,7 +326,7 @@ class OptimizerState:
         return [name for known, name in self._names.items() if known not in held]
 
     def _refuse_others(self, without: list[str] | None) -> None:
-        if without is None:  # as once was saved
+        if without is None:  # older checkpoints
             return
         now = set(self._without())
         if now != set(without):
@@ -338,12 +339,12 @@ class OptimizerState:
             )
 
     def _own(self) -> dict[str, Any]:
-        """What the optimizer's own `state_dict` gives besides."""
+        """Additional entries of the optimizer's own `state_dict`."""
         whole = self.optimizer.state_dict() if self._own_methods else {}
         return {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
 
     def _changed_settings(self, packer: Packer) -> list[dict[str, Any]]:
-        """The settings of each group that the optimizer has changed by itself; the rest is the job file's to say."""
+        """The settings of each group that have changed since the start; the others are set by the job file."""
         self.groups.check()
         changed = []
         for number, (group, first) in enumerate(zip(self.optimizer.param_groups, self._first, strict=True)):
@@ -368,7 +369,7 @@ def _packed_or_none(value: Any) -> Any:
     try:
         return Packer({}).pack(value, "")
     except TaskError:
-        return None  # a function, say: it can stay, but not change
+        return None  # such as a function: it may stay, but not change
 
 
 def _can_change(value: Any) -> bool:
@@ -376,7 +377,7 @@ def _can_change(value: Any) -> bool:
 
 
 def _device_of_steps(group: Mapping[str, Any], parameter: Tensor) -> torch.device:
-    """Where torch's optimizers keep a parameter's count of steps."""
+    """The device on which torch's optimizers keep a parameter's step count."""
     return parameter.device if group.get("fused") or group.get("capturable") else _CPU
 
 

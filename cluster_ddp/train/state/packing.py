@@ -1,7 +1,7 @@
-"""Nested values as JSON and named tensors, and back: the same types, keys and bits.
+"""Converts nested values to JSON and named tensors, and back, preserving types, keys and bits.
 
-JSON has neither tuples nor numbers as keys, so what it would change is written as an object with the key ``!``, which
-says what it is. Only the kinds listed here are read back; nothing that is read is ever called.
+JSON has neither tuples nor numbers as keys, so a value that it would change is written as an object whose key ``!``
+gives its type. Only the types listed here are read back; nothing that is read is ever called.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _KINDS: dict[type, str] = {
 
 
 class Packer:
-    """Takes values apart; `tensors` holds those found so far, the live ones, each under a name of its own."""
+    """Packs values; `tensors` collects the live tensors found so far, each under a unique name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
     def pack(self, value: Any, name: str) -> Any:
-        """The JSON of a value, its tensors in `tensors` under names that begin with `name`; or a `TaskError`."""
+        """Return a value's JSON, adding its tensors to `tensors` under names starting with `name`; or a `TaskError`."""
         kind = type(value)
         if value is None or kind in _PLAIN:
             return value
@@ -65,7 +65,7 @@ class Packer:
             return {_MARK: "deque", "of": self.pack(list(value), name), "most": value.maxlen}
         if kind is torch.dtype:
             return {_MARK: "dtype", "of": str(value).removeprefix("torch.")}
-        if kind is bytes:  # as the optimizers of heavyball give their schedule
+        if kind is bytes:  # such as the schedule of heavyball's optimizers
             raise TaskError(
                 f"{name} is of bytes, which a checkpoint does not hold, since they are mostly pickled and could run "
                 "code when they are read: keep tensors, numbers or strings. Where a library's optimizer keeps them, "
@@ -93,7 +93,7 @@ class Packer:
 
 
 def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a value is of the form that `Packer.pack` gives, of tensors with these shapes; kinds may be unknown."""
+    """Whether a value has the form that `Packer.pack` returns, with tensors of these shapes; types may be unknown."""
     if isinstance(value, list):
         return all(is_packed(item, shapes) for item in value)
     if not isinstance(value, dict):
@@ -119,7 +119,7 @@ def is_packed(value: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def without_devices(packed: Any) -> Any:
-    """The same, without which tensors were on a device: alike for a copy of the value that is elsewhere."""
+    """The same without the device flags, so that a copy of the value on another device is equal."""
     if isinstance(packed, list):
         return [without_devices(item) for item in packed]
     if not isinstance(packed, dict):
@@ -140,19 +140,19 @@ def _is_item(item: Any) -> bool:
 
 
 def _is_key(packed: Any) -> bool:
-    """Whether what is packed can be a key of a dict, or a member of a set."""
+    """Whether a packed value can be a key of a dict, or an element of a set."""
     if isinstance(packed, dict):
         return packed.get(_MARK) not in (None, "deque", "set", "dict", "ordered", "counter")
     return not isinstance(packed, list)
 
 
 class Unpacker:
-    """Puts values together again.
+    """Restores packed values.
 
     Parameters
     ----------
     device
-        Where tensors go that were not on the CPU.
+        Where to put tensors that were not on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,7 +160,7 @@ class Unpacker:
         self._done: dict[tuple[object, tuple[int, ...], torch.device], tuple[Tensor, Tensor]] = {}
 
     def unpack(self, packed: Any, take: Callable[[str], Tensor]) -> Any:
-        """The value that was packed; `take` gives its tensors by their names, on the CPU, which become parts of it."""
+        """Restore a packed value; `take` returns its tensors by name, on the CPU, and they become part of the value."""
         if isinstance(packed, list):
             return [self.unpack(item, take) for item in packed]
         if not isinstance(packed, dict):
@@ -187,21 +187,21 @@ class Unpacker:
         return self.laid_out(tensor, tuple(packed.get("strides", tensor.stride())), where)
 
     def laid_out(self, tensor: Tensor, strides: tuple[int, ...], device: torch.device) -> Tensor:
-        """The same values with these strides, on this device; the tensor itself when it is like that already.
+        """The same values with these strides on this device; the tensor itself if it already has them.
 
-        Tensors that shared their memory are one again, wherever they are in the state.
+        Tensors that shared memory become one tensor again, wherever they are in the state.
         """
         if tensor.stride() == strides and tensor.device == device:
             return tensor
         asked = (memory_of(tensor) or id(tensor), strides, device)
         if asked not in self._done:
             made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-            self._done[asked] = tensor, made.copy_(tensor)  # held, so that no other gets its place in memory
+            self._done[asked] = tensor, made.copy_(tensor)  # kept alive, so that no other tensor reuses its address
         return self._done[asked][1]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor that was made in this shape."""
+    """The strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

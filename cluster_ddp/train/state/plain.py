@@ -1,4 +1,4 @@
-"""The numbers and strings that an optimizer keeps in plain attributes: those that steps change are saved."""
+"""Saves the numbers and strings that an optimizer keeps in plain attributes and that steps change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
 _PLAIN = (bool, int, float, str, type(None))
-_DEPTH, _MOST = 6, 10_000  # of lists and dicts in each other, and of numbers and strings in an attribute that is saved
-_DIGITS = 11  # that an address in memory has at least
+_DEPTH, _MOST = 6, 10_000  # maximum nesting, and maximum count of numbers and strings in an attribute
+_DIGITS = 11  # minimum number of digits of a memory address
 _CPU = torch.device("cpu")
 
 Values = dict[str, dict[str, Any]]
@@ -26,16 +26,16 @@ Values = dict[str, dict[str, Any]]
 
 
 class PlainAttributes:
-    """Those of one optimizer: numbers, strings, None, and lists and dicts of these; also among its defaults.
+    """The plain attributes and defaults of one optimizer: numbers, strings, None, and lists and dicts of these.
 
-    A list among the defaults is the very one that all groups have, as the buffer of some RAdams.
+    A list in the defaults may be the same object in all groups, such as the buffer of some RAdam implementations.
 
     Parameters
     ----------
     optimizer
-        As it is before the first step.
+        The optimizer before the first step.
     but
-        Names that are left alone.
+        Names to ignore.
     """
 
     def __init__(self, optimizer: Optimizer, but: frozenset[str]) -> None:
@@ -44,7 +44,7 @@ class PlainAttributes:
         self._first = self._texts(optimizer)
 
     def changed(self) -> Values:
-        """What is another than at first, or new, packed; without what no method of the optimizer reads."""
+        """The attributes that changed or were added since the start, packed, without those that no method reads."""
         return {
             place: {
                 name: json.loads(text)
@@ -56,7 +56,7 @@ class PlainAttributes:
         }
 
     def restore(self, changed: Values) -> None:
-        """Put back what `changed` gave, in the lists and dicts that are there; or a `TaskError`."""
+        """Restore what `changed` returned, filling the existing lists and dicts; raises `TaskError`."""
         for place, there in _places(self._optimizer).items():
             for name, packed in changed.get(place, {}).items():
                 if not is_plain(there.get(name, getattr(self._optimizer, name, None))):
@@ -67,7 +67,7 @@ class PlainAttributes:
                 there[name] = refilled(there.get(name), unpacked(packed))
 
     def put_first(self, other: Optimizer) -> None:
-        """Give a copy of the optimizer what the one here had before the first step."""
+        """Give a copy of the optimizer the values that this one had before the first step."""
         now = self._texts(other)
         for place, there in _places(other).items():
             for name in now[place].keys() - self._first[place].keys():
@@ -83,20 +83,20 @@ class PlainAttributes:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is of numbers, strings and None alone, and of few.
+    """Whether a value consists only of numbers, strings and None, and not of too many.
 
-    The name of a device is none, nor what could be an ``id()`` or an address: in another process they are others.
+    Device names do not count, nor what may be an ``id()`` or an address, because they differ in another process.
     """
     if is_device(value):
         return False
-    for number, leaf in enumerate(_leaves(value, _DEPTH)):  # no further than the first that is none: there may be many
+    for number, leaf in enumerate(_leaves(value, _DEPTH)):  # stops at the first one that is not: there may be many
         if number == _MOST or not _is_number_or_text(leaf):
             return False
     return True
 
 
 def put(place: dict[Any, Any], key: Any, value: Any) -> None:
-    """Fill the tensor that is there when it is alike, and leave an equal list: something else may hold it too."""
+    """Fill an existing tensor if it matches, and keep an equal list, because something else may hold them too."""
     there = place.get(key)
     if isinstance(value, Tensor) and isinstance(there, Tensor) and _alike(value, there):
         with torch.no_grad():
@@ -115,7 +115,7 @@ def _alike(value: Tensor, there: Tensor) -> bool:
 
 
 def refilled(there: Any, value: Any) -> Any:
-    """The value; in the list or dict that is there, if there is one, for something else may hold it too."""
+    """Return the value, in the existing list or dict if there is one, because something else may hold that too."""
     if type(there) is not type(value) or type(value) not in (list, collections.deque, dict):
         return value
     if isinstance(value, dict):
@@ -130,7 +130,7 @@ def refilled(there: Any, value: Any) -> Any:
 
 
 def is_device(value: Any) -> bool:
-    """Whether it is the name of a device, which another process may have otherwise."""
+    """Whether it is the name of a device, which may differ in another process."""
     try:
         return isinstance(value, str) and bool(torch.device(value))
     except RuntimeError:
@@ -162,6 +162,6 @@ def _text(value: Any) -> str:
 
 
 def unpacked(packed: Any) -> Any:
-    """A plain value of what `Packer` has made of it."""
+    """The plain value that `Packer` has packed."""
     nothing: dict[str, Tensor] = {}
     return Unpacker(_CPU).unpack(packed, nothing.pop)

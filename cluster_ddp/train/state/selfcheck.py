@@ -1,7 +1,7 @@
-"""Finds out in the first steps whether the state of a training comes back from a checkpoint, bit by bit.
+"""Checks in the first steps that the state is restored from a checkpoint, bit by bit.
 
-The whole checkpoint is made in memory and read back into a model and an optimizer that were made as a resume makes
-them. That costs about one save and the making of the model. What differs is refused by name.
+A complete checkpoint is made in memory and read back into a model and an optimizer built as in a resume. This costs
+about as much as one save and building the model. Anything that differs is refused by name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from cluster_ddp.train.state.packing import without_devices
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
 
-_SHOWN = 5  # differences that are named
-_MAX_TEXT = 120  # characters of each
+_SHOWN = 5  # maximum number of differences in the message
+_MAX_TEXT = 120  # maximum length of each, in characters
 _REMEDIES = {
     "model": "what converts the model (.to(), .half()) comes before it is passed in; a buffer has to be registered "
     "in __init__ with its final shape, and changed in place (copy_, add_); state_dict() of a module has to give its "
@@ -41,12 +41,12 @@ _REMEDIES = {
 
 
 def check_comes_back(state: State, step: int, collected: Collected, plan: SavePlan, fresh: Callable[[], State]) -> None:
-    """Compare the state with what a resume after this step would make of it.
+    """Compare the state with the one that a resume after this step would have.
 
     Raises
     ------
     TaskError
-        Something does not come back; the message names it.
+        Something is not restored; the message names it.
     """
     tensors, scalars = collected
     try:
@@ -104,13 +104,13 @@ def _tensors_that_differ(live: Mapping[str, Tensor], again: Mapping[str, Tensor]
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As integers, of which a NaN equals itself and zero has one sign."""
+    """View as integers, so that NaN equals itself and zeros of different sign differ."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.view(INTEGERS[plain.element_size()])
 
 
 def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
-    """Compare without the devices: what came back is on the CPU."""
+    """Compare without devices: the restored state is on the CPU."""
     for name in live:
         if name == "optimizer_layouts":  # the strides have been compared with the tensors
             continue

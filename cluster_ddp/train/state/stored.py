@@ -1,6 +1,6 @@
-"""Whether what a checkpoint says beside its tensors is of the kinds that a save writes, before anything of it is used.
+"""Validates the values that a checkpoint contains besides its tensors, before any of them is used.
 
-Its digest only tells that it is as it was written, not by whom: another version, or a stranger.
+Its digest only proves that it is unmodified, not who wrote it: perhaps another version, or a stranger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Check = Callable[[Any], bool]
 
 
 def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise a `ValueError` that names the first value of another kind than `State.collect` gives."""
+    """Raise a `ValueError` naming the first value that is not of the kind that `State.collect` returns."""
     shapes = {name: stored.shape for name, stored in tensors.items()}
 
     def packed(value: Any) -> bool:
@@ -29,7 +29,7 @@ def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor
         return isinstance(value, dict) and packed(value)
 
     needed: dict[str, _Check] = {"counts": _is_counts, "scaler": _is_scaler, "task": packed_dict}
-    # What older versions did not write.
+    # Not written by older versions.
     others: dict[str, _Check] = {
         "requires_grad": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
         "evaluating": lambda value: _is_list_of(value, lambda name: type(name) is str),

@@ -1,4 +1,4 @@
-"""The variables of the classes and modules that a user's code consists of, which are attributes of no object."""
+"""Finds the variables of the classes and modules of the user's code, which are attributes of no object."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cluster_ddp.train.randomness import GENERATORS, parts_of
 from cluster_ddp.train.state.attributes import is_library
 
 _INSTALLED = ("site-packages", "dist-packages")
-_DEPTH = 5  # how deep in a variable generators are searched
+_DEPTH = 5  # how deep variables are searched for generators
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def variables_around(objects: Iterable[object]) -> dict[str, Any]:
-    """By name, of the modules of the objects' classes, and of the user's modules that these name.
+    """The variables, by name, of the modules of the objects' classes and of the user's modules that these import.
 
-    Without those of what is installed, and without modules; of functions and classes what they keep.
+    Skips installed packages and modules themselves; of functions and classes, it returns what they keep.
     """
     kinds = dict.fromkeys(kind for one in objects for kind in (_itself(one) or type(one).__mro__))
     classes = {kind: None for kind in kinds if isinstance(kind, type) and is_of_user(kind.__module__)}
@@ -32,9 +32,9 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
             if not can_be_seen(value):
                 continue
             if isinstance(value, (type, FunctionType)) and value.__module__ != module.__name__:
-                continue  # it is seen where it was made, if it is the user's
+                continue  # it is found where it was defined, if that is the user's code
             if isinstance(value, enum.EnumMeta):
-                continue  # its members are seen where they are used
+                continue  # its members are found where they are used
             if isinstance(value, type):
                 classes[value] = None
             elif _is_variable(key, value):
@@ -45,7 +45,7 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
 
 
 def generators_around(objects: Iterable[object]) -> dict[str, Any]:
-    """The random generators among them and in what they hold, each once: a script often has one at its top."""
+    """The random generators in `variables_around`, each once, also inside values: scripts often have one at the top."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, value in sorted(variables_around(objects).items()):
@@ -73,12 +73,12 @@ def is_of_user(name: str) -> bool:
 
 @functools.cache
 def _has_installed(folder: Path) -> bool:
-    """Whether pip has put packages there: into site-packages, or where ``--target`` says."""
+    """Whether pip has installed packages there: into site-packages, or by ``--target``."""
     return folder.name in _INSTALLED or any(folder.glob("*.dist-info"))
 
 
 def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:
-    """The user's modules among those of these names, and those that they import or import from."""
+    """The user's modules among these names, and those that they import or import from."""
     done: set[str] = set()
     while names:
         name, _ = names.popitem()
@@ -96,7 +96,7 @@ def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:
 def _is_variable(name: str, value: Any) -> bool:
     if name.startswith("__") or isinstance(value, (ModuleType, type)):
         return False
-    if isinstance(value, FunctionType):  # of most there is nothing to see
+    if isinstance(value, FunctionType):  # most have nothing to compare
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return bool(value.__closure__ or vars(value)) or not all(type(part) in _PLAIN for part in given)
     return not hasattr(type(value), "__get__")

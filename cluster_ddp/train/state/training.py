@@ -1,4 +1,4 @@
-"""The state of a training as named tensors and numbers: what a checkpoint holds."""
+"""The state of a training run as named tensors and numbers: what a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -24,49 +24,48 @@ from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
 
-_BUFFER = "buffer."  # before the names of buffers that state_dict() leaves out
-_EXTRA = "extra."  # before those of tensors in what get_extra_state() of modules gives
+_BUFFER = "buffer."  # prefix for buffers that state_dict() omits
+_EXTRA = "extra."  # prefix for tensors in what modules return from get_extra_state()
 
 
 class Stateful(Protocol):
-    """Something with a state of its own, such as a task."""
+    """Something with its own state, such as a task."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Give the state: tensors, or what JSON can hold."""
+        """Return the state: tensors and JSON values."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
 class Averages(Protocol):
-    """Weights beside those that are trained, which evaluation uses."""
+    """Weights used for evaluation, in addition to those that are trained."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give them by the names that they have in the model."""
+        """Return them by their names in the model."""
 
     def restore(self, updates: int) -> None:
-        """Go on from the tensors that have been put back, with so many updates in them."""
+        """Continue from the restored tensors, which contain this many updates."""
 
 
 @dataclass
 class Counts:
-    """The numbers that say where training is, besides the step."""
+    """The counters that, besides the step, say where training is."""
 
-    # skipped, bad_in_a_row: updates left out, in all and since the last one that was made
+    # skipped, bad_in_a_row: skipped updates, in total and in a row up to now
     skipped: int = 0
     bad_in_a_row: int = 0
-    evaluated_step: int = -1  # the last step whose evaluation was finished
-    # stream_epoch, stream_offset: for iterable sets: the epoch, and the items of it that have been taken
+    evaluated_step: int = -1  # the last step whose evaluation finished
+    # stream_epoch, stream_offset: for iterable data sets: the epoch, and the number of its items used so far
     stream_epoch: int = 0
     stream_offset: int = 0
-    stream_places: list[list[int]] | None = None  # the same for each rank, where each reads a part of its own
-    # data_length, data_fingerprint: by which a training set that changed between attempts is recognised; None: not
-    # known
+    stream_places: list[list[int]] | None = None  # the same for each rank, if each reads its own part
+    # data_length, data_fingerprint: to recognise a training set that changed between attempts; None: not known
     data_length: int | None = None
     data_fingerprint: int | None = None
 
     def expect_length(self, length: int) -> None:
-        """Raise a `DataError` unless the training set is as long as at the save; the first attempt notes it."""
+        """Raise a `DataError` unless the training set is as long as at the save; the first attempt records that."""
         if self.data_length not in (None, length):
             raise DataError(
                 f"the training set has {length} items; it had {self.data_length} when the checkpoint was saved, and "
@@ -76,7 +75,7 @@ class Counts:
 
 
 class State:
-    """Collects the state for a save, and puts back what was restored."""
+    """Collects the state for a save, and restores it."""
 
     def __init__(
         self,
@@ -87,11 +86,11 @@ class State:
         ema: Averages | None = None,
         also: Stateful | None = None,
         apart: frozenset[str] = frozenset(),  # see `OptimizerState`
-        others: Mapping[str, OptimizerState] | None = None,  # of other optimizers, which `also` saves
-        besides: Mapping[str, nn.Module] | None = None,  # other modules, which `also` saves
-        seeded: OwnGenerators | None = None,  # the random generators that are seeded for each step; None: all
+        others: Mapping[str, OptimizerState] | None = None,  # other optimizers, saved by `also`
+        besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
+        seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
     ) -> None:
-        self.counts = Counts()  # saved with the rest; whoever counts keeps them up to date
+        self.counts = Counts()  # saved with the rest; the code that counts updates them
         self._model = model
         self._scaler = scaler
         self._ema = ema
@@ -103,7 +102,7 @@ class State:
         self._seeded = seeded
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
-        self._first_buffers = list(model.buffers())  # those that ranks get from rank 0 in each step
+        self._first_buffers = list(model.buffers())  # those that are broadcast from rank 0 before each step
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._besides = {
             f"{name}.{path}".rstrip("."): part
@@ -116,10 +115,10 @@ class State:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = _hidden_buffers(model)
         self._first_of_task = copy.deepcopy(self._task_state())
-        self.collect()  # what can be refused is refused before the first step
+        self.collect()  # raise any refusal before the first step
 
     def collect(self) -> Collected:
-        """All tensors by name, sharing the memory of the live ones, and the rest for JSON; or a `TaskError`."""
+        """Return all tensors by name, sharing memory with the live ones, and the rest as JSON; raises `TaskError`."""
         tensors, extra_state = self._model_state()
         scalars = self._optimizer.collect(tensors)
         tensors |= self._changed_buffers()
@@ -127,7 +126,7 @@ class State:
         scalars |= {
             "counts": asdict(self.counts),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "requires_grad": {  # of the layers that were frozen or unfrozen in training
+            "requires_grad": {  # of layers that were frozen or unfrozen in training
                 name: parameter.requires_grad
                 for name, parameter, first in self._parameters
                 if parameter.requires_grad != first
@@ -139,7 +138,7 @@ class State:
         return tensors, scalars
 
     def load(self, step: int, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
-        """Put back what `Checkpointer.restore` has not filled in place; `extra` is contiguous and on the CPU."""
+        """Restore what `Checkpointer.restore` has not filled in place; `extra` is contiguous and on the CPU."""
         self.counts = Counts(**scalars["counts"])
         unpacker = Unpacker(self._device)
         self._optimizer.restore(_with_prefix("optimizer.", extra), scalars, unpacker)
@@ -147,7 +146,7 @@ class State:
         for name, parameter, _ in self._parameters:
             if name in changed:
                 parameter.requires_grad_(changed[name])
-        if "evaluating" in scalars:  # modules that are not in training mode, such as a BatchNorm that was frozen
+        if "evaluating" in scalars:  # modules not in training mode, such as a frozen BatchNorm
             evaluating = set(scalars["evaluating"])
             for name, module in self._modules:
                 module.training = name not in evaluating
@@ -157,48 +156,48 @@ class State:
             module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
             module.set_extra_state(unpacker.unpack(packed, of_modules.pop))
         if self._scaler is not None and scalars["scaler"]:
-            # Where the scale stands is state; how it moves is the job file's.
+            # The current scale is state; how it changes is set by the job file.
             kept = {key: scalars["scaler"][key] for key in ("scale", "_growth_tracker")}
             self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})
         if self._ema is not None:
             self._ema.restore(step - self.counts.skipped)
         of_task = _with_prefix("task.", extra)
         task_state = unpacker.unpack(scalars["task"], of_task.pop)
-        task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # as once was saved
+        task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
             self._also.load_state_dict(task_state)
 
     def check_groups(self) -> None:
-        """Raise a `TaskError` where the groups of an optimizer are not what a resume would find; for every step."""
+        """Raise a `TaskError` if an optimizer's groups differ from what a resume would find; called in every step."""
         for optimizer in (self._optimizer, *self._others.values()):
             optimizer.groups.check()
 
     def alike(self) -> dict[str, Tensor]:
-        """What must have the same bits on all ranks, by name."""
+        """The tensors that must be bitwise the same on all ranks, by name."""
         tensors, _ = self.collect()
         _, _, replicated = describe(tensors)
         return {name: tensors[name] for name in sorted(replicated)}
 
     def trained(self) -> dict[str, bool]:
-        """Which parameters are trained now; a checkpoint holds what of it has changed since this was made."""
+        """Which parameters are trained now; a checkpoint contains the changes since this object was created."""
         return {name: parameter.requires_grad for name, parameter, _ in self._parameters}
 
     def live(self) -> dict[str, Tensor]:
-        """The tensors to fill in place at a restore: the model's and the average's."""
+        """The tensors that a restore fills in place: those of the model and of the average."""
         return self._model_state()[0]
 
     def late_buffers(self) -> list[str]:
-        """Names of the buffers that were not there at first, which are not sent from rank 0 to the others."""
+        """Names of buffers that were created later, which are not broadcast from rank 0."""
         first = set(map(id, self._first_buffers))
         late = [name for name, buffer in self._model.named_buffers() if id(buffer) not in first]
         return [prefix + name for name in late for prefix in ("model.", _BUFFER)]
 
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
-        """Numbers that the optimizer keeps in itself, outside its state, and that are others in another's optimizer."""
+        """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)
 
     def watch(self) -> None:
-        """Note the attributes and generators of model and task as they are now, before the first step of an attempt."""
+        """Record the attributes and generators of model and task before the first step of an attempt."""
         if self._seeded is not None:
             self._seeded.find()
         self._watched = self._attributes()
@@ -206,10 +205,10 @@ class State:
             other.changed_later()
 
     def unsaved(self) -> list[str]:
-        """Attributes that have changed since `watch`, and that a checkpoint does not hold; each change once.
+        """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
 
-        Those of model, task and other optimizers; of the optimizer those that change after the first call, when it has
-        been compared.
+        Covers the model, the task and other optimizers; of the main optimizer, only what changes after the first call,
+        because everything up to then has been compared.
         """
         if self._watched is None:
             return []
@@ -225,7 +224,7 @@ class State:
         holders = {
             f"{name}.{key}": value for name, module in modules.items() for key, value in of_module(module).items()
         }
-        # One that is replaced is another object; the first ones are held in self._modules.
+        # A replaced module has a different id; self._modules keeps the originals alive.
         holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
         for name, weight in self._by_name.items():
             for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
@@ -242,16 +241,16 @@ class State:
         return Attributes(holders, known, seeded=self._seeded)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
-        """Give the groups of a copy of the optimizer the settings that those here had before the first step."""
+        """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
         self._optimizer.put_first_settings(optimizer)
 
     def put_back_first(self, also: Stateful) -> None:
-        """Give another task the state that the one here had before the first step.
+        """Load into another task the state that this one had before the first step.
 
         Raises
         ------
         TaskError
-            It does not take it.
+            It does not restore that state.
         """
         if not self._first_of_task:
             return
@@ -265,7 +264,7 @@ class State:
             )
 
     def _model_state(self) -> tuple[Tensors, dict[str, Any]]:
-        """The tensors of the model and the average, and what modules have besides."""
+        """Return the tensors of the model and the average, and the modules' extra state."""
         extra_state: dict[str, Any] = {}
         held = {id(weight) for group in self._groups for weight in group["params"]}
         named = Tensors()
@@ -285,7 +284,7 @@ class State:
                     f"the model's state '{name}' is a {type(value).__name__}: a checkpoint holds tensors; keep it as a "
                     "buffer, or in state_dict() of the task"
                 )
-            # Code of the task may change other parameters at any time, a frozen teacher's in loss() for one.
+            # The task may change other parameters at any time, such as a frozen teacher's in loss().
             named[f"model.{name}"] = value if id(value) in held else value.detach()
         for name, strides in zip(named, (named.looks() or {}).get("stride", ()), strict=False):
             if 0 in strides and _is_expanded(named[name]):
@@ -302,7 +301,7 @@ class State:
             return {}
         return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
 
-    # Buffers that state_dict() leaves out are state as soon as they change.
+    # Buffers that state_dict() omits are part of the state as soon as they change.
 
     def _changed_buffers(self) -> dict[str, Tensor]:
         found = {}
@@ -323,7 +322,7 @@ class State:
 
 
 def _hidden_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor | None, int]]:
-    """The buffers that are not persistent: where each is, and how it is now."""
+    """The non-persistent buffers: where each is registered, and its current tensor and version."""
     return {
         f"{prefix}.{key}" if prefix else key: (module, key, buffer, -1 if buffer is None else buffer._version)
         for prefix, module in model.named_modules()
