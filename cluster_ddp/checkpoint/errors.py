@@ -22,7 +22,7 @@ class NoSuchCheckpoint(CheckpointError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from what was written."""
 
     def __init__(self, folder: str, problems: list[str]) -> None:
         super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}")

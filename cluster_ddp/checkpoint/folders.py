@@ -57,7 +57,7 @@ def abandoned_in(directory: Path) -> dict[str, int]:
 
 
 def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
-    """Rename a damaged checkpoint so that nothing takes it for an intact one; returns its new path."""
+    """Rename a damaged checkpoint so that it is not mistaken for an intact one; returns its new path."""
     target = _free(directory / f"damaged-{step_name(step)}-{time.strftime('%Y%m%d-%H%M%S')}")
     storage.rename(directory / step_name(step), target)
     storage.fsync_dir(directory)
@@ -163,7 +163,7 @@ def strangers_in(directory: Path) -> list[str]:
 
 
 def best_step(steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> int | None:
-    """The step with the best value of a metric (`mode` is ``min`` or ``max``), newest of equals; None if none has it."""
+    """The step with the best value of a metric (`mode`: ``min`` or ``max``), newest of equals; None if none has it."""
     sign = 1.0 if mode == "max" else -1.0
     rated = [(sign * metrics[step][name], step) for step in steps if name in metrics.get(step, {})]
     return max(rated)[1] if rated else None

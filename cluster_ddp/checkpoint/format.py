@@ -62,7 +62,7 @@ class Layout:
 
 
 class ShardDamaged(ValueError):
-    """A shard is not what was written."""
+    """A shard differs from what was written."""
 
 
 def shard_name(rank: int) -> str:
@@ -126,7 +126,7 @@ def _entry(name: str, value: dict[str, object], start: int) -> Entry:
 
 
 class ManifestDamaged(ValueError):
-    """A manifest is not what was written."""
+    """A manifest differs from what was written."""
 
 
 class UnknownFormat(ValueError):

@@ -195,7 +195,7 @@ class Restore:
         return None if step is None else finding.restored
 
     def _choose(self) -> tuple[int | None, str, bool]:
-        """The next step to try; if None, why there is none (empty if there never was one), and whether that is final."""
+        """The next step to try; if None, why there is none (empty if there never was one) and whether that is final."""
         try:
             there, damaged, abandoned = self._steps(), damaged_in(self._directory), list(abandoned_in(self._directory))
         except OSError as error:

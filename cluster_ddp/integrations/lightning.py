@@ -229,7 +229,7 @@ class _Left:
 
     def __init__(self, loader: Any, batches: MapBatches, trainer: Any) -> None:
         self._loader, self._batches, self._progress = loader, batches, trainer.fit_loop
-        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.completed  # of the first pass only
+        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.completed  # applies to the first pass only
 
     def __iter__(self) -> Generator[Any, None, None]:
         first, self._first = self._first, 0

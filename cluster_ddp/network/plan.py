@@ -36,7 +36,7 @@ _DEBUG: dict[str, dict[str, str]] = {
 
 
 class NetworkError(ClusterDDPError):
-    """A network setting that would be ignored, or would do harm, on the nodes."""
+    """A network setting that would be ignored or do harm on the nodes."""
 
 
 @dataclass(frozen=True)

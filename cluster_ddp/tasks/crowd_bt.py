@@ -73,7 +73,7 @@ def simulate(
 ) -> Comparisons:
     """Simulate comparisons with known truth: handwritten digits degraded by noise, judged by an uneven crowd.
 
-    Item i is an image of the digits data set blended with noise of share u_i, uniform in 0..1; its true score
+    Item i is an image of the digits data set blended with noise, whose share u_i is uniform in 0..1; its true score
     falls linearly with u_i and has mean 0 and standard deviation `SCORE_SPREAD`. Annotator k's reliability is uniform
     in ``reliability``. Each comparison takes two different items and one annotator at random and draws the answer from
     the formula at the top of this module.

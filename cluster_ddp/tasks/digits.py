@@ -69,7 +69,7 @@ class DigitImages(Dataset[tuple[Tensor, Tensor]]):
     images : array of uint8, shape (samples, 8, 8)
     labels : array of uint8, shape (samples,)
     shift : int
-        Pixels; 0 leaves the images unchanged. Drawn from :mod:`random` inside ``__getitem__``, which the loader seeds by
+        Pixels; 0 leaves the images unchanged. Drawn from :mod:`random` in ``__getitem__``, which the loader seeds by
         (seed, epoch, sample index).
     """
 

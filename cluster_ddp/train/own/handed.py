@@ -162,7 +162,7 @@ class Handed:
     def as_now(self) -> Callable[[], None]:
         """Take a snapshot; returns a function that restores weights, optimizers, and the state of other objects.
 
-        The weights are copied to host memory until then. The optimizers' state is not copied: it is put back if it was
+        The weights are copied to host memory until then. The optimizers' state is not copied: it is restored if it was
         discarded, and a change made in place is refused.
         """
         of_groups = [

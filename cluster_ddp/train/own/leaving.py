@@ -80,7 +80,7 @@ class OtherHandlers:
         self._unheard, self._warn = unheard, warn
 
     def first(self) -> None:
-        """Nothing is to be noted."""
+        """Does nothing: handlers are checked after the second step."""
 
     def second(self) -> None:
         """Call after the second step."""

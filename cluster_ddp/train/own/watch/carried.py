@@ -34,7 +34,7 @@ class Carried:
     Parameters
     ----------
     kept
-        What the loop keeps with `ScriptRun.keep`, possibly also under names of its own.
+        What the loop keeps with `ScriptRun.keep`; the loop may also use other names for it.
     warn
         Called with the message.
     """

@@ -53,7 +53,7 @@ class Counts:
         self._warn, self._handed = warn, list(handed)
 
     def first(self) -> None:
-        """Does nothing: one look after the second step is enough."""
+        """Does nothing: the source is checked after the second step."""
 
     def second(self) -> None:
         """Call after the second step."""

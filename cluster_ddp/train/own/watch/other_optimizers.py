@@ -1,4 +1,4 @@
-"""Refuses training by an optimizer that a custom loop has not passed in."""
+"""Refuses training with an optimizer that was not passed in."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cluster_ddp.train.distributed import all_gather_object
 from cluster_ddp.train.own.values import has_values, sampled
 
-_SHOWN = 5  # names
+_SHOWN = 5  # names in the message
 
 
 class RankBuffers:

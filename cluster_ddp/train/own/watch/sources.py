@@ -1,4 +1,4 @@
-"""Detects a position in the data that a loop which samples its batches itself keeps in an object of its own."""
+"""Detects generators and readers that track a position in the data, in a loop that samples its batches itself."""
 
 from __future__ import annotations
 

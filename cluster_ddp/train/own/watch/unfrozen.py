@@ -48,7 +48,7 @@ class Unfrozen:
         lowest, highest = _sums([weight for _, weight in trained])
         for (name, weight), low, high in zip(trained, lowest, highest, strict=True):
             if low == high != 0.0:
-                del self._frozen[id(weight)]  # another DDP sums it
+                del self._frozen[id(weight)]  # a newer DDP sums it
             elif low != high:
                 raise TrainError(
                     f"{name} was frozen when it was put into DistributedDataParallel and is trained now: DDP does not "
