@@ -132,7 +132,7 @@ class Loop:
 
     @property
     def unheard(self) -> list[str]:
-        """The signals whose handlers were replaced; see `StopSignals.unheard`."""
+        """The signals whose handlers the program has replaced; see `StopSignals.unheard`."""
         return self._session.unheard
 
     @property
@@ -327,7 +327,7 @@ class Loop:
             self.beginning.expect_begun()
 
     def save_where_stopped(self) -> None:
-        """Save at a stop, unless no optimizer has stepped: the previous checkpoint then misses no update."""
+        """Save at a stop, unless gradients still wait for an update; the run then resumes from the previous checkpoint."""
         if self._is_updated:
             self.save()
 
