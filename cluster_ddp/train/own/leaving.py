@@ -18,7 +18,7 @@ class Leaving:
     """Waits at the end of an epoch or the loop until all ranks have left it.
 
     If a rank left early, by ``break``, while the others continued, its gradients of the next epoch would be summed with
-    theirs of this one. Ranks that never leave cannot be told from slow ones, so this is reported after some seconds,
+    theirs of this one. Ranks that never leave cannot be distinguished from slow ones, so this is reported after some seconds,
     long before the hang watchdog ends all ranks.
 
     Parameters

@@ -26,7 +26,7 @@ class LeftOutUpdates:
 
     def __init__(self, scalers: Sequence[torch.amp.GradScaler], max_in_a_row: int) -> None:
         self._scalers = scalers
-        self._scales = [-math.inf] * len(scalers)  # after the last step without an update: reading waits for the GPU
+        self._scales = [-math.inf] * len(scalers)  # at the last step without an update; reading waits for the GPU
         self._max_in_a_row = max_in_a_row
         self._in_a_row = 0
 

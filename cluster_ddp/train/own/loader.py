@@ -1,4 +1,4 @@
-"""The loader that `ScriptRun.resumable` returns in exchange for the user's DataLoader."""
+"""The loader that `ScriptRun.resumable` returns, for the loop to use instead of the user's DataLoader."""
 
 from __future__ import annotations
 

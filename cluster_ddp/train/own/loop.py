@@ -327,7 +327,7 @@ class Loop:
             self.beginning.expect_begun()
 
     def save_where_stopped(self) -> None:
-        """Save at a stop, unless gradients still wait for an update; the run then resumes from the previous checkpoint."""
+        """Save at a stop; if gradients still wait for an update, leave the previous checkpoint as the one to resume."""
         if self._is_updated:
             self.save()
 
