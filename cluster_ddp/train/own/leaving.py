@@ -18,8 +18,8 @@ class Leaving:
     """Waits at the end of an epoch or the loop until all ranks have left it.
 
     If a rank left early, by ``break``, while the others continued, its gradients of the next epoch would be summed with
-    theirs of this one. Ranks that never leave cannot be distinguished from slow ones, so this is reported after some seconds,
-    long before the hang watchdog ends all ranks.
+    theirs of this one. Ranks that never leave cannot be distinguished from slow ones, so this is reported after some
+    seconds, long before the hang watchdog ends all ranks.
 
     Parameters
     ----------

@@ -91,7 +91,7 @@ class ScriptRun:
         """Whether all ranks have agreed to stop."""
         return self._session.decision.level > 0 or (self._loop is not None and self._loop.stops)
 
-    # Loops that keep their form.
+    # Loops that run.resumable() and run.steps() drive.
 
     def resumable(
         self, loader: Any, *, epochs: int, accumulate: int = 1, batches: int | None = None, **things: Any
