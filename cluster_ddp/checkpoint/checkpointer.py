@@ -1,4 +1,4 @@
-"""What a training uses for its checkpoints: it saves the state in the background and restores it, verified."""
+"""`Checkpointer`: saves the training state in the background, and restores and verifies it."""
 
 from __future__ import annotations
 
@@ -34,36 +34,35 @@ from cluster_ddp.run.storage import Storage
 if TYPE_CHECKING:
     from cluster_ddp.job import CheckpointSpec
 
-_EXIT_WAIT = 5.0  # seconds that a process which ends waits for a save that needs other ranks
+_EXIT_WAIT = 5.0  # seconds that an exiting process waits for a save that needs other ranks
 _MAX_UNREPORTED = 100
 
 
 class Checkpointer:
     """The checkpoints of one run.
 
-    Every rank makes one, and all call `restore`, `save` and `finish` in the same order. The loop is blocked while this
-    rank's share of the state is copied into host memory; the rest happens in a thread that uses no collectives. Nothing
-    that goes wrong with the storage is raised by `save`: it is reported, earlier checkpoints stay, and the next save is
-    tried.
+    Every rank creates one, and all call `restore`, `save` and `finish` in the same order. The loop is blocked while
+    this rank's share of the state is copied into host memory; the rest happens in a thread that uses no collectives.
+    `save` does not raise storage errors: they are reported, earlier checkpoints stay, and the next save tries again.
 
     Parameters
     ----------
     directory
         ``<run>/checkpoints``, on storage that all ranks see.
     run_id, job_digest
-        Recorded in each checkpoint; one of another run is never loaded, renamed or removed.
+        Recorded in each checkpoint; a checkpoint of another run is never loaded, renamed or removed.
     attempt
-        The number of this attempt of the run, recorded as well. What it goes on from is recorded in the attempt's
-        folder, where there is one; once a newer attempt has begun, this one changes nothing any more.
+        The number of this attempt of the run, recorded as well. The checkpoint it resumes from is recorded in the
+        attempt's folder, if there is one; once a newer attempt has begun, this one changes nothing any more.
     settings
         The job's ``checkpoint:`` section.
     store
-        The store that the process group met through (``torch.distributed.distributed_c10d._get_default_store()``), or
-        None for a single process.
+        The process group's store (``torch.distributed.distributed_c10d._get_default_store()``), or None for a single
+        process.
     report
-        Takes an event's name and its fields. Called on rank 0, from the background thread too. When it returns False,
-        the event was not recorded and is passed again with the next one; what has failed is then passed on a rank of
-        another node as well.
+        Called with an event's name and fields on rank 0, also from the background thread. If it returns False, the
+        event was not recorded and is passed again with the next one; a failed save is then also reported on a rank of
+        another node.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Checkpointer:
         self._storage = storage or Storage()
         self._record = report
         self._unreported = collections.deque[tuple[str, dict[str, Any]]](maxlen=_MAX_UNREPORTED)
-        self._reporting = threading.Lock()  # of the loop and the background thread one at a time
+        self._reporting = threading.Lock()  # the loop and the background thread take turns
         if rank == 0:
             with contextlib.suppress(OSError):  # it exists already, or the first save will report why not
                 self._storage.mkdir(directory)
@@ -126,34 +125,34 @@ class Checkpointer:
         scalars: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> bool:
-        """Begin to save; returns when the state is copied (on the CPU) or its copy is under way (on CUDA).
+        """Start a save; returns once the state is copied (on the CPU) or its copy is under way (on CUDA).
 
-        While the save before is under way, waits for it or, with ``when_busy: skip``, reports ``checkpoint-skipped``
+        If the previous save is under way, waits for it or, with ``when_busy: skip``, reports ``checkpoint-skipped``
         and returns; rank 0 decides for all. After `finish` a save is never skipped.
 
         Parameters
         ----------
         tensors
             By name: ``model.<fqn>``, ``optimizer.<fqn>.<state>``, ``ema.<fqn>``; any shape and strides, on any device.
-            The same names on all ranks. Tensors that share their memory are stored once. What the optimizer has no
-            state for and is not an `nn.Parameter` (buffers) is stored as rank 0 has it.
+            The same names on all ranks. Tensors that share memory are stored once. A tensor that is neither an
+            `nn.Parameter` nor has optimizer state (a buffer) is stored as rank 0 has it.
         scalars
-            Whatever JSON can hold.
+            Anything JSON can represent.
         metrics
-            The latest values, for ``keep_best``; those that are not finite are omitted.
+            The latest values, for ``keep_best``; non-finite ones are omitted.
 
         Returns
         -------
-        False, on all ranks, when it was skipped.
+        False, on all ranks, if the save was skipped.
 
         Raises
         ------
         CheckpointError
-            A tensor or a scalar is of a kind that no checkpoint can hold.
+            A checkpoint cannot contain a tensor or scalar of this kind.
         RanksDiverged
-            At the save before, what must be alike on all ranks was not. Nothing was published then.
+            The previous save found tensors that differ between ranks but must not, and published nothing.
         AttemptSuperseded
-            At the save before, a newer attempt had begun. Nothing was published then.
+            The previous save found that a newer attempt had begun, and published nothing.
         """
         number = self._saves
         self._saves += 1
@@ -189,7 +188,7 @@ class Checkpointer:
         return True
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory for saving these tensors in the background; otherwise the first save waits for it.
+        """Allocate the staging memory for these tensors in the background; otherwise the first save waits for it.
 
         Call it after the first step, once the optimizer has its state.
         """
@@ -199,51 +198,52 @@ class Checkpointer:
             self._start(self._staging.prepare, layout, self._on_cuda)
 
     def wait_for_staging(self) -> None:
-        """Call right before parameters, optimizer or EMA change: they may still be copied or compared."""
+        """Call right before parameters, optimizer or EMA change: they may still be being copied or compared."""
         self._staging.wait_for_staging()
         if self._digest is not None:
             self._digest.wait()
             self._digest = None
 
     def finish(self) -> bool:
-        """Wait for the save in flight; whether it is durable (True if there is none). Raises as `save` does."""
+        """Wait for the save under way; returns whether it is durable, True if there is none. Raises as `save` does."""
         self._join()
         self._check_goes_on()
         return self._durable
 
     def close(self) -> None:
-        """Finish the save in flight and free the memory. Call it on all ranks before the process group is destroyed."""
+        """Finish the save under way and free the memory. Call it on all ranks before destroying the process group."""
         self._join()
         self._staging.release()
 
     def restore(self, tensors: Mapping[str, Tensor], check: Check = lambda scalars, stored: None) -> Restored | None:
-        """Fill the live tensors from the newest intact checkpoint that counts; all ranks take the same one.
+        """Fill the live tensors from the newest intact checkpoint that counts, the same one on all ranks.
 
-        A checkpoint that proves damaged is set aside by rank 0 (renamed, never deleted), reported with the names of its
-        files, and the one before it is taken. One that another run has saved is reported and skipped, and stays
-        where it is. All bytes are read and verified in one pass. Which one it was is recorded before this returns: what
-        earlier attempts do beyond it does not count from then on.
+        A damaged checkpoint is set aside by rank 0 (renamed, never deleted) and reported with the names of its damaged
+        files; the previous one is tried next. A checkpoint saved by another run is reported, skipped and left in
+        place. All bytes are read and verified in one pass. The choice is recorded before this returns: from then on,
+        anything earlier attempts do beyond it does not count.
 
         Parameters
         ----------
         tensors
-            The live tensors, by the names under which they were saved. Stored names that begin with ``optimizer.``,
-            ``buffer.``, ``extra.`` or ``task.`` and are not among them come back in `Restored.extra`.
+            The live tensors, by the names under which they were saved. Stored tensors whose names begin with
+            ``optimizer.``, ``buffer.``, ``extra.`` or ``task.`` and are not among them are returned in
+            `Restored.extra`.
         check
-            Takes the scalars and the stored tensors of a checkpoint, and raises `ValueError` when they are not what is
-            given to `save`: then it is damaged.
+            Called with the scalars and the stored tensors of a checkpoint; raises `ValueError` if they are not what
+            `save` was given, and the checkpoint then counts as damaged.
 
         Returns
         -------
         Restored
-            None when the run has never had a checkpoint.
+            None if the run has never had a checkpoint.
 
         Raises
         ------
         CheckpointError
-            There are checkpoints, but none is intact, or what was restored cannot be recorded. Nothing was deleted.
+            There are checkpoints but none is intact, or the choice cannot be recorded. Nothing was deleted.
         CheckpointMismatch
-            The checkpoint is intact, but of another model or optimizer; no live tensor was touched.
+            The checkpoint is intact but belongs to a different model or optimizer; no live tensor was touched.
         """
         self._join()
         restore = Restore(
@@ -273,7 +273,7 @@ class Checkpointer:
             raise CheckpointError(f"attempt {self._attempt.number} {problem}")
 
     def plan_for(self, tensors: Mapping[str, Tensor]) -> SavePlan:
-        """Who writes which of these tensors; the plan before, as long as they are the same ones."""
+        """The plan of who writes which tensors; the previous one as long as the tensors are the same."""
         named = tensors if isinstance(tensors, Tensors) else Tensors(tensors)
         seen = list(named), named.looks()
         if self._plan is None or seen[1] is None or seen != self._seen:
@@ -285,7 +285,7 @@ class Checkpointer:
         return self._plan
 
     def _check_goes_on(self) -> None:
-        """Raise what the previous save has found, on all ranks."""
+        """Raise what the previous save found, on all ranks."""
         if self._writer.superseded:
             raise AttemptSuperseded(self._attempt.number)
         if self._writer.diverged is not None:
@@ -296,7 +296,7 @@ class Checkpointer:
             )
 
     def _run(self, save: Save, writes: bool, digest: ReplicaDigest) -> None:
-        """Carry out a save on the background thread, which no exception may leave."""
+        """Carry out a save on the background thread; no exception may escape."""
         try:
             digest.take()
             shard = self._staging.shard() if writes else None
@@ -306,7 +306,7 @@ class Checkpointer:
             say(f"cluster-ddp: the save of step {save.step} was given up: {error or type(error).__name__}")
 
     def _start(self, task: Callable[..., None], *arguments: object) -> None:
-        # A new thread begins on GPU 0, and would allocate memory there for each rank of the node.
+        # A new thread starts on GPU 0, and would allocate memory there for each rank of the node.
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def work() -> None:
@@ -325,11 +325,11 @@ class Checkpointer:
 
     @property
     def why_failed(self) -> str | None:
-        """Why the last save that has ended is not durable, in words, on all ranks; None when it is."""
+        """Why the last finished save is not durable, in words, on all ranks; None if it is."""
         return None if self._writer.failed is None else _in_words(self._writer.failed)
 
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
-        """Report an event; one that cannot be recorded (the storage is full) is kept for the next time."""
+        """Report an event; one that cannot be recorded (say, on a full disk) is retried with the next one."""
         if event == events.CHECKPOINT_FAILED:
             what = f"the save of step {fields['step']} failed ({_in_words(fields)})"
             say(f"cluster-ddp: {what}; training continues; earlier checkpoints are kept")
@@ -346,7 +346,7 @@ class Checkpointer:
             return not self._unreported
 
     def _end(self) -> None:
-        """When the interpreter exits: finish a save that needs no other rank; soon give up one that does."""
+        """At interpreter exit: finish a save that needs no other rank; soon give up one that does."""
         if self._thread is None:
             return
         self._join(None if self._coordinator.world_size == 1 else _EXIT_WAIT)
@@ -364,13 +364,13 @@ def _end_all() -> None:
 
 
 def _in_words(failed: Mapping[str, Any]) -> str:
-    """What is reported of a save that has failed, for people."""
+    """A readable description of a failed save."""
     where = f" on {failed['host']}" if "host" in failed else ""
     return f"{failed['file']}, rank {failed['rank']}{where}: {failed['error']}"
 
 
 def _as_json(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the scalars as it will be read back."""
+    """A copy of the scalars, as they will be read back."""
     plain: dict[str, Any] = {}
     for name, value in scalars.items():
         try:

@@ -1,4 +1,4 @@
-"""Removing the checkpoints of a run that is over, on request; for those that training removes, see retention.py."""
+"""Removes checkpoints of finished runs, for `cluster-ddp clean`; retention.py is what training removes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SET_ASIDE = ("damaged-step-", "abandoned-step-")
 
 
 class HeavyFolder(NamedTuple):
-    """A checkpoint, or one that was set aside."""
+    """A checkpoint folder, under its own name or set aside."""
 
     path: Path
-    step: int | None  # None: it was set aside
+    step: int | None  # None if it was set aside
     size: int  # bytes
 
 
 def heavy_folders(run: RunDirectory, keep: Collection[int]) -> list[HeavyFolder]:
-    """The checkpoints that are not of the steps to keep, and those set aside; no links, no other people's files.
+    """The checkpoints of steps other than `keep`, and those set aside; no symbolic links, and no unrelated files.
 
     Raises
     ------
     RunError
-        A link stands in place of a folder of the run.
+        A folder of the run is a symbolic link.
     """
     run.refuse_links()
     found = []
@@ -46,14 +46,14 @@ def heavy_folders(run: RunDirectory, keep: Collection[int]) -> list[HeavyFolder]
 
 
 def remove_folders(run: RunDirectory, folders: Iterable[HeavyFolder], attempts: Collection[int]) -> int:
-    """Remove folders that `heavy_folders` has given; returns their bytes.
+    """Remove folders returned by `heavy_folders`; returns their size in bytes.
 
-    As in retention.py each loses its name first, and gets it back when an attempt has begun that may go on from it.
+    As in retention.py, each is renamed first, and renamed back if an attempt has begun that may resume from it.
 
     Parameters
     ----------
     attempts
-        The numbers of the attempts that there were when the run was judged to be over.
+        The numbers of the attempts that existed when the run was found to be over.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def remove_folders(run: RunDirectory, folders: Iterable[HeavyFolder], attempts: 
     if set(attempt_numbers(run)) != set(attempts):
         for folder, target in renamed:
             if target != folder.path:
-                with contextlib.suppress(OSError):  # the new attempt has put it back already
+                with contextlib.suppress(OSError):  # the new attempt has already restored it
                     storage.rename(target, folder.path)
         raise RunError(f"run {run.id} has started again meanwhile: none of its files were removed")
     for _, target in renamed:
@@ -81,7 +81,7 @@ def remove_folders(run: RunDirectory, folders: Iterable[HeavyFolder], attempts: 
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the regular files in a folder, which has no folders below it."""
+    """Total bytes of the regular files in a folder; subfolders do not occur."""
     size = 0
     with contextlib.suppress(OSError):
         for file in folder.iterdir():

@@ -1,8 +1,8 @@
-"""How ranks agree about saves and restores without collectives: through the process group's store.
+"""Coordinates saves and restores between ranks through the process group's store, without collectives.
 
-A background thread cannot use collectives, because the training loop issues them meanwhile. The store through which the
-process group met is a plain key-value server. Its clients serve one request at a time, so each thread here has a client
-of its own: a wait on the process group's client would stop the process group.
+A background thread cannot use collectives, because the training loop issues them meanwhile. The process group's store
+is a plain key-value server. A client handles one request at a time, so each thread here has its own: waiting on the
+process group's client would block the process group.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from cluster_ddp.checkpoint.folders import this_process
 
-# Seconds between two requests to the store; longer with many ranks, since all ask the same server.
+# Seconds between two requests to the store; longer with many ranks, because all of them poll the same server.
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_PER_RANK = 0.001, 0.05, 0.0005
-_EXCHANGES_KEPT = 16  # ranks go through them together, so none is ever this far behind
-_instances = itertools.count()  # all ranks make their checkpointers in the same order
+_EXCHANGES_KEPT = 16  # ranks do these in lockstep, so none is ever this far behind
+_instances = itertools.count()  # all ranks create their checkpointers in the same order
 
 
 class Abandoned(Exception):
@@ -54,15 +54,15 @@ class SaveCoordinator:
             session = {"owner": str(this_process()), "writers": writers, "deputy": deputy}
             shared.set(f"{prefix}/session", json.dumps(session))
         session = json.loads(shared.get(f"{prefix}/session"))
-        # What names rank 0's process in the names of unfinished folders; the ranks that write, ascending, 0 among them.
+        # owner: identifies rank 0's process in the names of unfinished folders; writers: ascending, always including 0
         self.owner: str = session["owner"]
         self.writers: tuple[int, ...] = tuple(session["writers"])
-        self.deputy: int | None = session["deputy"]  # a rank on another node than rank 0; None where there is one node
+        self.deputy: int | None = session["deputy"]  # a rank on a node other than rank 0's; None if there is one node
         self._prefix = f"{prefix}/{self.owner}"
         self._background = _own_client(shared)
         self._foreground = _own_client(shared)
-        # Rank 0 may be what keeps the store, and waits for nobody in a program that only evaluates: once it has ended,
-        # the others would find no store to connect to.
+        # Rank 0 may host the store, and in a program that only evaluates it waits for nobody: it waits here, because
+        # once it has exited the others would have no store to connect to.
         shared.set(f"{prefix}/connected/{rank}", "")
         if rank == 0:
             for other in range(world_size):
@@ -71,7 +71,7 @@ class SaveCoordinator:
         self._exchanges = 0
 
     def send(self, save: int, receipt: dict[str, Any]) -> None:
-        """Send rank 0 the result of this rank in a save: the receipt of its shard, or what went wrong."""
+        """Send rank 0 this rank's result of a save: the receipt for its shard, or what went wrong."""
         self._put(self._background, f"save/{save}/receipt/{self.rank}", receipt)
 
     def collect(self, save: int, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
@@ -84,7 +84,7 @@ class SaveCoordinator:
         """Rank 0: announce the outcome of a save, and delete the messages of the previous one."""
         self._put(self._background, f"save/{save}/outcome", outcome)
         if self.world_size > 1:
-            old = save - 1  # all ranks are through with it: each has sent its receipt for this one
+            old = save - 1  # all ranks are done with it: each has sent its receipt for this one
             for key in ("outcome", *(f"receipt/{rank}" for rank in range(1, self.world_size))):
                 self._background.delete_key(f"{self._prefix}/save/{old}/{key}")
 
@@ -94,7 +94,7 @@ class SaveCoordinator:
         return outcome
 
     def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's value on all ranks; called by all, in the same order, never by the background thread."""
+        """Return rank 0's value on all ranks. Call it on all, in the same order, never from the background thread."""
         if self.world_size == 1:
             return value
         self._exchanges += 1
@@ -105,7 +105,7 @@ class SaveCoordinator:
         return value
 
     def to_rank_0(self, value: Any) -> list[Any]:
-        """On rank 0 the values of all ranks, on the others only their own; called by all, in the same order."""
+        """Return all ranks' values on rank 0, only their own on the others. Call it on all, in the same order."""
         if self.world_size == 1:
             return [value]
         self._exchanges += 1
@@ -132,7 +132,7 @@ class SaveCoordinator:
         return json.loads(client.get(f"{self._prefix}/{key}"))
 
     def _wait(self, client: Store, keys: list[str]) -> None:
-        """Wait until all keys are there, by polling: the store's own wait logs a warning at each timeout."""
+        """Wait until all keys exist, by polling: the store's own wait logs a warning at each timeout."""
         paths = [f"{self._prefix}/{key}" for key in keys]
         pause = _SHORTEST_PAUSE
         while paths and not client.check(paths):

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors about checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class CheckpointError(ClusterDDPError):
 
 
 class NoSuchCheckpoint(CheckpointError):
-    """What was asked for was never saved: the call is wrong."""
+    """The requested checkpoint was never saved, so the request is wrong."""
 
     exit_status = 2
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from what was written."""
 
     def __init__(self, folder: str, problems: list[str]) -> None:
         super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
@@ -30,7 +30,7 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointOfAnotherRun(CheckpointError):
-    """A checkpoint that another run has saved: this run neither loads nor changes it."""
+    """Another run saved the checkpoint; this run neither loads nor changes it."""
 
     def __init__(self, folder: str, theirs: str, ours: str) -> None:
         self.problem = f"of another run, {theirs}; this run is {ours}"
@@ -38,13 +38,13 @@ class CheckpointOfAnotherRun(CheckpointError):
 
 
 class NoIntactCheckpoint(CheckpointError):
-    """All checkpoints of a run are damaged and were set aside: there is nothing to resume from."""
+    """All checkpoints of a run are damaged and were set aside, so there is nothing to resume from."""
 
     comes_back = True
 
 
 class AttemptSuperseded(CheckpointError):
-    """A newer attempt of the run has begun: this one saves and removes nothing any more."""
+    """A newer attempt of the run has begun, so this one no longer saves or removes anything."""
 
     def __init__(self, attempt: int) -> None:
         super().__init__(
@@ -54,7 +54,7 @@ class AttemptSuperseded(CheckpointError):
 
 
 class RanksDiverged(CheckpointError):
-    """The ranks do not hold the same weights: no checkpoint can be made of them."""
+    """The ranks do not hold the same weights, so they cannot be saved as one checkpoint."""
 
 
 class CheckpointUnreadable(CheckpointError):
@@ -65,12 +65,12 @@ class CheckpointUnreadable(CheckpointError):
 class Differences:
     """How the tensors of a checkpoint differ from the live ones."""
 
-    missing: tuple[str, ...] = ()  # names of live tensors that the checkpoint does not hold
+    missing: tuple[str, ...] = ()  # names of live tensors that the checkpoint does not contain
     unexpected: tuple[str, ...] = ()  # names in the checkpoint that have no live tensor
-    # shape, dtype: ``name (stored, now)`` for tensors that differ in it
+    # ``name stored, now live`` for each tensor whose shape or dtype differs
     shape: tuple[str, ...] = ()
     dtype: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()  # names that share memory now but were stored with values of their own
+    tied: tuple[str, ...] = ()  # pairs of names that share memory now but were stored separately
 
     def __bool__(self) -> bool:
         return any((self.missing, self.unexpected, self.shape, self.dtype, self.tied))
@@ -87,7 +87,7 @@ class Differences:
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is intact but belongs to another model or optimizer; `differences` says how."""
+    """A checkpoint is intact but belongs to a different model or optimizer; `differences` lists how they differ."""
 
     comes_back = True
 

@@ -1,4 +1,4 @@
-"""A run's weights as a plain safetensors file with the model's own names. No torch here."""
+"""Exports a run's weights to a plain safetensors file with the model's own names. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster_ddp.checkpoint.verify import CheckpointInfo, newest_intact
 from cluster_ddp.run.storage import Storage, replaced
 
 _PIECE = 16 << 20  # bytes copied at a time
-_TRIES = 10  # training removes checkpoints as it saves newer ones
+_TRIES = 10  # training may remove a checkpoint while it is read
 
 
 def export_newest(
@@ -25,7 +25,7 @@ def export_newest(
     Raises
     ------
     NoSuchCheckpoint
-        There is none, or none of `step`, or it holds no averages.
+        There is none, or none of `step`, or it contains no averages.
     CheckpointError
         None is intact, or the file cannot be written.
     """
@@ -40,7 +40,7 @@ def export_newest(
 
 
 def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool) -> int:
-    """Write the model of a verified checkpoint to `target`; a file of that name appears only when it is complete.
+    """Write the model of a verified checkpoint to `target`, which appears only once it is complete.
 
     Tied weights appear under each of their names, so that the bare model's ``load_state_dict`` takes what
     ``safetensors.torch.load_file`` reads.
@@ -48,7 +48,7 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool) -
     Parameters
     ----------
     ema
-        The averaged weights; what has no average (buffers) comes from the model.
+        Write the averaged weights; what has no average (buffers) comes from the model.
     """
     sources = _sources(manifest, ema)
     items = [
@@ -71,7 +71,7 @@ def export_model(folder: Path, manifest: Manifest, target: Path, *, ema: bool) -
 
 
 def _sources(manifest: Manifest, ema: bool) -> dict[str, str]:
-    """By the model's own name, the name under which the bytes are stored."""
+    """Map the model's own names to the names under which the bytes are stored."""
     names = manifest.names()
     model = {name.removeprefix("model."): stored for name, stored in names.items() if name.startswith("model.")}
     averages = {name.removeprefix("ema."): stored for name, stored in names.items() if name.startswith("ema.")}

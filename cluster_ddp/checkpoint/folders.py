@@ -1,10 +1,10 @@
-"""The folders in ``<run>/checkpoints``: what their names mean, which checkpoints are kept, and what is left over.
+"""The folders in ``<run>/checkpoints``: what their names mean, which checkpoints are kept, and removing leftovers.
 
-Only a complete checkpoint has a name that begins with ``step-`` (run/directory.py). The others say what they are in
-their first word: ``tmp-`` is being written or removed, ``replaced-`` was set aside for a newer save of the same step,
-``damaged-`` was found damaged, ``abandoned-`` was saved by an attempt beyond the place from which a newer one went on.
-The first two name their owner, the process that works on them (host, pid, pid namespace, start time and boot), which
-distinguishes the leftovers of a dead attempt from the work of a live one.
+Only complete checkpoints have names that begin with ``step-`` (run/directory.py). For others, the first word says what
+they are: ``tmp-`` is being written or removed, ``replaced-`` was set aside for a newer save of the same step,
+``damaged-`` was found damaged, ``abandoned-`` was saved by an attempt beyond the checkpoint that a newer one resumed
+from. The first two name their owner, the process that works on them (host, pid, pid namespace, start time and boot),
+which distinguishes the leftovers of a dead attempt from the work of a live one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cluster_ddp.run.storage import Storage
 _SET_ASIDE = ("damaged-", "abandoned-")
 _ABANDONED = re.compile(r"abandoned-step-(?P<step>\d{8,18})(-.*)?")
 _OWNED = re.compile(r"(?P<kind>tmp|tmp-removed|replaced)-step-(?P<step>\d{8,18})~(?P<owner>[^~]*(?:~[^~]*){4})")
-# A process on another machine cannot be looked up: what it left is dead when nothing in it has changed for this long.
+# A process on another machine cannot be looked up: its folder counts as abandoned once unchanged for this long.
 _FOREIGN_AGE = 3600.0  # seconds
 
 
 def this_process() -> str:
-    """This process as the owner in a folder's name."""
+    """This process, in the form used for the owner in a folder's name."""
     return identity_name(identify(os.getpid()))
 
 
@@ -57,7 +57,7 @@ def abandoned_in(directory: Path) -> dict[str, int]:
 
 
 def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
-    """Rename a damaged checkpoint so that nothing takes it for an intact one; returns its new path."""
+    """Rename a damaged checkpoint so that it is not mistaken for an intact one; returns its new path."""
     target = _free(directory / f"damaged-{step_name(step)}-{time.strftime('%Y%m%d-%H%M%S')}")
     storage.rename(directory / step_name(step), target)
     storage.fsync_dir(directory)
@@ -65,7 +65,7 @@ def set_aside_damaged(storage: Storage, directory: Path, step: int) -> Path:
 
 
 def abandoned_path(directory: Path, step: int, attempt: int | None) -> Path:
-    """A free name for a checkpoint that an attempt has saved and that does not count."""
+    """A free name for a checkpoint saved by this attempt that does not count."""
     whose = "" if attempt is None else f"-attempt-{attempt:03d}"
     return _free(directory / f"abandoned-{step_name(step)}{whose}")
 
@@ -79,15 +79,15 @@ def _free(wanted: Path) -> Path:
 
 
 def put_back_interrupted(storage: Storage, directory: Path, own: str) -> None:
-    """Give checkpoints their names back that were being replaced, or were being removed by a process that is gone.
+    """Restore the names of checkpoints that were being replaced, or were being removed by a process that is gone.
 
-    A replacement that is still under way, in an attempt that does not yet know of a newer one, then fails: a folder
-    cannot be renamed onto another.
+    If an attempt that does not know of a newer one is still replacing a checkpoint, its rename then fails, because a
+    folder cannot be renamed onto another.
 
     Parameters
     ----------
     own
-        The caller as an owner. What the caller itself is removing is not put back.
+        The caller as an owner. What the caller itself is removing is not restored.
     """
     for name, kind, step, owner in _owned_in(directory):
         if (directory / step_name(step)).exists() or kind == "tmp":
@@ -98,10 +98,10 @@ def put_back_interrupted(storage: Storage, directory: Path, own: str) -> None:
 
 
 def put_back_removed(storage: Storage, directory: Path) -> bool:
-    """Undo all removals, for a run of which nothing else is left; returns whether there were any.
+    """Undo all removals, for a run that has nothing else left; returns whether there were any.
 
-    A removal first takes the name, and then looks whether a newer attempt may need the checkpoint; whoever removed it
-    may have been killed between the two.
+    A removal first renames a checkpoint and then checks whether a newer attempt may need it; the process may have been
+    killed between the two.
     """
     removed = [
         (name, step)
@@ -123,9 +123,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def remove_checkpoint(storage: Storage, folder: Path) -> None:
-    """Remove a folder that has lost its final name, its manifest first: without one it is never put back.
+    """Remove a folder that no longer has its final name, manifest first: without one it is never restored.
 
-    Of a link only the link is removed.
+    If it is a symbolic link, only the link is removed.
     """
     if stat.S_ISDIR(folder.lstat().st_mode) and _is_whole(folder):
         storage.unlink(folder / MANIFEST)
@@ -133,15 +133,15 @@ def remove_checkpoint(storage: Storage, folder: Path) -> None:
 
 
 def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[str, str]:
-    """Remove the unfinished folders that nobody works on any more; returns what could not be removed, by name, and why.
+    """Remove the unfinished folders of processes that are gone; returns those that could not be removed, with reasons.
 
-    A checkpoint that was set aside for a newer save of its step is removed only once that newer one is there. Of a link
+    A checkpoint set aside for a newer save of its step is removed only once the newer one exists. Of a symbolic link
     only the link is removed.
 
     Parameters
     ----------
     own
-        The caller as an owner, when it has no save under way: its own leftovers are removed too.
+        The caller as an owner, if it has no save under way: its own leftovers are removed too.
     """
     refused = {}
     for name, kind, step, owner in _owned_in(directory):
@@ -156,14 +156,14 @@ def remove_leftovers(storage: Storage, directory: Path, own: str = "") -> dict[s
 
 
 def strangers_in(directory: Path) -> list[str]:
-    """The names of what is neither a checkpoint nor one that was set aside: unfinished, being removed, or not ours."""
+    """Names that are not checkpoints, set aside or not: unfinished, being removed, or not this package's."""
     return sorted(
         name for name in _names_in(directory) if step_of(name) is None and not name.startswith((*_SET_ASIDE, ".nfs"))
     )
 
 
 def best_step(steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> int | None:
-    """The step with the best value of a metric, the largest for ``max``, the newest of equals; None if none has it."""
+    """The step with the best value of a metric (`mode`: ``min`` or ``max``), newest of equals; None if none has it."""
     sign = 1.0 if mode == "max" else -1.0
     rated = [(sign * metrics[step][name], step) for step in steps if name in metrics.get(step, {})]
     return max(rated)[1] if rated else None
@@ -185,7 +185,7 @@ def surplus(
     newest_proven
         The step of the newest checkpoint that is known to be intact; it is always kept.
     best
-        The name of a metric and ``min`` or ``max``: the best checkpoint by it is kept, the newer of two equal ones.
+        A metric and ``min`` or ``max``: the best checkpoint by that metric is kept, the newest of equals.
     """
     kept = {newest_proven, *sorted(steps)[-max(keep_last, 1) :]}
     if keep_every:
@@ -203,7 +203,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _owned_in(directory: Path) -> list[tuple[str, str, int, str]]:
-    """Name, kind, step and owner of each unfinished folder."""
+    """Name, kind, step and owner of each folder that has an owner."""
     found = (_OWNED.fullmatch(name) for name in sorted(_names_in(directory)))
     return [(match[0], match["kind"], int(match["step"]), match["owner"]) for match in found if match]
 

@@ -1,8 +1,8 @@
-"""What a checkpoint is on disk: its manifest and its shards, and how both are read and written. No torch here.
+"""The format of a checkpoint on disk, its manifest and its shards: reading and writing both. No torch here.
 
 A shard is a plain safetensors file: eight bytes with the length of the header (little endian), the header in JSON, the
-tensors' bytes one after the other. ``manifest.json`` says what the checkpoint is, which shards belong to it with their
-checksums, and where each tensor lies; it carries a digest of itself.
+tensors' bytes one after the other. ``manifest.json`` describes the checkpoint, its shards with their checksums, and
+where each tensor is stored; it contains a digest of itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import xxhash
 from cluster_ddp.run.reading import as_time, as_whole
 
 FORMAT = 1
-MAX_MANIFEST = 256 << 20  # bytes; a model of ten thousand tensors takes ten million
+MAX_MANIFEST = 256 << 20  # bytes; ten thousand tensors take about ten million
 
-# Bytes per element of each dtype, under the names that safetensors gives them.
+# Bytes per element of each dtype, by the names that safetensors uses.
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
@@ -31,7 +31,7 @@ _MAX_HEADER = 100_000_000  # safetensors' own limit
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor to store: its name, dtype as safetensors calls it, and shape."""
+    """A tensor to store; `dtype` is safetensors' name for it."""
 
     name: str
     dtype: str
@@ -39,13 +39,13 @@ class Item:
 
     @property
     def bytes(self) -> int:
-        """Its size without padding."""
+        """Size in bytes, without padding."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor inside a shard file: it takes the bytes from `begin` to `end`, counted from the start of the file."""
+    """A tensor inside a shard file, at bytes `begin` to `end` from the start of the file."""
 
     item: Item
     begin: int
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of one shard lies."""
+    """The layout of one shard file: its header, where its tensors are, and its total size in bytes."""
 
     head: bytes
     entries: tuple[Entry, ...]
@@ -62,18 +62,18 @@ class Layout:
 
 
 class ShardDamaged(ValueError):
-    """A shard is not what was written."""
+    """A shard differs from what was written."""
 
 
 def shard_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """The name of the file that a rank writes."""
     return f"shard-{rank:04d}.safetensors"
 
 
 def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
-    """The layout of a file of these tensors, with `metadata` in its header.
+    """The layout of a file with these tensors and with `metadata` in its header.
 
-    Wide elements come first, so that each tensor is aligned to its own element without gaps, which the format forbids.
+    Wide elements come first, which aligns each tensor to its element size without gaps, which the format forbids.
     """
     offset = 0
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -91,7 +91,7 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
 
 
 def header_length(prefix: bytes | bytearray, file_bytes: int) -> int:
-    """The length of the header, from the first 8 bytes of a file; `ShardDamaged` when the file cannot hold that."""
+    """The length of the header, from the first 8 bytes of a file; `ShardDamaged` if the file is too short for it."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(file_bytes - 8, _MAX_HEADER):
         raise ShardDamaged("the header is longer than the file")
@@ -126,11 +126,11 @@ def _entry(name: str, value: dict[str, object], start: int) -> Entry:
 
 
 class ManifestDamaged(ValueError):
-    """A manifest is not what was written."""
+    """A manifest differs from what was written."""
 
 
 class UnknownFormat(ValueError):
-    """A manifest is intact, but of another version of cluster_ddp."""
+    """A manifest is intact but was written by a different version of cluster_ddp."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint; `dtype` as safetensors calls it."""
+    """A tensor of the checkpoint; `dtype` is safetensors' name for it."""
 
     shard: str
     dtype: str
@@ -154,9 +154,9 @@ class StoredTensor:
 class Manifest:
     """Everything about one checkpoint except the tensors' bytes.
 
-    `created` is Unix seconds. `aliases` maps the name of a tensor that shares its memory with another (tied weights)
-    to the name under which the bytes are stored. `metrics` are those known when it was saved. `attempt` is the one that
-    saved it; None where an older version of this package did.
+    `created` is in Unix seconds. `aliases` maps the name of a tensor that shares memory with another (tied weights)
+    to the name under which the bytes are stored. `metrics` are the latest when it was saved. `attempt` is the one that
+    saved it; None if an older version of this package did.
     """
 
     run_id: str
@@ -176,34 +176,34 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """What the manifest says of its own content; two checkpoints of one step differ in it."""
+        """The digest of its content; it differs between two checkpoints of the same step."""
         return digest(self._body())
 
     @property
     def size(self) -> int:
-        """The bytes of all shards together."""
+        """Total size of all shards, in bytes."""
         return sum(shard.bytes for shard in self.shards.values())
 
     @property
     def has_averages(self) -> bool:
-        """Whether it holds averages of the weights beside them."""
+        """Whether the checkpoint also contains averages of the weights."""
         return any(name.startswith("ema.") for name in self.names())
 
     def names(self) -> dict[str, str]:
-        """Each name that can be loaded, aliases too, with the name under which it is stored."""
+        """Each name that can be loaded, including aliases, with the name under which it is stored."""
         return {**{name: name for name in self.tensors}, **self.aliases}
 
     def stored(self) -> dict[str, StoredTensor]:
-        """What is stored under each of these names."""
+        """The stored tensor for each name that can be loaded, including aliases."""
         return {name: self.tensors[stored] for name, stored in self.names().items()}
 
     def to_bytes(self) -> bytes:
-        """The content of ``manifest.json``, with the digest of itself."""
+        """The content of ``manifest.json``, with its digest."""
         body = self._body()
         return encode({**body, "digest": digest(body)})
 
     def _body(self) -> dict[str, Any]:
-        # The keys that say whose it is come first: `run.lineage.steps_that_count` reads no further.
+        # The keys that identify the checkpoint come first: `run.lineage.steps_that_count` reads no further.
         return {
             "format": FORMAT,
             "run_id": self.run_id,
@@ -227,7 +227,7 @@ class Manifest:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """The only form in which a manifest is written, so that not even a changed space goes unnoticed."""
+    """Serialize a manifest in its only valid form, so that even a changed space is detected."""
     return json.dumps(body, indent=1).encode() + b"\n"
 
 
@@ -298,7 +298,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def _check_numbers(value: object) -> None:
-    """Raise `ValueError` for a whole number that is too large to compute with as a float."""
+    """Raise `ValueError` for an integer that is too large for a float."""
     if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
         raise ValueError("a number among the scalars is too large")
     for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -320,7 +320,7 @@ def _moment(value: object) -> float:
 
 
 def _sizes(value: object) -> tuple[int, ...]:
-    """A JSON list of integers that are not negative, as a tuple; `ValueError` for anything else."""
+    """A JSON list of non-negative integers, as a tuple; `ValueError` for anything else."""
     if not isinstance(value, list) or any(as_whole(number) is None for number in value):
         raise ValueError(f"not a list of sizes: {value!r}")
     return tuple(value)

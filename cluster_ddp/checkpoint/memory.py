@@ -1,4 +1,4 @@
-"""A whole checkpoint in memory, with which a training finds out early whether its state would be restored."""
+"""A whole checkpoint in memory, with which a training checks early that its state can be restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACE = "in memory"
 
 
 class MemoryCheckpoint:
-    """What a save by this plan would write (see `Checkpointer.save`), each tensor as it is read back from a file."""
+    """What a save with this plan would write (see `Checkpointer.save`), with tensors as read back from a file."""
 
     def __init__(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], plan: SavePlan) -> None:
         self._stored = {
@@ -39,7 +39,7 @@ class MemoryCheckpoint:
         )  # fmt: skip
 
     def restore(self, tensors: Mapping[str, Tensor], check: Check) -> Restored:
-        """Fill live tensors as `Checkpointer.restore` does, with its errors; only once: the others are given away."""
+        """Fill live tensors and raise as `Checkpointer.restore` does. Call it only once: `extra` is not copied."""
         check(self._manifest.scalars, self._manifest.stored())
         source_of, differences = match(self._manifest, tensors)
         if differences:

@@ -1,4 +1,4 @@
-"""Who writes what: each tensor is assigned to one of the writing ranks, alike on every rank."""
+"""Assigns each tensor to one of the writing ranks, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPE_NAMES = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-# By safetensors' name; without the dtypes that this torch does not have.
+# By safetensors' name; only the dtypes that this torch has.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, name in _DTYPE_NAMES.items() if hasattr(torch, name)
 }
@@ -35,24 +35,23 @@ _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 class SavePlan:
     """The shards of a save and who writes them."""
 
-    layouts: dict[int, Layout]  # the layout of each writing rank's shard; ranks with nothing to write have none
-    aliases: dict[str, str]  # names of the tensors that share their memory with another, and that other's name
-    # Names of the tensors that are the same on all ranks; they change only in the optimizer's step
+    layouts: dict[int, Layout]  # the layout of each writing rank's shard; none for ranks with nothing to write
+    aliases: dict[str, str]  # names of tensors that share memory with another, and that other's name
+    # Names of tensors that are the same on all ranks; they change only in the optimizer's step
     replicated: frozenset[str]
     signature: str  # equal on two ranks exactly when they made the same plan
 
     @functools.cached_property
     def alike(self) -> tuple[str, ...]:
-        """The names of `replicated` in the order in which all ranks go through them."""
+        """The names in `replicated`, in the same order on all ranks."""
         return tuple(sorted(self.replicated))
 
 
 def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str, str], frozenset[str]]:
     """What is to be stored, the aliases, and the names whose values are the same on all ranks.
 
-    Only what the optimizer holds (an `nn.Parameter` here), its average and the optimizer's state for it are known to be
-    the same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and are stored from
-    rank 0.
+    Only what the optimizer trains (an `nn.Parameter` here), its average and its optimizer state are known to be the
+    same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and rank 0's are stored.
     """
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -81,7 +80,7 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str,
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of the tensors that share their memory with another, and the first name of that one."""
+    """Names of tensors that share memory with another, each with that other's first name."""
     aliases, first = {}, dict[tuple[object, ...], str]()
     for name in sorted(tensors):
         memory = memory_of(tensors[name])
@@ -105,9 +104,9 @@ _LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 class Tensors(dict[str, Tensor]):
-    """Tensors by name at one moment, each inspected once: inspecting a small one takes as long as copying it.
+    """Tensors by name at one moment, each inspected only once: for a small one that takes as long as copying it.
 
-    More may be added; none is taken out or replaced.
+    Tensors may be added, but not removed or replaced.
     """
 
     def __init__(self, named: Mapping[str, Tensor] | None = None) -> None:
@@ -115,9 +114,9 @@ class Tensors(dict[str, Tensor]):
         self._looks: dict[str, list[Any]] = {look: [] for look in _LOOKS}
 
     def looks(self) -> dict[str, list[Any]] | None:
-        """Everything that `describe` depends on, in the order of the tensors: while it is the same, so is the result.
+        """Everything that the result of `describe` depends on, in the order of the tensors.
 
-        None where a tensor has no memory of its own, such as a sparse one.
+        None if a tensor, such as a sparse one, has no single memory address.
         """
         new = list(islice(self.values(), len(self._looks["type"]), None))
         try:
@@ -130,7 +129,7 @@ class Tensors(dict[str, Tensor]):
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...] | None:
-    """What two tensors have in common when they are the same memory seen in the same way; None for empty ones."""
+    """A key that is equal for two tensors that view the same memory in the same way; None for empty ones."""
     if tensor.numel() == 0:
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -139,7 +138,7 @@ def memory_of(tensor: Tensor) -> tuple[object, ...] | None:
 def make_plan(
     items: Sequence[Item], aliases: Mapping[str, str], replicated: frozenset[str], writers: Sequence[int]
 ) -> SavePlan:
-    """Divide the tensors among the writing ranks so that the largest share of bytes is small (longest first)."""
+    """Divide the tensors among the writing ranks, balancing bytes: the largest first, each to the least loaded rank."""
     shares: dict[int, list[Item]] = {rank: [] for rank in writers}
     shares[0] = [item for item in items if item.name not in replicated]
     loads = [(sum(item.bytes for item in share), rank) for rank, share in shares.items()]

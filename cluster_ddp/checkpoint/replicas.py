@@ -1,4 +1,4 @@
-"""Whether the ranks hold the same tensors: compared by digests, without sending them."""
+"""Digests of tensors, by which ranks check that they hold the same ones without sending them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor, the same on two ranks when all bits are; int64, shape (n,), where the tensors are.
+    """A number for each tensor, equal on two ranks if all bits are; int64, shape (n,), on the tensors' device.
 
-    On the CPU a hash; on a device the sum of the bits as integers, which needs one pass and no memory there, and does
-    not depend on the order in which it is taken. Where some are on a device and some on the CPU, as the counts of steps
-    of many optimizers, all numbers are on the device. The host does not wait for it.
+    On the CPU this is a hash; on a device, the sum of the bits as integers, which takes one pass and no memory, and
+    does not depend on the order of summation. If some tensors are on a device and some on the CPU, such as the step
+    counts of many optimizers, all numbers are on the device. The host does not wait for the device.
     """
     on_host = torch.tensor([tensor_hash(tensor) for tensor in tensors if tensor.is_cpu], dtype=torch.int64)
     if len(on_host) == len(tensors):
@@ -30,7 +30,7 @@ def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def tensor_hash(tensor: Tensor) -> int:
-    """A signed 64-bit number of all bits of a tensor on the CPU."""
+    """A signed 64-bit hash of all bits of a CPU tensor."""
     flat = _plain(tensor).contiguous().reshape(-1)
     return int(xxhash.xxh3_64_intdigest(flat.view(INTEGERS[flat.element_size()]).numpy().data)) - (1 << 63)
 
@@ -48,10 +48,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class ReplicaDigest:
-    """A digest of a few bytes of what must be alike on all ranks.
+    """A digest of the tensors that must be the same on all ranks.
 
-    On the CPU `take` computes it, in the background, and nothing may change before that; on a device it is computed
-    there at once, in the order of what is queued.
+    On the CPU, `take` computes it in the background, and the tensors must not change before that; on a device, the
+    computation is queued there on construction.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -71,7 +71,7 @@ class ReplicaDigest:
             self._taken.set()
 
     def take(self) -> None:
-        """Compute it unless that has been done."""
+        """Compute the digest, unless that has been done."""
         try:
             if not self._taken.is_set():
                 self._digests = tensor_digests(self._tensors)
@@ -84,7 +84,7 @@ class ReplicaDigest:
         self._taken.wait()
 
     def by_kind(self) -> dict[str, str]:
-        """A digest for each kind of tensor; waits for a device."""
+        """One digest for each kind of tensor (the first part of its name); waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         kinds = [name.partition(".")[0] for name in self._names]

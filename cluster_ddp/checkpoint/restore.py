@@ -1,4 +1,4 @@
-"""Restoring a state: the newest checkpoint that every rank finds intact is read and verified in one pass."""
+"""Restores the newest checkpoint that every rank finds intact, reading and verifying it in one pass."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from cluster_ddp.run.directory import MANIFEST, RunDirectory, step_name
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.run.storage import Storage
 
-# Tensors that the caller puts in place itself: they need not exist before the first step.
+# Tensors that the caller restores itself, because they need not exist before the first step.
 _EXTRA = ("optimizer.", "buffer.", "extra.", "task.")
 
-# Raises a ValueError unless scalars, and the tensors that they refer to, are what was given to a save.
+# Raises a ValueError unless the scalars, and the tensors they refer to, are of the form that a save was given.
 Check = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], None]
 
 
@@ -50,7 +50,7 @@ class Restored:
     """A checkpoint whose tensors were read into live ones."""
 
     manifest: Manifest
-    # Tensors that had no live tensor, on the CPU; those that share their memory were one when they were saved
+    # Stored tensors without a live one, on the CPU; names that shared memory when saved share it here
     extra: dict[str, Tensor]
 
     @property
@@ -68,13 +68,13 @@ def load(folder: Path, run_id: str, tensors: Mapping[str, Tensor], check: Check)
     Raises
     ------
     CheckpointDamaged
-        A file is not what was written; the live tensors may hold anything.
+        A file is not what was written; the live tensors may contain anything.
     CheckpointOfAnotherRun
-        Another run has saved it; none of the live tensors was touched.
+        Another run saved it; no live tensor was touched.
     CheckpointMismatch
-        The live tensors are others than those stored; none was touched.
+        The live tensors do not match those stored; none was touched.
     OSError
-        The storage cannot be read; the live tensors may hold anything.
+        The storage cannot be read; the live tensors may contain anything.
     """
     manifest = open_checkpoint(folder, run_id)
     try:
@@ -96,7 +96,7 @@ def _empty(stored: StoredTensor) -> Tensor:
 
 
 def match(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], Differences]:
-    """Which live tensor takes which stored one (once for those that share memory), and what does not match."""
+    """Map live tensors to stored ones (once for those that share memory), and list what does not match."""
     stored_as = manifest.names()
     missing, shape, dtype, tied = [], [], [], []
     source_of: dict[str, str] = {}
@@ -123,7 +123,7 @@ def match(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def _fill(folder: Path, manifest: Manifest, wanted: list[tuple[Tensor, str]]) -> None:
-    """Read every shard, whether anything of it is wanted or not: it is verified either way."""
+    """Read every shard in full, even if none of its tensors is wanted, so that all of them are verified."""
     targets: dict[str, list[Tensor]] = {}
     for tensor, stored in wanted:
         targets.setdefault(stored, []).append(tensor)
@@ -140,7 +140,7 @@ def _fill(folder: Path, manifest: Manifest, wanted: list[tuple[Tensor, str]]) ->
 
 
 def _place(tensor: Tensor, stored: StoredTensor, piece: Tensor) -> tuple[Place, Tensor]:
-    """Where the bytes of a stored tensor go, and the tensor that holds them afterwards."""
+    """Where to put the bytes of a stored tensor, and the tensor that contains them afterwards."""
     if not tensor.is_contiguous():
         tensor = torch.empty(stored.shape, dtype=tensor.dtype)
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
@@ -155,16 +155,16 @@ def _place(tensor: Tensor, stored: StoredTensor, piece: Tensor) -> tuple[Place, 
 
 @dataclass(frozen=True)
 class _Finding:
-    """What one rank found when it read a checkpoint."""
+    """What one rank found when reading a checkpoint."""
 
     restored: Restored | None = None
-    damage: tuple[str, ...] = ()  # by file
-    unreadable: str = ""  # or another run's: it is skipped and stays as it is
+    damage: tuple[str, ...] = ()  # one string per file
+    unreadable: str = ""  # or of another run; the checkpoint is skipped and left in place
     mismatch: CheckpointMismatch | None = None
 
 
 class Restore:
-    """One restore, on one rank; all ranks go through it together."""
+    """One restore, on one rank; all ranks take part together."""
 
     def __init__(
         self, directory: Path, run_id: str, *, coordinator: SaveCoordinator, storage: Storage, report: Report
@@ -178,7 +178,7 @@ class Restore:
         """Fill the tensors; see `Checkpointer.restore`."""
         main, storage, directory = self._coordinator.rank == 0, self._storage, self._directory
         if main:
-            with contextlib.suppress(OSError):  # storage that cannot be written can still be read
+            with contextlib.suppress(OSError):  # read-only storage can still be read
                 put_back_interrupted(storage, directory, own=self._coordinator.owner)
         while True:
             step, failure, for_good = self._coordinator.from_rank_0(self._choose() if main else None)
@@ -195,7 +195,7 @@ class Restore:
         return None if step is None else finding.restored
 
     def _choose(self) -> tuple[int | None, str, bool]:
-        """The next checkpoint to try, or why there is none, and whether for good; neither when there never was one."""
+        """The next step to try; if None, why there is none (empty if there never was one) and whether that is final."""
         try:
             there, damaged, abandoned = self._steps(), damaged_in(self._directory), list(abandoned_in(self._directory))
         except OSError as error:
@@ -214,7 +214,7 @@ class Restore:
         return None, "", False
 
     def _steps(self) -> list[int]:
-        """The steps of the checkpoints that count; when none is left to try, also of those that were being removed."""
+        """The steps of the checkpoints that count; if all were tried, including those that were being removed."""
         lineage = read_lineage(RunDirectory(self._directory.parent))
         there = steps_that_count(self._directory, lineage)
         if set(there) <= self._refused.keys():
@@ -236,7 +236,7 @@ class Restore:
             return _Finding(mismatch=error)
 
     def _accepted(self, step: int, finding: _Finding) -> bool:
-        """Whether all ranks may go on from what they read; rank 0 sets a damaged checkpoint aside."""
+        """Whether all ranks can resume from what they read; if not, rank 0 sets a damaged checkpoint aside."""
         findings = self._coordinator.to_rank_0(
             {
                 "damage": finding.damage,
@@ -254,7 +254,7 @@ class Restore:
         return True
 
     def _decide(self, step: int, findings: list[dict[str, Any]]) -> dict[str, str]:
-        """Rank 0: what to do with a checkpoint, from what all ranks found. Damage that one rank proves is enough."""
+        """Rank 0: decide what to do with a checkpoint from all ranks' findings. Damage found by one rank is enough."""
         damage = list(dict.fromkeys(problem for finding in findings for problem in finding["damage"]))
         unreadable = next((finding["unreadable"] for finding in findings if finding["unreadable"]), "")
         mismatch = next((finding["mismatch"] for finding in findings if finding["mismatch"]), "")

@@ -1,9 +1,9 @@
-"""Which checkpoints stay: what an attempt sets aside or removes in ``<run>/checkpoints``, and when it may not.
+"""Decides which checkpoints an attempt sets aside or removes in ``<run>/checkpoints``, and when it must not.
 
-An attempt may not know yet that a newer one has begun, and may be held up between any two operations. So nothing is
-removed at once: a checkpoint first loses its name, then this attempt looks whether a newer one has begun, and gives the
-name back if so. A newer attempt begins before it looks for a checkpoint to go on from; so it either finds one that
-stays, or none. After each renaming, what was renamed is checked.
+An attempt may not know yet that a newer one has begun, and may be delayed between any two operations. So removal takes
+two steps: a checkpoint is first renamed, then this attempt checks whether a newer one has begun, and if so renames it
+back. A newer attempt registers before it looks for a checkpoint to resume from, so any checkpoint that it finds stays.
+After each rename, what was renamed is checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(NamedTuple):
-    """What decides whether a checkpoint stays, from its manifest."""
+    """The parts of a checkpoint's manifest that decide whether it stays."""
 
     run_id: str
     attempt: int | None
@@ -43,12 +43,12 @@ class _Saved(NamedTuple):
 
 
 class Retention:
-    """What one attempt does with the checkpoints that exist already. Rank 0 uses it.
+    """Sets aside or removes existing checkpoints on behalf of one attempt. Used by rank 0.
 
     Parameters
     ----------
     directory, run_id, attempt
-        ``<run>/checkpoints``, and whose saves these are.
+        ``<run>/checkpoints``, and the run and attempt that this is for.
     owner
         This process, in the names of unfinished folders.
     """
@@ -68,19 +68,19 @@ class Retention:
         self._known: dict[int, _Saved] = {}
 
     def refuse_superseded(self) -> None:
-        """Raise `AttemptSuperseded` when a newer attempt has begun."""
+        """Raise `AttemptSuperseded` if a newer attempt has begun."""
         if self._is_superseded():
             raise AttemptSuperseded(self._attempt.number)
 
     def make_room(self, step: int) -> None:
-        """Free the name of this step: an earlier save of it, from before a crash or a fall-back, may have it.
+        """Free the name of this step, which an earlier save may have, from before a crash or a fall-back.
 
         Raises
         ------
         CheckpointOfAnotherRun
-            The checkpoint there is of another run and is not touched.
+            The existing checkpoint belongs to another run and is not touched.
         AttemptSuperseded
-            A newer attempt has saved it; it keeps its name.
+            A newer attempt saved the existing checkpoint; it keeps its name.
         """
         final = self._directory / step_name(step)
         if not final.exists():
@@ -94,12 +94,12 @@ class Retention:
             self._move(step, self._directory / replaced_name(step, self._owner))
 
     def published(self, step: int, metrics: dict[str, float]) -> None:
-        """Note that a checkpoint of this attempt has got its name.
+        """Note that a checkpoint of this attempt was given its final name.
 
         Raises
         ------
         AttemptSuperseded
-            A newer attempt had gone on from a place before it; it has lost its name again.
+            A newer attempt has resumed from an earlier checkpoint; this one was set aside again.
         """
         if self._is_superseded() and not self._lineage().counts(self._attempt.number, step):
             self._set_aside(step, self._attempt.number)
@@ -111,7 +111,7 @@ class Retention:
 
         Returns
         -------
-        What the storage refused to remove, by name, and why.
+        The names that the storage refused to remove, and why.
         """
         refused: dict[str, str] = {}
         with contextlib.suppress(OSError, AttemptSuperseded):
@@ -128,7 +128,7 @@ class Retention:
     def _sorted_out(self) -> tuple[list[int], list[int]]:
         """The steps of this run's checkpoints that count, and of those that do not.
 
-        One that cannot be read counts: whether it is damaged is for a restore to find.
+        One that cannot be read counts: only a restore determines whether it is damaged.
         """
         lineage = self._lineage()
         counted, left = [], []
@@ -167,12 +167,12 @@ class Retention:
             self.refuse_superseded()
         except (AttemptSuperseded, OSError):
             for step, target in renamed.items():
-                with contextlib.suppress(OSError):  # the newer attempt has put it back already
+                with contextlib.suppress(OSError):  # the newer attempt has already restored it
                     self._storage.rename(target, self._directory / step_name(step))
             raise
 
     def _remove_abandoned(self, newest: int, refused: dict[str, str]) -> None:
-        """Remove what earlier attempts saved beyond their place, up to the step that this one has reached."""
+        """Remove abandoned checkpoints of earlier attempts, up to the step that this attempt has reached."""
         lineage = self._lineage()
         for name, step in abandoned_in(self._directory).items():
             found = _read(self._directory / name) if step <= newest else None
@@ -187,7 +187,7 @@ class Retention:
         self._move(step, abandoned_path(self._directory, step, attempt))
 
     def _move(self, step: int, target: Path) -> None:
-        """Rename the checkpoint of a step, unless it proves to be a newer attempt's."""
+        """Rename the checkpoint of a step; undo that if it turns out to be a newer attempt's."""
         final = self._directory / step_name(step)
         self._storage.rename(final, target)
         self._storage.fsync_dir(self._directory)
@@ -205,7 +205,7 @@ class Retention:
 
 
 def _read(folder: Path) -> _Saved | None:
-    """Whose a checkpoint is; None when its manifest cannot be read, or is damaged."""
+    """What a checkpoint's manifest says; None if it cannot be read or is damaged."""
     try:
         manifest = read_manifest(read_file(folder / MANIFEST, MAX_MANIFEST))
     except (OSError, ManifestDamaged, UnknownFormat):

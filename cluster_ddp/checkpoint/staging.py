@@ -1,6 +1,6 @@
-"""The one buffer that a rank's share of the state is copied into, allocated once and reused.
+"""The buffer into which a rank copies its share of the state, allocated once and reused.
 
-It is laid out like the shard file, header first, so that it is written as it is.
+It is laid out like the shard file, header first, so that it can be written as it is.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cluster_ddp.checkpoint.format import Layout
 from cluster_ddp.checkpoint.plan import TORCH_DTYPES
 from cluster_ddp.printing import say
 
-_WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK of madvise(2), for which mmap has no name
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK of madvise(2), not defined by mmap
 
 
 class Staging:
     """Copies tensors into host memory.
 
-    On CUDA the memory is pinned and the copy runs on a stream of its own, beside the forward and backward passes.
+    On CUDA the memory is pinned, and the copy runs on its own stream, alongside the forward and backward passes.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Staging:
         self._layout: Layout | None = None
         self._views: dict[str, Tensor] = {}
         self._to_be_pinned = False
-        self._unpin: weakref.finalize[[Tensor], Staging] | None = None  # there while the memory is pinned
+        self._unpin: weakref.finalize[[Tensor], Staging] | None = None  # set while the memory is pinned
         self._side: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
     def prepare(self, layout: Layout, pinned: bool) -> None:
-        """Make room for a shard; does nothing when the layout is that of the call before."""
+        """Allocate memory for a shard; does nothing if the layout is that of the previous call."""
         if layout is self._layout:
             return
         if layout.size > len(self._flat) or pinned != self._to_be_pinned:
@@ -53,12 +53,12 @@ class Staging:
         }
 
     def copy(self, tensors: Mapping[str, Tensor], overlapping: frozenset[str]) -> None:
-        """Copy the tensors of the layout; those named in `overlapping` may still be read until `wait_for_staging`.
+        """Copy the tensors of the layout; the copy of those in `overlapping` may continue until `wait_for_staging`.
 
         The rest is copied on the current stream, before anything launched later can change it.
         """
         if self._unpin is None:
-            with torch.no_grad():  # in one call, which halves the time for small tensors
+            with torch.no_grad():  # one call halves the time for small tensors
                 torch._foreach_copy_(list(self._views.values()), [tensors[name] for name in self._views])
             return
         on_side: list[str] = []
@@ -78,12 +78,12 @@ class Staging:
             self._copied.record()
 
     def wait_for_staging(self) -> None:
-        """Make what is launched from here on wait for the copy, on the GPU; the host does not wait."""
+        """Make GPU work launched from now on wait for the copy; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def shard(self) -> memoryview:
-        """Wait for the copy; the bytes of the shard."""
+        """Wait for the copy, and return the bytes of the shard."""
         if self._copied is not None:
             self._copied.synchronize()
         size = self._layout.size if self._layout else 0
@@ -99,21 +99,21 @@ class Staging:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def _allocate(self, size: int, pinned: bool) -> None:
-        self.release()  # first, so that there are never two buffers
+        self.release()  # first, so that two buffers never coexist
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         memory = mmap.mmap(-1, size, **private)
-        # Large pages make the first copy several times faster. Data loading workers are forked from this process: every
-        # save after that would copy the pages they share, so that theirs are empty. (With MADV_DONTFORK they would have
-        # none: a worker that frees this object would free whatever has been mapped there since.)
+        # Large pages make the first copy several times faster. Data loading workers are forked from this process, and a
+        # save would then have to copy every page shared with them, so theirs are wiped. (With MADV_DONTFORK they would
+        # have no pages there: a worker that frees this object would unmap whatever has been mapped there since.)
         for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
-            with contextlib.suppress(AttributeError, OSError):  # only a hint: not every system and kernel supports it
+            with contextlib.suppress(AttributeError, OSError):  # a hint, which not every system and kernel supports
                 if advice is not None:
                     memory.madvise(advice)
         self._flat = torch.frombuffer(memory, dtype=torch.uint8)
-        self._flat.zero_()  # so that the system finds the memory here rather than during the first copy
+        self._flat.zero_()  # so that pages are allocated here rather than during the first copy
         self._to_be_pinned = pinned
         if pinned and _pin(self._flat):
-            # Also when nobody calls `release`: the driver must not keep what the system gives to others.
+            # Even if `release` is never called: the driver must not keep memory registered that the system reuses.
             self._unpin = weakref.finalize(self, _unpin, self._flat)
             self._unpin.atexit = False
 
@@ -138,5 +138,5 @@ def _pin(memory: Tensor) -> bool:
 
 
 def _unpin(memory: Tensor) -> None:
-    with contextlib.suppress(RuntimeError):  # the driver may be gone already
+    with contextlib.suppress(RuntimeError):  # the driver may have shut down already
         _cudart().cudaHostUnregister(memory.data_ptr())

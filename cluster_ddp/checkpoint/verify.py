@@ -1,6 +1,6 @@
-"""Whether checkpoints are intact: reading their files against their checksums, and listing those of a run.
+"""Verifies checkpoints against their checksums, and lists those of a run.
 
-No torch here: login nodes use it.
+No torch here, because login nodes use it.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from cluster_ddp.run.record import read_record
 _WHAT_STRAYS = "not a checkpoint: being written or removed, left by a dead attempt, or not this package's"
 PIECE = 4 << 20  # bytes read and hashed at a time
 
-# Where the bytes of a tensor go: memory of their size, or a function that takes each piece and its offset.
+# Where the bytes of a tensor go: memory of their size, or a function called with each piece and its offset.
 Sink = Callable[[memoryview, int], None]
 Place = memoryview | Sink
 
 
 def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
-    """The manifest of a complete checkpoint, after checking that its files are there and have their sizes.
+    """Return a checkpoint's manifest after checking that all files exist and have the right sizes.
 
     Raises
     ------
     CheckpointDamaged
-        Names every file that is missing, does not belong there, or has another size.
+        Names every file that is missing, does not belong there, or has the wrong size.
     CheckpointOfAnotherRun
         Its manifest is intact and names another run; its other files are not checked.
     CheckpointUnreadable
-        Another version of cluster_ddp wrote it.
+        A different version of cluster_ddp wrote it.
     OSError
         The storage cannot be read.
     """
@@ -97,7 +97,7 @@ def open_checkpoint(folder: Path, run_id: str | None = None) -> Manifest:
 
 
 def verify(folder: Path, run_id: str | None = None) -> Manifest:
-    """Read all of a checkpoint and compare it with its checksums; returns the manifest when it is intact.
+    """Read a whole checkpoint and compare it with its checksums; returns the manifest if it is intact.
 
     Raises what `open_checkpoint` raises.
     """
@@ -114,19 +114,19 @@ def verify(folder: Path, run_id: str | None = None) -> Manifest:
 
 
 def read_shard(path: Path, shard: Shard, manifest: Manifest, places: Mapping[str, Place], scratch: memoryview) -> None:
-    """Read a shard once from beginning to end, hash it, and put each tensor's bytes in their place.
+    """Read a shard once from start to end, hash it, and put each tensor's bytes in their place.
 
     Parameters
     ----------
     places
-        By stored name; tensors without a place are read and hashed only.
+        By stored name; tensors without a place are only read and hashed.
     scratch
-        Memory for what is not read straight into its place.
+        Buffer for what is not read directly into its place.
 
     Raises
     ------
     CheckpointDamaged
-        The file is not the one in the manifest. What the places hold by then must not be used.
+        The file is not the one in the manifest. What was put in the places by then must not be used.
     OSError
         The storage cannot be read.
     """
@@ -165,22 +165,22 @@ class CheckpointInfo:
     """One checkpoint of a run."""
 
     path: Path
-    # ``complete`` (its files are there), ``verified`` (all bytes were read and are right), ``damaged``, ``unreadable``
-    # (the storage refused), ``other-run`` (another run has saved it), ``abandoned`` (an attempt has saved it beyond the
-    # place that a newer one went on from), ``set-aside`` (was found damaged before, and
-    # renamed), or ``stray`` (takes room, and is no checkpoint)
+    # ``complete`` (its files exist), ``verified`` (all bytes were read and are right), ``damaged``, ``unreadable`` (by
+    # the storage or this version), ``other-run`` (another run saved it), ``abandoned`` (an attempt saved it beyond the
+    # checkpoint that a newer one resumed from), ``set-aside`` (found damaged earlier, and renamed), or ``stray`` (takes
+    # up space but is not a checkpoint)
     state: str
     step: int | None = None
     manifest: Manifest | None = None
-    problems: tuple[str, ...] = ()  # what is wrong: one string per file, which begins with the file's name
-    attempt: int | None = None  # who saved it; None where that is not known
+    problems: tuple[str, ...] = ()  # one string per problem, usually beginning with the file's name
+    attempt: int | None = None  # the attempt that saved it; None if unknown
 
 
 def run_id_of(run: RunDirectory) -> str:
-    """The run id in the checkpoints of a run: that of its record, since a person may have renamed the folder.
+    """The run id in the checkpoints of a run: the one in its record, because the folder may have been renamed.
 
-    It is the folder's name when there is no record to read: a script under a bare torchrun has none, and the weights of
-    a run that lost its record can still be exported.
+    Without a readable record it is the folder's name: a script under torchrun alone has none, and the weights of a run
+    that lost its record can still be exported.
     """
     try:
         return read_record(run).id
@@ -189,7 +189,7 @@ def run_id_of(run: RunDirectory) -> str:
 
 
 def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[CheckpointInfo]:
-    """The checkpoints in ``<run>/checkpoints``, oldest first, those set aside as damaged, and anything else there."""
+    """The checkpoints in ``<run>/checkpoints``, oldest first, then those set aside, then anything else there."""
     lineage = _lineage(directory)
     inspected = (_inspect(directory / step_name(step), step, run_id, read_all, lineage) for step in steps_in(directory))
     return [info for info in inspected if info is not None] + [
@@ -200,12 +200,12 @@ def list_checkpoints(directory: Path, run_id: str, *, read_all: bool) -> list[Ch
 
 
 def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tuple[Path, Manifest, list[CheckpointInfo]]:
-    """The newest checkpoint that counts and all of whose bytes are right, and the newer ones that were skipped.
+    """The newest intact checkpoint that counts, all of its bytes verified, and the newer ones that were skipped.
 
     Raises
     ------
     NoSuchCheckpoint
-        None was saved, or none of `step`, when that is given.
+        None was saved, or none of `step`, if given.
     CheckpointError
         None of them is intact.
     """
@@ -216,7 +216,7 @@ def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tupl
         tried.add(candidate)
         info = _inspect(directory / step_name(candidate), candidate, run_id, True, lineage)
         if info is None:
-            continue  # training has removed it meanwhile, for a newer one
+            continue  # training has since removed it
         if info.manifest is not None:
             return info.path, info.manifest, passed_over
         passed_over.append(info)
@@ -229,7 +229,7 @@ def newest_intact(directory: Path, run_id: str, step: int | None = None) -> tupl
 
 
 def _newest(directory: Path, step: int | None, tried: set[int]) -> int | None:
-    """The newest step that is there now and has not been tried; only `step`, when that is given."""
+    """The newest existing step that has not been tried; only `step`, if given."""
     return max((there for there in steps_in(directory) if there not in tried and step in (None, there)), default=None)
 
 
@@ -238,7 +238,7 @@ def _lineage(directory: Path) -> Lineage:
 
 
 def _inspect(path: Path, step: int, run_id: str, read_all: bool, lineage: Lineage) -> CheckpointInfo | None:
-    """One checkpoint; None when training removed it meanwhile, because it keeps only so many."""
+    """Inspect one checkpoint; None if training has since removed it."""
     try:
         manifest = open_checkpoint(path, run_id)
         if why := lineage.why_abandoned(manifest.attempt, step):
@@ -251,7 +251,7 @@ def _inspect(path: Path, step: int, run_id: str, read_all: bool, lineage: Lineag
 
 
 def _abandoned(path: Path, step: int, lineage: Lineage) -> CheckpointInfo:
-    """One that was set aside because it does not count; nobody needs its bytes any more."""
+    """Describe a checkpoint that was set aside because it does not count; its bytes are not verified."""
     attempt = None
     with contextlib.suppress(OSError):
         attempt = attempt_in(path)

@@ -1,6 +1,6 @@
-"""Making a save durable, in the background and without collectives: each rank writes its shard, rank 0 completes it.
+"""Writes a save durably, in the background and without collectives: each rank its shard, then rank 0 the manifest.
 
-A checkpoint becomes valid in `Writer._publish`, by the rename that gives its folder the final name.
+A checkpoint becomes valid in `Writer._publish`, by the rename that gives its folder its final name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KINDS = {"model": "the weights", "optimizer": "the optimizer's state", "ema": "
 
 @dataclass(frozen=True)
 class Save:
-    """One save: `number` counts those of this process, the same on all ranks."""
+    """One save; `number` counts the saves of this process and is the same on all ranks."""
 
     number: int
     step: int
@@ -52,7 +52,7 @@ class Save:
 
 
 class SaveFailed(Exception):
-    """A save cannot be completed; `details` go into the event."""
+    """A save cannot be completed; `details` are the fields of the event."""
 
     def __init__(self, details: dict[str, Any]) -> None:
         super().__init__(details.get("error"))
@@ -62,12 +62,12 @@ class SaveFailed(Exception):
 class Writer:
     """Carries out saves, one at a time, on the thread that calls `carry_out`.
 
-    `diverged` says which ranks did not hold the same as rank 0 at the last save, when there were any; `superseded`, the
-    same on all ranks after a save, whether a newer attempt has begun.
+    `diverged` says which ranks did not hold the same tensors as rank 0 at the last save, if any; `superseded` says
+    whether a newer attempt has begun, and is the same on all ranks after a save.
 
-    Nothing that goes wrong with the storage or another rank is raised: the save is given up, its folder removed, and
-    rank 0 reports ``checkpoint-failed``; where that cannot be recorded on its node, a rank of another does. `failed`
-    is what was reported of the last save, on all ranks; None when it has not failed.
+    Errors of the storage or of another rank are not raised: the save is given up, its folder removed, and rank 0
+    reports ``checkpoint-failed``, or a rank of another node does if rank 0's node cannot record it. `failed` is what
+    was reported about the last save, on all ranks; None if it did not fail.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Writer:
         report: Report,
         storage: Storage,
     ) -> None:
-        self._refused: set[str] = set()  # names that could not be removed, and were reported
+        self._refused: set[str] = set()  # names reported because they could not be removed
         self._directory, self._storage, self._coordinator, self._report = directory, storage, coordinator, report
         self._run_id, self._job_digest = run_id, job_digest
         self._attempt, self._metrics_file = attempt.number, attempt.run.metrics_file
@@ -92,7 +92,7 @@ class Writer:
         self.diverged: str | None = None
         self.superseded = False
         self.failed: dict[str, Any] | None = None
-        self._recorded = True  # what has failed
+        self._recorded = True  # whether the failure of the last save, if any, was recorded
 
     def carry_out(self, save: Save, shard: memoryview | None, alike: dict[str, str]) -> bool:
         """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`."""
@@ -110,13 +110,13 @@ class Writer:
         durable, self.failed, self._recorded = False, None, True
         try:
             durable = self._complete(save, receipt)
-        finally:  # the others wait for it, whatever happened here
+        finally:  # whatever happened here, the others wait for it
             outcome = {"durable": durable, "diverged": self.diverged, "superseded": self.superseded}
             coordinator.announce(save.number, {**outcome, "failed": self.failed, "recorded": self._recorded})
         return durable
 
     def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
-        """Write, hash and flush this rank's file; the receipt describes it, or says why there is none."""
+        """Write, hash and flush this rank's file; the receipt describes it, or says why it failed."""
         rank, storage = self._coordinator.rank, self._storage
         path = self._temporary(save) / shard_name(rank)
         receipt = {"file": path.name}
@@ -130,12 +130,12 @@ class Writer:
                     hashed.update(piece)
                     storage.write(fd, piece)
                     storage.begin_flush(fd, at, len(piece))
-        except Exception as error:  # whatever it is, rank 0 must hear of it: it waits for this receipt
+        except Exception as error:  # of any kind, because rank 0 waits for this receipt
             return {**receipt, "error": _reason(error), "rank": rank, "host": host_name()}
         return {**receipt, "bytes": len(shard), "xxh3": hashed.hexdigest()}
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a save's folder, and that of all checkpoints where it has been removed while the run was training."""
+        """Create a save's folder, and its parent in case that was removed while the run was training."""
         with contextlib.suppress(FileExistsError):
             try:
                 self._storage.mkdir(folder)
@@ -157,7 +157,7 @@ class Writer:
             self._withdraw(save)
             self._report(events.CHECKPOINT_SKIPPED, {"step": save.step, "reason": str(error)})
             return False
-        except Exception as error:  # the training goes on, whatever it is
+        except Exception as error:  # of any kind: training continues
             self._withdraw(save)
             details = error.details if isinstance(error, SaveFailed) else _failure(error)
             self.failed = {"step": save.step, **details}
@@ -176,7 +176,7 @@ class Writer:
         return True
 
     def _compare(self, save: Save, alike: dict[int, dict[str, str]]) -> None:
-        """Refuse to make one checkpoint of ranks that do not hold the same."""
+        """Refuse to combine ranks that do not hold the same tensors into one checkpoint."""
         different = [rank for rank in sorted(alike) if alike[rank] != alike[0]]
         if not different:
             return
@@ -227,7 +227,7 @@ class Writer:
         )
 
     def _check_visible(self, save: Save, rank: int, receipt: dict[str, Any]) -> None:
-        """A shard that rank 0 does not see is on a disk that is not shared between the nodes."""
+        """Refuse a shard that rank 0 does not see, because then the nodes do not share the disk."""
         path = self._temporary(save) / receipt["file"]
         size = path.stat().st_size if path.exists() else None
         if size != receipt["bytes"]:
@@ -240,11 +240,11 @@ class Writer:
         with created(storage, temporary / MANIFEST) as fd:
             storage.write(fd, manifest.to_bytes())
         storage.fsync_dir(temporary)
-        with contextlib.suppress(OSError):  # there may be none, and no checkpoint fails for lack of it
-            storage.flush_lines(self._metrics_file)  # first: whoever resumes does not log them again
+        with contextlib.suppress(OSError):  # there may be none, and a checkpoint does not need it
+            storage.flush_lines(self._metrics_file)  # first: a resume does not log these lines again
         self._retention.refuse_superseded()
         try:
-            self._retention.make_room(save.step)  # a folder that is not empty cannot be renamed onto
+            self._retention.make_room(save.step)  # a rename cannot replace a folder that is not empty
         except CheckpointOfAnotherRun as error:
             problem = f"{final} is {error.problem}, and is kept; move it out of this run's folder"
             host = host_name()
@@ -260,7 +260,7 @@ class Writer:
             self._storage.rmtree(self._temporary(save))
 
     def _tidy_up(self, newest: int) -> None:
-        """Remove what is no longer kept. What the storage refuses is reported once and retried after the next save."""
+        """Remove what is no longer kept. A refusal by the storage is reported once and retried after the next save."""
         refused = self._retention.tidy_up(newest)
         for name in sorted(refused.keys() - self._refused):
             self._report(events.REMOVAL_FAILED, {"name": name, "reason": f"cannot remove {name}: {refused[name]}"})

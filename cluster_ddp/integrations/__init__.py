@@ -1,1 +1,1 @@
-"""Frameworks that run the loop themselves: one module for each, which imports the framework when it is imported."""
+"""Frameworks that run the loop themselves: one module for each. Importing a module imports its framework."""

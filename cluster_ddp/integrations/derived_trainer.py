@@ -1,4 +1,4 @@
-"""What a class derived from transformers' Trainer keeps in attributes of its own, as TRL's trainers do."""
+"""Saves what a class derived from transformers' Trainer keeps in its own attributes, as TRL's trainers do."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from transformers import Trainer
 
 from cluster_ddp.train.state.attributes import Attributes
 
-_LOOKED_AT = 2  # steps
+_LOOKED_AT = 2  # steps in which changes are looked for
 _SIMPLE = (bool, int, float, str, type(None))
 _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, collections.defaultdict)
 
 
 class DerivedTrainer:
-    """Finds, in the first two steps of an attempt, what steps change there, and keeps it where it can.
+    """Finds, in the first two steps of an attempt, the attributes that steps change, and saves those it can.
 
-    That is numbers, tensors, and lists and dicts of these.
+    It can save numbers, strings, tensors, and lists and dicts of these.
 
     Parameters
     ----------
     trainer
-        Before its first step.
+        The trainer, before its first step.
     restored
-        What `state` gave when the checkpoint was saved; empty in a fresh run.
+        What `state` returned when the checkpoint was saved; empty in a fresh run.
     """
 
     def __init__(self, trainer: Any, restored: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class DerivedTrainer:
         self._steps = 0
 
     def end_step(self) -> set[str]:
-        """Call after each step, before it may be saved; the names of what the second one changes and nothing keeps."""
+        """Call after each step, before a save; after the second, returns the names of changed attributes not saved."""
         self._steps += 1
         if self._steps > _LOOKED_AT:
             return set()
@@ -52,26 +52,26 @@ class DerivedTrainer:
         return changed - self._names if self._steps == _LOOKED_AT else set()
 
     def state(self) -> dict[str, Any]:
-        """What is kept, as it is now."""
+        """The current values of the saved attributes."""
         held = vars(self._trainer)
         return {name: _plain(held[name]) for name in sorted(self._names) if name in held and self._is_kept(held[name])}
 
     def _is_kept(self, value: Any) -> bool:
         if type(value) in _DICTS:
             return all(type(key) is str and self._is_kept(part) for key, part in value.items())
-        if type(value) is Tensor:  # what the ranks give each other for a save would be on the GPUs of all
+        if type(value) is Tensor:  # a save gathers it from all ranks, and would put it on every GPU
             return value.device.type == "cpu" or self._trainer.args.world_size == 1
         return type(value) in _SIMPLE or (type(value) in _LISTS and all(map(self._is_kept, value)))
 
 
 def _own_attributes(trainer: Any) -> dict[str, Any]:
-    """What neither Trainer sets in itself nor `ResumeExactly`; what modules hold is seen wherever they are."""
+    """Attributes set by neither Trainer itself nor `ResumeExactly`, and no modules, which are watched elsewhere."""
     of_trainer = _set_by_trainer()
     return {
         name: value
         for name, value in vars(trainer).items()
         if name not in of_trainer
-        and not isinstance(value, nn.Module)  # such as the loss of sentence-transformers, which holds the model
+        and not isinstance(value, nn.Module)  # such as the loss of sentence-transformers, which contains the model
         and not (callable(value) and hasattr(Trainer, name))
     }
 
@@ -84,7 +84,7 @@ def _set_by_trainer() -> frozenset[str]:
 
 
 def _plain(value: Any) -> Any:
-    """The same in containers of its own."""
+    """The value, with its containers copied to plain dicts, lists and tuples."""
     if type(value) in _DICTS:
         return {key: _plain(part) for key, part in value.items()}
     if type(value) in _LISTS:
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 def _put_into(into: Any, value: Any) -> Any:
-    """What `_plain` gave in containers of the kind that the trainer has there."""
+    """Undo `_plain`: fill the trainer's own containers in place where there are any."""
     if type(into) in _DICTS and isinstance(value, dict):
         makes = getattr(into, "default_factory", None) or (lambda: None)
         found = {key: _put_into(into[key] if key in into else makes(), part) for key, part in value.items()}

@@ -1,4 +1,4 @@
-"""What the integrations have in common: the run that a training belongs to, and what a step of it stands for."""
+"""Shared by the integrations: the run that a training belongs to, and which samples a step stands for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cluster_ddp.train.script import join_run, joined_run
 
 @contextlib.contextmanager
 def run_of_training() -> Iterator[ScriptRun]:
-    """The run whose block the program is in; without one, a run that begins and ends with the training.
+    """The run of the surrounding `join_run` block; without one, a run that begins and ends with the training.
 
     Raises
     ------
     SystemExit
-        There is no block, and the run was stopped, or was done before: what follows the training is not run.
+        There is no block, and the run was stopped or had already finished: code after the training must not run.
     """
     if (run := joined_run()) is not None:
         yield run
@@ -38,7 +38,7 @@ def run_of_training() -> Iterator[ScriptRun]:
 
 @dataclass(frozen=True)
 class FrameworkSteps(Geometry):
-    """Steps of a framework's loop, which may end within an epoch.
+    """The steps of a framework's loop, which may end within an epoch.
 
     Attributes
     ----------
@@ -54,12 +54,12 @@ class FrameworkSteps(Geometry):
         return self.limit
 
     def expect_same_batches(self, was: dict[str, Any]) -> None:
-        """See that a step has the same samples as in the attempt that saved the checkpoint.
+        """Check that a step has the same samples as in the attempt that saved the checkpoint.
 
         Raises
         ------
         TrainError
-            It has not; the message says what to change.
+            It does not; the message says what to change.
         """
         super().expect_same_batches(was)
         per_step = (self.batch or 1) * self.accumulate * self.world
@@ -78,7 +78,7 @@ def map_batches(loader: Any, world_size: int, length: int | None = None) -> MapB
     Raises
     ------
     TrainError
-        Its order cannot be made a function of the epoch.
+        The order cannot be made a function of the epoch.
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         raise TrainError(

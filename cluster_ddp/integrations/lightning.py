@@ -1,9 +1,9 @@
-"""Lightning's Trainer, stopped and resumed exactly:
+"""Stops and resumes Lightning's Trainer exactly:
 
     trainer = Trainer(max_epochs=20, callbacks=[ResumeExactly()])
     trainer.fit(model, loader)
 
-The state is saved and restored as that of any other loop; the checkpoints that Lightning writes are left alone.
+The state is saved and restored like that of any other loop; the checkpoints that Lightning writes are not affected.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _REFUSED = {
 
 
 class ResumeExactly(Callback):
-    """Makes ``Trainer.fit`` a loop of the run: saved between batches, stopped there, and resumed with the same bits.
+    """Makes ``Trainer.fit`` a loop of the run, which saves and stops between batches and resumes bit for bit.
 
-    The run is that of the `join_run` block around it; without one it begins and ends with ``fit``.
+    The run is that of the surrounding `join_run` block; without one it begins and ends with ``fit``.
 
     Raises
     ------
     TrainError
-        By ``fit``: something cannot be resumed exactly; the message names it.
+        In ``fit``, if something cannot be resumed exactly; the message names it.
     """
 
     def __init__(self) -> None:
@@ -75,46 +75,46 @@ class ResumeExactly(Callback):
             self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put everything back where the run was left: model and optimizers are there, and nothing has begun."""
+        """Restore the run's state: model and optimizers exist now, and training has not begun."""
         assert self._run is not None
         self._fit = _Fit(trainer, self._run)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops are agreed by the run: Lightning's own handler would exchange something in the middle of a step."""
+        """Put back the run's signal handlers: Lightning's would communicate between ranks in the middle of a step."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save or leave after the last epoch."""
+        """Save or leave, now that the previous epoch is complete."""
         self._going().settle()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a batch, after what followed the last one."""
+        """Complete the previous batch, and begin this one."""
         self._going().begin(batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is done; a validation may follow."""
+        """Note that the batch is done; a validation may follow."""
         self._going().end(batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What a validation draws is the same after a resume."""
+        """Seed the validation, so that it draws the same after a resume."""
         if self._fit is not None:
             self._fit.rest()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what the validation gave to the run's metrics."""
+        """Write the results of the validation to the run's metrics."""
         if self._fit is not None and not trainer.sanity_checking:
             self._fit.log()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save or leave after the last step; a run that begins with `fit` ends here, while all is in its place."""
+        """Save or leave after the last step; a run that began with `fit` ends here, before Lightning tears down."""
         self._going().settle()
         self._leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the run: stopped, or failed."""
+        """Leave the run, which was stopped or has failed."""
         if self._fit is not None:
             self._fit.close()
         self._around.__exit__(type(exception), exception, exception.__traceback__)
@@ -143,36 +143,36 @@ class _Fit:
         self._is_settled = True
 
     def begin(self, number: int) -> None:
-        """Call before the computation on a batch, with its number in the epoch."""
+        """Call before the computation on a batch, with its number within the epoch."""
         self.settle()
-        # Else it leaves out its schedulers at the end of a resumed epoch. Its own setter says True where there is
+        # Otherwise fit_loop skips the schedulers at the end of a resumed epoch. Its own setter sets True if there is
         # max_steps, and then each validation but the first would have one batch.
         _Loop.restarting.fset(self._trainer.fit_loop, False)
         self._loop.begin(number % self._accumulate)
 
     def end(self, number: int) -> None:
-        """Call after it. What may follow belongs to the step: it is saved, and left, before the next."""
+        """Call after it. Code that follows belongs to the step, so saves and stops wait for the next batch."""
         number += 1
         self._is_settled = number % self._accumulate != 0 and number < self._batches.length
 
     def settle(self) -> None:
-        """Call when all that belongs to a step is done: saves when that is due, or leaves."""
+        """Call when everything belonging to a step is done; saves if a save is due, or leaves."""
         if not self._is_settled:
             self._is_settled = True
             self._loop.end()
 
     def rest(self) -> None:
-        """Call before what is no step."""
+        """Call before code outside of steps, such as a validation: seeds it."""
         self._loop.rest(self._run.step)
 
     def log(self) -> None:
-        """Write the metrics that are known to the run's."""
+        """Write the current metrics to the run's."""
         values = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         if values:
             self._run.log(self._run.step + (not self._is_settled), values)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._batches.close()
 
     def _take_over(self) -> Loop:
@@ -215,7 +215,7 @@ class _Fit:
         return loop
 
     def _note(self) -> None:
-        """Bring what is kept up to date."""
+        """Bring the kept values up to date before a save."""
         trainer = self._trainer
         self._kept.loops = _between_batches(trainer.fit_loop.state_dict(), self._batches.length)
         self._kept.callbacks = {
@@ -225,11 +225,11 @@ class _Fit:
 
 
 class _Left:
-    """The batches that are left of the epoch that the trainer is in, as its loader."""
+    """Replaces the trainer's loader; yields the remaining batches of its current epoch."""
 
     def __init__(self, loader: Any, batches: MapBatches, trainer: Any) -> None:
         self._loader, self._batches, self._progress = loader, batches, trainer.fit_loop
-        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.completed  # of the first pass only
+        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.completed  # applies to the first pass only
 
     def __iter__(self) -> Generator[Any, None, None]:
         first, self._first = self._first, 0
@@ -243,10 +243,10 @@ class _Left:
 
 
 def _put_in_place(trainer: Any, batches: MapBatches) -> None:
-    """Let the trainer's loop iterate these batches."""
+    """Make the trainer's loop iterate over these batches."""
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     (loader,) = combined.flattened
-    combined.reset()  # what `setup_data` has begun to iterate
+    combined.reset()  # ends the iteration that `setup_data` began
     combined.flattened = [_Left(loader, batches, trainer)]
     iter(fetcher)
 
@@ -265,12 +265,12 @@ def _put_back(kept: Kept, trainer: Any) -> None:
 
 
 def _between_batches(loops: dict[str, Any], length: int) -> dict[str, Any]:
-    """The state of the loops where no batch is under way, though the next may have been counted as begun."""
+    """The state of the loops between two batches, even if the next one was already counted as begun."""
     loops = copy.deepcopy(loops)
     batches, epochs = loops[_BATCHES], loops[_EPOCHS]
     for counts in (batches["total"], batches["current"]):
         counts.update(dict.fromkeys(_COUNTS, counts["completed"]))
-    batches["is_last_batch"] = False  # said of the next: by it a resume would leave that out
+    batches["is_last_batch"] = False  # refers to the next batch, which a resume would otherwise skip
     if batches["current"]["completed"] >= length:
         batches["current"].update(dict.fromkeys(_COUNTS, 0))
         for counts in (epochs["total"], epochs["current"]):
@@ -279,12 +279,12 @@ def _between_batches(loops: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _only_loader(trainer: Any) -> Any:
-    """The training loader; one rank's is shuffled as several ranks' are, for which Lightning takes another sampler.
+    """The training loader, on one rank with the sampler that Lightning uses on several, so that the order agrees.
 
     Raises
     ------
     TrainError
-        There are several.
+        There are several training loaders.
     """
     loaders = trainer.fit_loop._combined_loader.flattened
     if len(loaders) != 1:
@@ -322,7 +322,7 @@ def _refuse_unsupported(trainer: Any) -> None:
 
 
 def _warn_of_hooks(trainer: Any, warn: Callable[[str], None]) -> None:
-    """Say whose `on_save_checkpoint` is of no effect on what the run keeps."""
+    """Warn about `on_save_checkpoint` hooks, which have no effect on the run's checkpoints."""
     parts = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
     asked = [part for part in parts if part is not None and not isinstance(part, WeightAveraging)]
     if names := sorted({type(part).__name__ for part in asked if is_overridden("on_save_checkpoint", part)}):

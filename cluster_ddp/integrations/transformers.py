@@ -1,9 +1,9 @@
-"""transformers' Trainer, stopped and resumed exactly:
+"""Stops and resumes transformers' Trainer exactly:
 
     trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[ResumeExactly()])
     trainer.train()
 
-The state is saved and restored as that of any other loop; the checkpoints that the Trainer writes are left alone.
+The state is saved and restored like that of any other loop; the checkpoints that the Trainer writes are not affected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.run import ScriptRun
 
-# Of TrainerState: what the steps have left there; the rest follows from the arguments.
+# Fields of TrainerState that steps set; the others follow from the arguments.
 _STATE = (
     "epoch",
     "num_input_tokens_seen",
@@ -44,28 +44,28 @@ _STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-# Of the trainer: the averages that are logged next and at the end, and what is added to total_flos then.
+# Attributes of the trainer: the averages logged next and at the end, and what is added to total_flos then.
 _TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 _REMEDY = "Make it a part of the model that is trained"
 
 
 class ResumeExactly(TrainerCallback):
-    """Makes ``Trainer.train`` a loop of the run: saved between steps, stopped there, and resumed with the same bits.
+    """Makes ``Trainer.train`` a loop of the run, which saves and stops between steps and resumes bit for bit.
 
-    The run is that of the `join_run` block around it; without one it begins and ends with ``train``.
+    The run is that of the surrounding `join_run` block; without one it begins and ends with ``train``.
 
     Raises
     ------
     TrainError
-        By ``Trainer(...)`` and ``train``: something cannot be resumed exactly; the message names it.
+        In ``Trainer(...)`` and ``train``, if something cannot be resumed exactly; the message names it.
     """
 
     def __init__(self) -> None:
         self._training: _Training | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take the place of the trainer's `train`; nothing else tells a callback whose it is."""
+        """Replace the trainer's `train`; the call stack is the only way for a callback to find its trainer."""
         trainer = _trainer_above(sys._getframe(1), self)
         _refuse_unsupported(trainer)
         train = trainer.train
@@ -78,15 +78,15 @@ class ResumeExactly(TrainerCallback):
         trainer.train = train_exactly
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Put everything back where the run was left."""
+        """Restore the run's state."""
         self._now().begin(state, control)
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin the pass over the data, after what followed the last step."""
+        """Complete the previous step, and begin the pass over the data."""
         self._now().begin_epoch()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin a step, after what followed the last one."""
+        """Complete the previous step, and begin this one."""
         self._now().begin_step()
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -94,11 +94,11 @@ class ResumeExactly(TrainerCallback):
         self._now().begin_micro_batch()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The update is made; logs, evaluations and the trainer's own checkpoints follow."""
+        """Note the update; logs, evaluations and the trainer's own checkpoints may follow."""
         self._now().end_step(evaluates=control.should_evaluate or control.should_save)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The batches are through; an evaluation may follow."""
+        """Note the end of the batches; an evaluation may follow."""
         self._now().end_epoch(control)
 
     def on_log(
@@ -114,7 +114,7 @@ class ResumeExactly(TrainerCallback):
             self._training.log(logs or {})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save or leave after the last step as after any other."""
+        """Save or leave after the last step, as after any other."""
         self._now().settle()
 
     def _now(self) -> _Training:
@@ -135,12 +135,12 @@ class _Training:
         self._epoch = self._micro_batch = 0
         self._is_settled = True
         self._derived: DerivedTrainer | None = None
-        self._has_ended = False  # early, and was saved or stopped before `train` had returned
+        self._has_ended = False  # ended early, and was saved or stopped before `train` returned
 
     def __call__(
         self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, *arguments: Any, **more: Any
     ) -> Any:
-        """Train, from the step that the run was left at."""
+        """Train, starting at the step where the run was interrupted."""
         if resume_from_checkpoint and self._resumes_at is None and self._run.attempt == 0:
             raise TrainError(
                 "train(resume_from_checkpoint=...) does not go with ResumeExactly(), which resumes from the run's own "
@@ -159,7 +159,7 @@ class _Training:
             if self._resumes_at is not None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 _say_where_to_go_on(folder, trainer.args, self._resumes_at)
-                # The weights are put back with the rest, when the optimizer is there.
+                # The weights are restored with the rest, once the optimizer exists.
                 stack.enter_context(_replaced(trainer, _load_from_checkpoint=lambda *_, **__: None))
                 stack.enter_context(_replaced(trainer.args, ignore_data_skip=False, eval_on_start=False))
             try:
@@ -168,10 +168,10 @@ class _Training:
                 if self._batches is not None:
                     self._batches.close()
 
-    # What the callback tells, in this order.
+    # Called by the callback, in this order.
 
     def begin(self, state: TrainerState, control: TrainerControl) -> None:
-        """Call when model, optimizer and scheduler are there."""
+        """Call once model, optimizer and scheduler exist."""
         trainer, batches = self._trainer, self._batches
         assert batches is not None
         accumulate = trainer.args.gradient_accumulation_steps
@@ -202,7 +202,7 @@ class _Training:
         self._epoch = self._run.step // steps.steps
         state.compute_steps(trainer.args, state.max_steps)
         if self._resumes_at is not None:
-            # Before the callbacks are put back: trainer_state.json is to name them, with whatever they have then.
+            # Before the callbacks are restored: trainer_state.json has to list them, in whatever state they are then.
             fresh = TrainerState(stateful_callbacks=[*_stateful(trainer), control])
             state.stateful_callbacks = fresh.stateful_callbacks
             _put_back(self._kept, trainer)
@@ -211,20 +211,20 @@ class _Training:
         self.rest()
 
     def begin_epoch(self) -> None:
-        """Call before the first batch of an epoch is asked for."""
+        """Call before the first batch of an epoch is requested."""
         self.settle()
         assert self._batches is not None
         self._batches.enter(self._epoch, self._batches.length if self._has_ended else 0)
         self._epoch += 1
 
     def end_epoch(self, control: TrainerControl) -> None:
-        """Call when the batches are through."""
+        """Call after the batches of an epoch."""
         self.rest()
-        if self._has_ended:  # all that follows them has been done before
+        if self._has_ended:  # what follows them was already done
             control.should_log = control.should_evaluate = control.should_save = False
 
     def begin_step(self) -> None:
-        """Call before the first batch of a step is computed."""
+        """Call before the computation on the first batch of a step."""
         self.settle()
         self._micro_batch = 0
         self._going().begin(0)
@@ -236,16 +236,16 @@ class _Training:
         self._going().begin(self._micro_batch)
 
     def end_step(self, *, evaluates: bool) -> None:
-        """Call after the update. What may follow belongs to the step: it is saved, and left, before the next."""
+        """Call after the update. Code that follows belongs to the step, so saves and stops wait for the next step."""
         if evaluates:
             self.rest()
 
     def rest(self) -> None:
-        """Call before what is no step: it draws the same numbers after a resume."""
+        """Call before code outside of steps: seeds it, so that it draws the same after a resume."""
         self._going().rest(self._run.step)
 
     def settle(self) -> None:
-        """Call when all that belongs to a step is done: saves when that is due, or leaves."""
+        """Call when everything belonging to a step is done; saves if a save is due, or leaves."""
         if not self._is_settled:
             self._is_settled = True
             assert self._derived is not None
@@ -271,7 +271,7 @@ class _Training:
         return self._loop
 
     def _note(self) -> None:
-        """Bring what is kept up to date."""
+        """Bring the kept values up to date before a save."""
         trainer = self._trainer
         self._kept.trainer = {
             **{name: getattr(trainer.state, name) for name in _STATE},
@@ -284,7 +284,7 @@ class _Training:
 
 
 def _put_back(kept: Kept, trainer: Any) -> None:
-    for name, value in copy.deepcopy(kept.trainer).items():  # the trainer goes on with it, and the log is a list
+    for name, value in copy.deepcopy(kept.trainer).items():  # copied, because the trainer appends to the log
         if isinstance(value, torch.Tensor):
             getattr(trainer, name).copy_(value)
         else:
@@ -299,13 +299,13 @@ def _stateful(trainer: Any) -> list[Any]:
 
 
 def _newest_step(run: ScriptRun) -> int | None:
-    """The step that the run goes on from, as far as can be seen before anything is read."""
+    """The step that the run will resume from, unless reading that checkpoint shows that it is damaged."""
     steps = steps_that_count(run.directory.checkpoints, read_lineage(run.directory)) if run.world.is_main else []
     return broadcast_object(max(steps, default=None))
 
 
 def _say_where_to_go_on(folder: str, args: TrainingArguments, step: int) -> None:
-    """Write the one file of a trainer's checkpoint by which `train` finds its place."""
+    """Write the one file of a trainer's checkpoint from which `train` gets its starting step."""
     known = {field.name for field in dataclasses.fields(TrainerState)}
     from_args = {name: getattr(args, name) for name in known & set(vars(args)) if name.endswith("_steps")}
     state = TrainerState(**{**from_args, "global_step": step, "train_batch_size": args.train_batch_size})
@@ -314,7 +314,7 @@ def _say_where_to_go_on(folder: str, args: TrainingArguments, step: int) -> None
 
 @contextlib.contextmanager
 def _replaced(thing: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object these attributes of its own in the block."""
+    """Set these attributes on an object for the duration of the block."""
     before = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
     vars(thing).update(attributes)
     try:
@@ -328,7 +328,7 @@ def _replaced(thing: Any, **attributes: Any) -> Iterator[None]:
 
 
 def _trainer_above(frame: FrameType | None, callback: ResumeExactly) -> Any:
-    """The trainer that is being made with this callback."""
+    """The trainer that is being constructed with this callback."""
     while frame is not None:
         trainer = frame.f_locals.get("self")
         if isinstance(trainer, Trainer) and callback in trainer.callback_handler.callbacks:
@@ -351,7 +351,7 @@ def _refuse_unsupported(trainer: Any) -> None:
 
 
 def _expect_shard(loader: Any) -> Any:
-    """The loader, unless rank 0 fetches for all ranks."""
+    """Return the loader; refuse one with which rank 0 fetches for all ranks."""
     if hasattr(loader, "split_batches"):
         raise TrainError(
             "ResumeExactly takes loaders in which each rank fetches its own batches: set dispatch_batches=False in "

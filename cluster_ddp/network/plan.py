@@ -1,4 +1,4 @@
-"""From `network:` in the job file to the variables to export, the process-group timeout, and remarks for people."""
+"""Resolves `network:` of the job file into variables to export, the process-group timeout, and remarks for the user."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DEBUG: dict[str, dict[str, str]] = {
 
 
 class NetworkError(ClusterDDPError):
-    """A network setting that would be ignored, or would do harm, on the nodes."""
+    """A network setting that would be ignored or do harm on the nodes."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Setting:
     name: str
     value: str
     why: str
-    explicit: bool = False  # the job file names it, so that it beats what was exported; a default yields to that
+    explicit: bool = False  # set in the job file, so it overrides an exported variable; a default does not
 
     def beats(self, exported: Mapping[str, str]) -> bool:
-        """Whether it is to be set where these variables are set already. An empty one counts as not set."""
+        """Whether to set it given these exported variables, of which an empty one counts as not set."""
         return self.explicit or not exported.get(self.name)
 
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """What the job file's `network:` amounts to."""
+    """The result of resolving the job file's `network:`."""
 
     settings: tuple[Setting, ...]  # the variables to export, in the order of the script
     timeout: int  # seconds that a collective may take: the process-group timeout
@@ -63,18 +63,18 @@ class NetworkPlan:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Name to value."""
+        """The variables to export, by name."""
         return {setting.name: setting.value for setting in self.settings}
 
 
 def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> NetworkPlan:
-    """Work out the variables: the defaults of the profile, overridden by exported variables, by the keys, and by `env`.
+    """Determine the variables: the profile's defaults, overridden by exported variables, the keys, and `env`, in order.
 
     Parameters
     ----------
     exported
-        The environment that the variables will be added to, where it is known. What stays as it was exported is not
-        among the settings.
+        The environment that the variables will be added to, if known. Exported variables that win are not among the
+        settings.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
 
 
 def _said_once(setting: Setting, exported: Mapping[str, str]) -> str | None:
-    """Which of two values counts, where the job and the person's environment differ."""
+    """A remark on which value counts, if the job and the user's environment differ."""
     value = exported.get(setting.name)
     if not value or value == setting.value:
         return None
@@ -143,7 +143,7 @@ def _said_once(setting: Setting, exported: Mapping[str, str]) -> str | None:
 
 
 def _exported_timeout(value: str, timeout: int, set_by: str | None) -> tuple[int, str]:
-    """The process-group timeout where NCCL_TIMEOUT is exported, and what a person should know."""
+    """The process-group timeout if NCCL_TIMEOUT is exported, and a remark on it."""
     if set_by is not None:
         return timeout, f"NCCL_TIMEOUT={value} is exported, but {set_by} sets the timeout to {timeout} s, which counts."
     if not value.strip().isdigit() or int(value) == 0:
@@ -155,7 +155,7 @@ def _exported_timeout(value: str, timeout: int, set_by: str | None) -> tuple[int
 
 
 def _gloo_interfaces(nccl: str) -> str:
-    """NCCL's ``=eth0`` means exactly eth0, as Gloo does anyway; ``^docker`` means all others, which Gloo cannot."""
+    """NCCL's interfaces for Gloo, which always matches exactly (``=eth0``) and cannot exclude any (``^docker``)."""
     return "" if nccl.startswith("^") else nccl.removeprefix("=")
 
 

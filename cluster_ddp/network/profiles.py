@@ -1,4 +1,4 @@
-"""The profiles: what a kind of network wants by default. The job file's keys and `env` beat them."""
+"""Profiles: default variables for each kind of network. The job file's keys and `env` override them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Default(NamedTuple):
 
 
 PROFILES: Mapping[str, Mapping[str, Default]] = {
-    # NCCL's own detection is right on most clusters: set nothing that was not asked for.
+    # NCCL's own detection is right on most clusters, so nothing is set by default.
     "auto": {},
     "ethernet": {
         "NCCL_IB_DISABLE": Default("1", "no InfiniBand: NCCL uses plain sockets"),

@@ -1,8 +1,9 @@
-"""What is known about single variables: which exist, who reads them, and which values they take.
+"""Facts about individual variables: which exist, who reads them, and which values they accept.
 
 NCCL silently ignores a variable it does not know and a level it cannot read, and training then runs slowly or over the
 wrong interface with no hint why. So these are checked before the job is queued.
-Read from the sources of NCCL 2.29 and torch 2.13.
+
+Taken from the sources of NCCL 2.29 and torch 2.13.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small GPT that predicts the next character of any text file.
 
-Without a file of your own it reads *Alice's Adventures in Wonderland* (Lewis Carroll, 1865, public domain), which ships
+By default it reads *Alice's Adventures in Wonderland* (Lewis Carroll, 1865, public domain), which ships
 with the package. The model is the decoder-only transformer of Radford et al. 2019 ("Language Models are Unsupervised
 Multitask Learners", GPT-2) in small: layer norm before each sub-layer, learned positions, output weights tied to the
 embedding (Press and Wolf 2017, arXiv:1608.05859).
@@ -23,7 +23,7 @@ VALIDATION_SHARE = 0.1
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer; (batch, time, width) to the same shape."""
+    """Causal self-attention and a feed-forward layer; keeps the shape (batch, time, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
         )
 
     def attend(self, x: Tensor) -> Tensor:
-        """Let each position look at itself and those before it."""
+        """Let each position attend to itself and those before it."""
         batch, time, width = x.shape
         packed = self.queries_keys_values(x).view(batch, time, 3, self.heads, width // self.heads)
         queries, keys, values = packed.permute(2, 0, 3, 1, 4)
@@ -56,7 +56,7 @@ class Block(nn.Module):
 class CharGPT(nn.Module):
     """A decoder-only transformer over characters.
 
-    Takes character numbers, int64 of shape (batch, time) with time at most ``context``, to logits of shape
+    Maps character numbers, int64 of shape (batch, time) with time at most ``context``, to logits of shape
     (batch, time, vocabulary); the logits at position t are for the character at t + 1.
     """
 
@@ -81,7 +81,7 @@ class CharGPT(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    """Start weights at a standard deviation of 0.05 (GPT-2's 0.02 is for a width of 768), biases at zero."""
+    """Initialize weights with a standard deviation of 0.05 (GPT-2's 0.02 is for a width of 768), biases with zero."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.05)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -94,8 +94,8 @@ class CharLM(Task):
     Parameters
     ----------
     text : str or None
-        Path of a UTF-8 text file, seen from the nodes; None for the one that ships with the package. Its characters are
-        the vocabulary; its last tenth is for validation.
+        Path of a UTF-8 text file, as seen from the nodes; None for the one that ships with the package. Its characters
+        are the vocabulary; its last tenth is for validation.
     context : int
         Characters that the model sees at once.
     layers, width, heads : int
@@ -106,7 +106,7 @@ class CharLM(Task):
     Raises
     ------
     ValueError
-        When ``width`` is no multiple of ``heads``, or the text too short for one window of training and validation.
+        If ``width`` is not a multiple of ``heads``, or the text is too short for one window of training and validation.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class CharLM(Task):
 
     @cached_property
     def vocabulary(self) -> str:
-        """The characters of the text in the order of their code points; a character's number is its place here."""
+        """The characters of the text in the order of their code points; a character's number is its index here."""
         return "".join(sorted(set(self.text)))
 
     def encode(self, text: str) -> Tensor:
@@ -144,7 +144,7 @@ class CharLM(Task):
         return torch.tensor([number[character] for character in text], dtype=torch.long)
 
     def split(self) -> tuple[str, str]:
-        """Give the text for training and the text for validation, which is the end of the file."""
+        """Return the text for training and, from the end of the file, the text for validation."""
         border = round(len(self.text) * (1 - VALIDATION_SHARE))
         return self.text[:border], self.text[border:]
 
@@ -152,11 +152,11 @@ class CharLM(Task):
         return CharGPT(len(self.vocabulary), self.context, self.layers, self.width, self.heads, self.dropout)
 
     def train_data(self) -> TensorDataset:
-        """Give windows of ``context + 1`` characters, each starting half a context after the one before."""
+        """Return windows of ``context + 1`` characters, each starting half a context after the previous one."""
         return self._windows(self.split()[0], stride=max(1, self.context // 2))
 
     def eval_data(self) -> TensorDataset:
-        """Give windows that touch, so that every character but the first is predicted at most once."""
+        """Return adjacent windows, so that every character but the first is predicted at most once."""
         return self._windows(self.split()[1], stride=self.context)
 
     def _windows(self, text: str, stride: int) -> TensorDataset:
@@ -173,13 +173,13 @@ class CharLM(Task):
         return loss.sum(), loss.new_full((), loss.numel())
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor]) -> dict[str, Tensor]:
-        """Compute for each window, shape (batch,), the mean cross-entropy and the share of characters guessed right."""
+        """Compute the mean cross-entropy and the accuracy of each window, both of shape (batch,)."""
         loss, logits, targets = self._character_losses(model, batch)
         right = logits.argmax(dim=-1) == targets
         return {"loss": loss.mean(dim=1), "accuracy": right.float().mean(dim=1)}
 
     def _character_losses(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Give losses (batch, context), logits (batch, context, vocabulary) and targets (batch, context)."""
+        """Return losses (batch, context), logits (batch, context, vocabulary) and targets (batch, context)."""
         (windows,) = batch
         targets = windows[:, 1:]
         logits = model(windows[:, :-1])

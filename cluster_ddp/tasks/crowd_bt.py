@@ -1,18 +1,18 @@
-"""A quality scorer trained on the pairwise judgements of a crowd whose members differ in reliability.
+"""A quality scorer trained on pairwise judgements of a crowd whose members differ in reliability.
 
 A backbone gives each item i a score s_i. With sigma(d) = 1 / (1 + exp(-d)), Crowd-BT says that annotator k, shown i and
 j, prefers i with probability
 
     P(i >_k j) = eta_k sigma(s_i - s_j) + (1 - eta_k) sigma(s_j - s_i)
 
-where eta_k in (0, 1) is the annotator's reliability: near 1 for one who says what the scores say, 1/2 for one who
-tosses a coin, near 0 for one who answers the wrong way round. Source: X. Chen, P. N. Bennett, K. Collins-Thompson, E.
+where eta_k in (0, 1) is the annotator's reliability: near 1 for one who follows the scores, 1/2 for one who tosses a
+coin, near 0 for one who answers the wrong way round. Source: X. Chen, P. N. Bennett, K. Collins-Thompson, E.
 Horvitz, "Pairwise ranking aggregation in a crowdsourced setting", WSDM 2013; with eta_k = 1 it is the model of R. A.
 Bradley and M. E. Terry, Biometrika 39, 1952. Scores and reliabilities are learned together from the comparisons alone.
 The likelihood does not change when all eta_k become 1 - eta_k and all scores change sign; starting at eta_k > 1/2 (most
 annotators mean well) picks the right one of the two.
 
-To train on comparisons of your own, derive from :class:`CrowdBT` and override :meth:`CrowdBT.comparisons`.
+To train on your own comparisons, derive from :class:`CrowdBT` and override :meth:`CrowdBT.comparisons`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Comparisons:
     ----------
     items : Tensor, float32, shape (items, channels, height, width)
     winner, loser : Tensor, int64, shape (comparisons,)
-        Numbers of the items; the annotator preferred the winner.
+        Indices of the items; the annotator preferred the winner.
     annotator : Tensor, int64, shape (comparisons,)
-        Numbers of the annotators, from 0.
+        Indices of the annotators, from 0.
     true_scores : Tensor or None, float32, shape (items,)
         Known in a simulation only.
     true_reliability : Tensor or None, float32, shape (annotators,)
-        The chance that an annotator answers by the scores; known in a simulation only.
+        The probability that an annotator follows the scores; known in a simulation only.
     """
 
     items: Tensor
@@ -71,9 +71,9 @@ class Comparisons:
 def simulate(
     items: int, annotators: int, comparisons: int, reliability: tuple[float, float] = (0.2, 1.0), seed: int = 0
 ) -> Comparisons:
-    """Make comparisons whose truth is known: handwritten digits spoiled by noise, judged by an uneven crowd.
+    """Simulate comparisons with known truth: handwritten digits degraded by noise, judged by an uneven crowd.
 
-    Item i is an image of the digits set of which a share u_i, uniform in 0..1, is replaced by noise; its true score
+    Item i is an image of the digits data set blended with noise, whose share u_i is uniform in 0..1; its true score
     falls linearly with u_i and has mean 0 and standard deviation `SCORE_SPREAD`. Annotator k's reliability is uniform
     in ``reliability``. Each comparison takes two different items and one annotator at random and draws the answer from
     the formula at the top of this module.
@@ -132,19 +132,19 @@ class ComparisonData(Dataset[Sample]):
         return self.items[self.winner[index]], self.items[self.loser[index]], self.annotator[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Give the samples of a whole batch at once."""
+        """Return the samples of a whole batch at once."""
         rows = torch.as_tensor(indices)
         columns = (self.items[self.winner[rows]], self.items[self.loser[rows]], self.annotator[rows])
         return list(zip(*(column.unbind() for column in columns), strict=True))
 
 
 def build_backbone(kind: str, item_shape: torch.Size, width: int) -> nn.Module:
-    """Build what turns items, shape (batch, channels, height, width), into scores, shape (batch, 1).
+    """Build the module that maps items, shape (batch, channels, height, width), to scores, shape (batch, 1).
 
     Raises
     ------
     ValueError
-        When ``kind`` is none of `BACKBONES`.
+        If ``kind`` is none of `BACKBONES`.
     """
     if kind == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(item_shape.numel(), width), nn.ReLU(), nn.Linear(width, 1))
@@ -167,7 +167,7 @@ class CrowdScorer(nn.Module):
     Parameters
     ----------
     backbone : Module
-        Takes items, shape (batch, ...), to scores, shape (batch, 1).
+        Maps items, shape (batch, ...), to scores, shape (batch, 1).
     annotators : int
     trust_all : bool
         Fix eta_k = 1 for all: the plain Bradley-Terry model.
@@ -182,16 +182,16 @@ class CrowdScorer(nn.Module):
             self.reliability_logits = nn.Parameter(torch.full((annotators,), at_first))
 
     def score(self, items: Tensor) -> Tensor:
-        """Score items, shape (batch, ...), higher for better; gives shape (batch,)."""
+        """Score items, shape (batch, ...); returns shape (batch,), higher for better."""
         scores: Tensor = self.backbone(items).squeeze(-1)
         return scores
 
     def reliability(self) -> Tensor | None:
-        """Give eta_k of all annotators, shape (annotators,), or None in the plain model."""
+        """Return eta_k of all annotators, shape (annotators,), or None in the plain model."""
         return None if self.reliability_logits is None else torch.sigmoid(self.reliability_logits)
 
     def forward(self, winner: Tensor, loser: Tensor, annotator: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute how likely the answers are.
+        """Compute the log-likelihood of the answers.
 
         Parameters
         ----------
@@ -203,7 +203,7 @@ class CrowdScorer(nn.Module):
         log_likelihood : Tensor, shape (batch,)
             log P(winner >_k loser), in nats, at most 0.
         scores : Tensor, shape (2, batch)
-            Of the winners and of the losers.
+            Scores of the winners and of the losers.
         """
         scores = self.score(torch.cat((winner, loser))).float().view(2, -1)
         gap = scores[0] - scores[1]
@@ -226,7 +226,7 @@ class CrowdBT(Task):
     items, annotators, comparisons, data_seed : int
         Size and seed of the simulated crowd.
     trust_all : bool
-        Use the plain Bradley-Terry model, which takes every annotator at their word.
+        Use the plain Bradley-Terry model, which trusts every annotator.
     pull : float
         Weight of the term that ties scores to those of a virtual item of score 0, which wins and loses once against
         each item (the regularization of Chen et al. 2013): without it nothing fixes the scores' common offset.
@@ -253,7 +253,7 @@ class CrowdBT(Task):
         self.pull = pull
 
     def comparisons(self) -> Comparisons:
-        """Give all comparisons; the last tenth of them is for validation. Override this to bring your own."""
+        """Return all comparisons, the last tenth of them for validation. Override this to use your own."""
         items, annotators, comparisons = self.size
         return simulate(items, annotators, comparisons, seed=self.data_seed)
 
@@ -266,11 +266,11 @@ class CrowdBT(Task):
         return CrowdScorer(backbone, self.data.annotators, self.trust_all)
 
     def train_data(self) -> ComparisonData:
-        """Give the first nine tenths of the comparisons."""
+        """Return the first nine tenths of the comparisons."""
         return ComparisonData(self.data, slice(None, self._border()))
 
     def eval_data(self) -> ComparisonData:
-        """Give the last tenth of the comparisons."""
+        """Return the last tenth of the comparisons."""
         return ComparisonData(self.data, slice(self._border(), None))
 
     def _border(self) -> int:
@@ -284,6 +284,6 @@ class CrowdBT(Task):
         return loss
 
     def evaluate(self, model: nn.Module, batch: Sample) -> dict[str, Tensor]:
-        """Compute of each comparison, shape (batch,), the negative log-likelihood and whether the scores agree."""
+        """Compute each comparison's negative log-likelihood and whether the scores agree, both of shape (batch,)."""
         log_likelihood, scores = model(*batch)
         return {"loss": -log_likelihood, "agreement": (scores[0] > scores[1]).float()}

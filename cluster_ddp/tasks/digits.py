@@ -1,8 +1,8 @@
 """Handwritten digits: image classification with a small ResNet on real data that ships with the package.
 
-The data are the 1,797 images of 8x8 pixels of the UCI set "Optical Recognition of Handwritten Digits" (E. Alpaydin,
-C. Kaynak, 1998, DOI 10.24432/C50P49, CC BY 4.0; see ``data/ATTRIBUTION.md``). With the settings of the template
-``quickstart`` this trains to about 99 % validation accuracy in less than a minute on two CPU cores.
+The data are the 1,797 images of 8x8 pixels of the UCI data set "Optical Recognition of Handwritten Digits" (E.
+Alpaydin, C. Kaynak, 1998, DOI 10.24432/C50P49, CC BY 4.0; see ``data/ATTRIBUTION.md``). With the settings of the
+template ``quickstart`` this trains to about 99 % validation accuracy in less than a minute on two CPU cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_digits() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def is_validation(labels: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Say which samples are for validation: every fifth of each class, so that both parts hold all digits alike.
+    """Return which samples are for validation: every fifth of each class, so that both parts are balanced.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def is_validation(labels: NDArray[np.uint8]) -> NDArray[np.bool_]:
     Returns
     -------
     array of bool, shape (samples,)
-        A function of the labels alone: no random numbers, the same on every rank and in every attempt.
+        Depends on the labels alone, so it is the same on every rank and in every attempt.
     """
     chosen = np.zeros(len(labels), dtype=np.bool_)
     for digit in range(CLASSES):
@@ -69,8 +69,8 @@ class DigitImages(Dataset[tuple[Tensor, Tensor]]):
     images : array of uint8, shape (samples, 8, 8)
     labels : array of uint8, shape (samples,)
     shift : int
-        Pixels; 0 leaves the images as they are. The shift is drawn from :mod:`random` inside ``__getitem__``, which the
-        loader seeds by (seed, epoch, sample index).
+        Pixels; 0 leaves the images unchanged. Drawn from :mod:`random` in ``__getitem__``, which the loader seeds by
+        (seed, epoch, sample index).
     """
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.uint8], shift: int = 0) -> None:
@@ -83,7 +83,7 @@ class DigitImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Give one sample: the image, float32 of shape (1, 8, 8) in 0..1, and the label, int64 of shape ()."""
+        """Return one sample: the image, float32 of shape (1, 8, 8) in 0..1, and the label, int64 of shape ()."""
         top = left = 0
         if self.shift:
             top, left = random.randint(0, 2 * self.shift), random.randint(0, 2 * self.shift)
@@ -93,7 +93,7 @@ class DigitImages(Dataset[tuple[Tensor, Tensor]]):
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm around a shortcut (He et al. 2016, arXiv:1512.03385).
 
-    Takes (batch, channels_in, h, w) to (batch, channels_out, h / stride, w / stride).
+    Maps (batch, channels_in, h, w) to (batch, channels_out, h / stride, w / stride).
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
@@ -116,7 +116,7 @@ class ResidualBlock(nn.Module):
 class DigitNet(nn.Module):
     """A ResNet for 8x8 images: a stem, then one residual block at each of 8x8, 4x4 and 2x2 pixels.
 
-    Takes images of shape (batch, 1, 8, 8) to logits of shape (batch, 10).
+    Maps images of shape (batch, 1, 8, 8) to logits of shape (batch, 10).
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -137,21 +137,21 @@ class DigitNet(nn.Module):
 
 
 class Digits(Task):
-    """Tell handwritten digits apart.
+    """Classify handwritten digits.
 
     Parameters
     ----------
     width : int
         Channels of the first stage; the second and third have two and four times as many.
     dropout : float
-        Share of the features set to zero before the last layer while training, in [0, 1).
+        Fraction of the features set to zero before the last layer in training, in [0, 1).
     augment : bool
         Whether training images are shifted at random by up to one pixel in each direction.
 
     Raises
     ------
     ValueError
-        When ``width`` is less than 1 or ``dropout`` is outside [0, 1).
+        If ``width`` is less than 1 or ``dropout`` is outside [0, 1).
     """
 
     def __init__(self, width: int = 16, dropout: float = 0.1, augment: bool = True) -> None:
@@ -167,13 +167,13 @@ class Digits(Task):
         return DigitNet(self.width, self.dropout)
 
     def train_data(self) -> Dataset[tuple[Tensor, Tensor]]:
-        """Give the 1,442 images for training."""
+        """Return the 1,442 images for training."""
         images, labels = load_digits()
         chosen = ~is_validation(labels)
         return DigitImages(images[chosen], labels[chosen], shift=int(self.augment))
 
     def eval_data(self) -> Dataset[tuple[Tensor, Tensor]]:
-        """Give the 355 images for validation, never shifted."""
+        """Return the 355 images for validation, never shifted."""
         images, labels = load_digits()
         chosen = is_validation(labels)
         return DigitImages(images[chosen], labels[chosen])

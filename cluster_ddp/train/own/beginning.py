@@ -1,4 +1,4 @@
-"""Sees that a custom loop begins before an optimizer steps, in its block, and in the thread of the block."""
+"""Checks that a custom loop runs in its block and its thread, and that no optimizer steps before it begins."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _UPDATED_BEFORE_A_BATCH = (
 
 
 class Beginning:
-    """Where a loop is between the call that hands it out and its first batch.
+    """Tracks how far a loop has got between the call that returns it and its first batch.
 
     Parameters
     ----------
     draws_itself
-        Whether it is one of `ScriptRun.steps`.
+        Whether the loop comes from `ScriptRun.steps`.
 
     Attributes
     ----------
     awaits_batches
-        Whether the next batch is to come before the next update.
+        Whether a batch has to be taken before the next update.
     thread
-        The one that has entered the block.
+        The thread that entered the block.
     """
 
     def __init__(self, *, draws_itself: bool) -> None:
@@ -37,7 +37,7 @@ class Beginning:
         self.thread = self._runs_in = threading.get_ident()
 
     def hand_out(self) -> None:
-        """Call when the program gets its loop."""
+        """Call when the program receives its loop."""
         self._is_awaited = self.awaits_batches = True
 
     def begin(self) -> None:
@@ -45,7 +45,7 @@ class Beginning:
         self._is_awaited = False
 
     def batch(self) -> None:
-        """Call when it takes a batch."""
+        """Call when the loop takes a batch."""
         self.awaits_batches = False
         self._runs_in = threading.get_ident()
 
@@ -55,18 +55,18 @@ class Beginning:
         Raises
         ------
         TrainError
-            It belongs to no batch.
+            The update belongs to no batch.
         """
         if self.awaits_batches:
             raise TrainError(self._message)
 
     def expect_thread(self) -> None:
-        """See that the thread that has entered the block takes the batches.
+        """Check that the batches are taken by the thread that entered the block.
 
         Raises
         ------
         TrainError
-            It is another, which a stop would end instead of the block.
+            A different thread takes them, and a stop would end that thread instead of the block.
         """
         if self._runs_in != self.thread:
             raise TrainError(
@@ -80,7 +80,7 @@ class Beginning:
         Raises
         ------
         TrainError
-            The loop has not begun, or only in another thread.
+            The loop has not begun, or ran in a different thread.
         """
         self.expect_thread()
         if self._is_awaited:

@@ -1,4 +1,4 @@
-"""What came of the blocks of `join_run` that this process has left: a run has one loop, and a stop ends the program."""
+"""Enforces, across the `join_run` blocks of a program, that a run has one loop and that a stop ends the program."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _was_stopped: dict[tuple[Path, int], bool] = {}
 
 
 class Block:
-    """One block of `join_run` among those that a program has for the same attempt of a run.
+    """One of the `join_run` blocks that a program has in the same attempt of a run.
 
     Parameters
     ----------
     directory, attempt
-        Of the run.
+        The run's directory, and the number of the attempt.
     is_run
-        Whether cluster-ddp has started it.
+        Whether cluster-ddp started the program.
 
     Attributes
     ----------
     is_run
-        The same.
+        As passed in.
     thread
-        The one that has entered it.
+        The thread that entered the block.
     has_loop
-        Whether a loop has been taken over in it.
+        Whether the block has a loop.
     is_open
-        Whether it has not been left.
+        Whether the block has not been left yet.
     """
 
     def __init__(self, directory: Path, attempt: int, *, is_run: bool) -> None:
@@ -48,7 +48,7 @@ class Block:
         Raises
         ------
         SystemExit
-            With status 0: an earlier block was stopped, and what asked for that asks this one as well.
+            With status 0: an earlier block was stopped, and that stop applies to this one as well.
         """
         if _was_stopped.get(self._attempt):
             if find_world().is_main:
@@ -57,12 +57,12 @@ class Block:
 
     @contextlib.contextmanager
     def only_loop(self) -> Iterator[None]:
-        """Around all that takes a loop over: one that is refused is none, and may be followed by another.
+        """Wrap the setup of a loop; a loop that is refused does not count, so another may follow.
 
         Raises
         ------
         SecondLoopError
-            This block has one, or an earlier one had.
+            This block, or an earlier one, has a loop already.
         TrainError
             The block has been left.
         """
@@ -81,7 +81,7 @@ class Block:
             raise
 
     def leave(self, *, stopped: bool) -> None:
-        """Call at the end of a block with a loop. The cell of a notebook is run again by whoever wants that."""
+        """Call at the end of a block with a loop; not recorded in a notebook, whose cells may be run again."""
         by_hand = "ipykernel" in sys.modules or not hasattr(sys.modules["__main__"], "__file__")
         if self.is_run or not by_hand:
             _was_stopped[self._attempt] = stopped

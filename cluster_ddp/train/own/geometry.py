@@ -1,4 +1,4 @@
-"""What a step of a custom loop stands for, and whether another attempt may go on from it."""
+"""Which samples a step of a custom loop stands for, and whether a different attempt may resume from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cluster_ddp.train.errors import TrainError
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
-    """A number of epochs, steps or batches that was given.
+    """Check a number of epochs, steps or batches passed in by the program, and return it as an int.
 
     Raises
     ------
     TrainError
-        It is none.
+        It is not an integer, or below `least`.
     """
     try:
         number = operator.index(value)
@@ -38,13 +38,13 @@ class Geometry:
     steps
         Steps per epoch.
     batch
-        Samples of a batch of one rank; None where batches have no fixed size.
+        Samples per batch on one rank; None if batches have no fixed size.
     accumulate
-        Batches of one rank per step.
+        Batches per step on one rank.
     world
-        Ranks.
+        Number of ranks.
     samples
-        Length of the data set; None where it has none.
+        Length of the data set; None if it has none.
     """
 
     epochs: int
@@ -60,11 +60,11 @@ class Geometry:
         return self.epochs * self.steps
 
     def epoch(self, step: int) -> int:
-        """The epoch that is under way when `step` steps are finished."""
+        """The epoch under way after `step` steps."""
         return step // self.steps
 
     def consumed(self, step: int) -> int:
-        """The sample offset when `step` steps are finished."""
+        """The sample offset after `step` steps."""
         per_epoch = self.steps * self._global
         if self.samples is not None and self.batch is not None:
             per_epoch = min(per_epoch, self.samples)
@@ -72,15 +72,15 @@ class Geometry:
         return epochs * per_epoch + min(within * self._global, per_epoch)
 
     def expect_same_batches(self, was: dict[str, Any]) -> None:
-        """See that a step has the same samples as in the attempt that saved the checkpoint.
+        """Check that a step has the same samples as in the attempt that saved the checkpoint.
 
         Raises
         ------
         TrainError
-            It has not; the message says what to change.
+            It does not; the message says what to change.
         """
         now = asdict(self)
-        has_own = was["world"] != self.world and None in (was["samples"], self.samples)  # each rank, or had
+        has_own = was["world"] != self.world and None in (was["samples"], self.samples)  # one set per rank, now or then
         if was["samples"] != now["samples"] and not has_own:
             raise TrainError(
                 f"the data set has {now['samples']} samples, and had {was['samples']} when the checkpoint was saved; "
@@ -117,21 +117,21 @@ class Deal:
     Attributes
     ----------
     sampler
-        What chooses their order.
+        The name of the sampler that determines their order.
     samples
-        How many all ranks take together; None: nobody knows.
+        How many all ranks take together; None if unknown.
     """
 
     sampler: str
     samples: int | None
 
     def changed(self, was: dict[str, Any], ranks: int) -> str | None:
-        """What is to be told when it was dealt otherwise to so many ranks.
+        """The warning to give if the samples were dealt out differently on `ranks` ranks; None if there is none.
 
         Raises
         ------
         TrainError
-            The order is another.
+            The order is different.
         """
         if was["sampler"] != self.sampler:
             raise TrainError(
@@ -150,7 +150,7 @@ class Deal:
 
 @dataclass(frozen=True)
 class Draws:
-    """Steps that draw their batches themselves: nothing is known of these.
+    """Steps of a loop that samples its batches itself, about which nothing is known.
 
     Attributes
     ----------
@@ -161,15 +161,15 @@ class Draws:
     total: int
 
     def epoch(self, step: int) -> int:
-        """Always the first."""
+        """The epoch, always 0."""
         return 0
 
     def consumed(self, step: int) -> int:
-        """The sample offset, of which no more is known than the number of steps."""
+        """The sample offset; only the number of steps is known."""
         return step
 
     def expect_same_batches(self, was: dict[str, Any]) -> None:
-        """Nothing: the loop itself says what its batches are."""
+        """Does nothing: the loop itself determines its batches."""
 
 
 def _layout(shape: dict[str, Any]) -> str:

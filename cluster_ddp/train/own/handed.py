@@ -1,4 +1,4 @@
-"""What a custom loop hands over to be kept, by name."""
+"""The objects a custom loop passes in by name, and their state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from cluster_ddp.train.state.attributes import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 
-_DEPTH = 4  # of an optimizer, in which others are searched
+_DEPTH = 4  # how deep to search an optimizer for inner ones
 _FABRIC = ("lightning", "lightning_fabric")
 
 
 class Handed:
-    """Models, optimizers, schedulers and whatever else has a state, as one state for a checkpoint.
+    """Models, optimizers, schedulers and anything else with a state, combined into one state for a checkpoint.
 
-    The module that an optimizer trains is saved as ``model.<name>``; where there are several, each under its own name.
-    What else there is, is saved by its ``state_dict()``.
+    The module that an optimizer trains is saved as ``model.<name>``; if there are several, each under its own name.
+    Everything else is saved by its ``state_dict()``.
 
     Parameters
     ----------
     things
-        By the names under which they are passed in; None and empty lists are left out.
+        The objects, by the names under which they were passed in; None and empty lists are ignored.
     world_size
-        Ranks; with several of them what is trained has to be wrapped in DDP.
+        Number of ranks; if there are several, modules that are trained have to be wrapped in DDP.
 
     Attributes
     ----------
     model
         What is trained, without its wrappers.
     optimizers
-        All of them; the first is the one that `State` saves.
+        All optimizers; the first is the one that `State` saves.
     more
-        The states of the others, by name.
+        The states of the other optimizers, by name.
     stepping
         The optimizers, and those inside them, as in SAM and Lookahead.
     wrapped
-        The modules in DDP.
+        The modules wrapped in DDP.
     scalers
         The gradient scalers.
 
     Raises
     ------
     TrainError
-        Something cannot be kept; the message names it.
+        Something cannot be saved; the message names it.
     """
 
     def __init__(self, things: Mapping[str, Any], world_size: int) -> None:
@@ -90,14 +90,14 @@ class Handed:
         self._rest: dict[str, Any] = {
             name: thing for name, thing in bare.items() if name not in trained and name not in optimizers
         }
-        held_by = (getattr(thing, "scaler", thing) for thing in self._rest.values())  # Lightning's is in its plug-in
+        held_by = (getattr(thing, "scaler", thing) for thing in self._rest.values())  # Lightning's: in its plug-in
         self.scalers = [scaler for scaler in held_by if isinstance(scaler, torch.amp.GradScaler)]
         _refuse_forgotten_schedulers(optimizers, self._rest)
         for name, thing in self._rest.items():
             _see_that_it_can_be_kept(name, thing)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state of everything but the model and the first optimizer."""
+        """The state of everything but the model and the first optimizer."""
         return {
             "rates": [rates(optimizer) for optimizer in self.optimizers],
             "more": {name: _collected(state) for name, state in self.more.items()},
@@ -106,12 +106,12 @@ class Handed:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises
         ------
         TrainError
-            Other things were passed in when the checkpoint was saved.
+            Different objects were passed in when the checkpoint was saved.
         """
         was = {*state["more"], *state["rest"]}
         differing = sorted(was ^ {*self.more, *self._rest})
@@ -131,7 +131,7 @@ class Handed:
             put_rates(optimizer, of_groups)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept."""
+        """All tensors that are saved."""
         yield from (*self.model.parameters(), *self.model.buffers())
         for thing in self._rest.values():
             if isinstance(thing, nn.Module):
@@ -140,13 +140,13 @@ class Handed:
                 yield from tensors_in(thing.state_dict())
 
     def states(self) -> Iterator[Tensor]:
-        """The tensors in the states of what is neither trained nor an optimizer, which may be copies."""
+        """The tensors in the ``state_dict()`` of what is neither trained nor an optimizer; they may be copies."""
         for thing in self._rest.values():
             yield from tensors_in(thing.state_dict())
 
     @property
     def apart(self) -> frozenset[str]:
-        """The attributes of the first optimizer that are optimizers which are passed in themselves."""
+        """The names of the first optimizer's attributes that are optimizers passed in themselves."""
         return self._inside(self.optimizers[0])
 
     def _inside(self, optimizer: Optimizer) -> frozenset[str]:
@@ -156,14 +156,14 @@ class Handed:
 
     @property
     def others(self) -> dict[str, Any]:
-        """What is kept besides what is trained and the optimizers, by name."""
+        """What is saved besides the trained modules and the optimizers, by name."""
         return self._rest
 
     def as_now(self) -> Callable[[], None]:
-        """What puts the weights back, what the optimizers hold, and the state of all that is no module.
+        """Take a snapshot; returns a function that restores weights, optimizers, and the state of other objects.
 
-        A copy of the weights lies in the host's memory until then. Of the state of the optimizers there is none: it is
-        put back where it has been thrown away, and refused where it was written in place.
+        The weights are copied to host memory until then. The optimizers' state is not copied: it is restored if it was
+        discarded, and a change made in place is refused.
         """
         of_groups = [
             [copy.deepcopy(_settings_of(group)) for group in optimizer.param_groups] for optimizer in self.optimizers
@@ -184,7 +184,7 @@ class Handed:
             for put_back_state in put_back_states:
                 put_back_state()
             for optimizer, settings in zip(self.optimizers, of_groups, strict=True):  # last: schedulers set rates too
-                for group, was in zip(optimizer.param_groups, settings, strict=False):  # one that is new is refused
+                for group, was in zip(optimizer.param_groups, settings, strict=False):  # new groups are refused
                     _put_settings(group, was)
 
         return put_back
@@ -202,7 +202,7 @@ class Handed:
 
 
 def _buffers(thing: Any) -> dict[str, Any]:
-    """Of a module: the buffers in its state."""
+    """The buffers in the state of a module; empty for anything else."""
     if not isinstance(thing, nn.Module):
         return {}
     names = dict(thing.named_buffers())
@@ -276,7 +276,7 @@ def _listed(things: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_scalers(named: dict[str, Any]) -> dict[str, Any]:
-    """Besides what was passed in: the gradient scaler in an optimizer that Accelerate has prepared."""
+    """Add the gradient scaler inside an optimizer prepared by Accelerate to what was passed in."""
     found = dict(named)
     for name, thing in named.items():
         scaler = getattr(thing, "scaler", None) if isinstance(thing, Optimizer) else None
@@ -286,7 +286,7 @@ def _with_scalers(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inner(thing: Any) -> Any:
-    """What is inside a wrapper of torch, Accelerate or Lightning's Fabric; None: it is no wrapper."""
+    """What a wrapper of torch, Accelerate or Lightning's Fabric contains; None if `thing` is not a wrapper."""
     library = type(thing).__module__.partition(".")[0]
     if isinstance(thing, DistributedDataParallel):
         return thing.module
@@ -313,7 +313,10 @@ def _ddp_of(thing: Any) -> DistributedDataParallel | None:
 
 
 def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapping[str, Any]) -> None:
-    """A scheduler of torch leaves its mark in the groups; any object that is passed in may hold it."""
+    """Refuse a torch scheduler that was not passed in: it leaves ``initial_lr`` in the optimizer's groups.
+
+    Any other object passed in might hold it, so with one of these nothing is refused.
+    """
     if any(not isinstance(thing, (nn.Module, torch.amp.GradScaler)) for thing in rest.values()):
         return
     for name, optimizer in optimizers.items():

@@ -1,4 +1,4 @@
-"""What a custom loop keeps in the checkpoint besides the things that it hands over."""
+"""The values a custom loop keeps in the checkpoint with ``run.keep``, besides the objects it passes in."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cluster_ddp.train.state.packing import Packer, Unpacker
 
 
 class Kept(SimpleNamespace):
-    """Numbers of the loop's own, as attributes: `ScriptRun.keep`."""
+    """The kept values, as attributes; returned by `ScriptRun.keep`."""
 
 
 class KeptNumbers:
-    """What the loop keeps by `ScriptRun.keep`, before or after the checkpoint is restored: each rank its own.
+    """All values that the loop keeps with `ScriptRun.keep`, before or after the restore. Each rank has its own.
 
     Attributes
     ----------
     by_rank
         The values of all ranks when they were last gathered.
     in_place
-        Names of those, by rank, that were still the very objects that the program had given then. They are put back
-        into the objects that it gives after a resume, for it may have other names for these.
+        By rank, the names whose values were then still the objects the program had passed. After a resume these are
+        restored in place into the objects passed then, because the program may refer to them by other names.
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class KeptNumbers:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is kept, as it is now."""
+        """The current values, by name."""
         return vars(self._kept)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors that are kept."""
+        """The tensors among the values."""
         return tensors_in(self.values)
 
     def add(self, initial: dict[str, Any]) -> Kept:
-        """Keep these, with what was restored instead of the initial values."""
+        """Keep these; restored values take precedence over the initial ones."""
         for name, value in initial.items():
             _expect_that_it_can_be_kept(name, value)
             self._given[name] = self.values[name] = value
@@ -60,12 +60,12 @@ class KeptNumbers:
         return self._kept
 
     def first(self) -> None:
-        """See, after the first step, that what it has put there can be kept, and not at the first save, which is later.
+        """Check after the first step that the values can be saved, rather than at the first save, much later.
 
         Raises
         ------
         TrainError
-            Something cannot.
+            A value cannot be saved.
         """
         for name, value in self.values.items():
             _expect_that_it_can_be_kept(name, value)
@@ -73,7 +73,7 @@ class KeptNumbers:
     second = first
 
     def as_now(self) -> Callable[[], None]:
-        """What puts the values back as they are now; what is kept from later on, as it was restored."""
+        """Take a snapshot; returns a function that restores it (values kept only later: as in the checkpoint)."""
         objects, now = dict(self.values), copy.deepcopy({**self._restored, **self.values})
 
         def put_back() -> None:
@@ -84,9 +84,9 @@ class KeptNumbers:
         return put_back
 
     def gather(self) -> None:
-        """Collect the values of all ranks, which call it together, before a save.
+        """Collect the values of all ranks before a save; all ranks call it.
 
-        What was restored and not asked for stays.
+        Restored values that the program has not asked for are retained.
         """
         values = {**self._restored, **self.values}
         if values:
@@ -94,7 +94,7 @@ class KeptNumbers:
             in_place = sorted(same | self._restored_in_place - self.values.keys())
             tensors: dict[str, Tensor] = {}
             packed = Packer(tensors).pack(values, "run.keep")
-            # Else they would come to the GPU of the rank that sends them, from each rank.
+            # Otherwise each would be unpickled onto the GPU of the rank that sent it.
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             gathered = all_gather_object((packed, on_host, in_place))
             device = find_world().device
@@ -102,7 +102,7 @@ class KeptNumbers:
             self.in_place = [names for _, _, names in gathered]
 
     def restore(self, by_rank: list[dict[str, Any]], in_place: list[list[str]]) -> None:
-        """Take back what was gathered; on a different number of ranks what rank 0 had."""
+        """Restore what was gathered; after a change of the number of ranks, rank 0's values on all ranks."""
         self.by_rank, self.in_place = by_rank, in_place
         if not by_rank:
             return
@@ -127,7 +127,7 @@ def _expect_that_it_can_be_kept(name: str, value: Any) -> None:
 
 
 def _filled(into: Any, value: Any) -> Any:
-    """The first object with the content of the second, where it can take that; else the second."""
+    """Copy `value` into `into` in place and return `into`, if their types allow it; else return `value`."""
     if into is value or type(into) is not type(value):
         return value
     if isinstance(into, list):
@@ -149,7 +149,7 @@ def _filled(into: Any, value: Any) -> Any:
 
 
 def _filled_deep(into: Any, value: Any) -> Any:
-    """The same for what the object holds, too."""
+    """Like `_filled`, recursively."""
     if isinstance(into, list) and isinstance(value, list) and len(into) == len(value):
         value = [_filled_deep(*pair) for pair in zip(into, value, strict=True)]
     elif isinstance(into, dict) and isinstance(value, dict) and into.keys() == value.keys():

@@ -1,4 +1,4 @@
-"""The ranks leave an epoch together, one that has left it alone says so, and the run hears when it is to stop."""
+"""Makes the ranks leave an epoch together, reports a rank that left alone, and warns about replaced signal handlers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _PATIENCE = 10.0  # seconds: a rank may have something to do alone before it lea
 
 
 class Leaving:
-    """Waits, where an epoch or the loop is left, until all ranks have left it.
+    """Waits at the end of an epoch or the loop until all ranks have left it.
 
-    A rank that leaves before the last batch, by ``break``, while the others go on would give its gradients of the next
-    epoch to their batches of this one. That they never come can be told by nobody, as they may only be slow: that they
-    have not for some seconds is said, long before the hang watchdog ends all ranks.
+    If a rank left early, by ``break``, while the others continued, its gradients of the next epoch would be summed with
+    theirs of this one. Ranks that never leave cannot be distinguished from slow ones, so this is reported after some
+    seconds, long before the hang watchdog ends all ranks.
 
     Parameters
     ----------
     warn
-        Takes the message on rank 0.
+        Called with the message on rank 0.
 
     Attributes
     ----------
     early
-        What this rank has left before its end; None: nothing.
+        What this rank left before its end, for the message; None if nothing.
     """
 
     def __init__(self, world: World, warn: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class Leaving:
         """Wait for the other ranks."""
         if self._world.world_size == 1:
             return
-        # Not by all_reduce: a rank that has not left may be in one about a stop, and Gloo would take this for that.
+        # Not all_reduce: a rank that has not left may be in the one for stops, and Gloo would match the two.
         here = torch.zeros(1)
         work = dist.all_gather(
             [torch.empty_like(here) for _ in range(self._world.world_size)], here, group=host_group(), async_op=True
@@ -66,21 +66,21 @@ class Leaving:
 
 
 class OtherHandlers:
-    """Warns, after the second step, about signals that the program handles itself: the run does not hear them then.
+    """Warns, after the second step, about signals that the program handles itself, which the run then misses.
 
     Parameters
     ----------
     unheard
-        Gives their names.
+        Returns their names.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, unheard: Callable[[], list[str]], warn: Callable[[str], None]) -> None:
         self._unheard, self._warn = unheard, warn
 
     def first(self) -> None:
-        """Nothing is to be noted."""
+        """Does nothing: handlers are checked after the second step."""
 
     def second(self) -> None:
         """Call after the second step."""

@@ -1,4 +1,4 @@
-"""Ends a custom loop whose GradScaler leaves out one update after another."""
+"""Ends a custom loop whose GradScaler skips too many updates in a row."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from cluster_ddp.train.errors import NonFiniteError
 
 
 class LeftOutUpdates:
-    """Counts updates in a row that a GradScaler has left out though its scale cannot be the cause.
+    """Counts consecutive updates skipped by a GradScaler for which its scale cannot be the cause.
 
-    Gradients overflow under a scale that is too high, and the scaler lowers it until they fit. One that it lowers below
-    1 meets gradients that are not finite by themselves. What accumulates gradients leaves the scale as it is, and does
-    not count.
+    Gradients overflow if the scale is too high, and the scaler lowers it until they fit. If it gets below 1, the
+    gradients themselves are not finite. Gradient accumulation leaves the scale unchanged and does not count.
 
     Parameters
     ----------
     scalers
-        Those that were passed in.
+        The scalers passed in.
     max_in_a_row
         ``train.max_bad_steps``.
     """
 
     def __init__(self, scalers: Sequence[torch.amp.GradScaler], max_in_a_row: int) -> None:
         self._scalers = scalers
-        self._scales = [-math.inf] * len(scalers)  # when no optimizer had stepped last: to ask waits for the GPU
+        self._scales = [-math.inf] * len(scalers)  # at the last step without an update; reading waits for the GPU
         self._max_in_a_row = max_in_a_row
         self._in_a_row = 0
 
@@ -37,14 +36,14 @@ class LeftOutUpdates:
         Parameters
         ----------
         step
-            Steps that are finished.
+            Number of finished steps.
         updated
             Whether an optimizer has stepped.
 
         Raises
         ------
         NonFiniteError
-            There were too many in a row, on all ranks: they have the same gradients.
+            There were too many in a row; raised on all ranks, because they have the same gradients.
         """
         if updated or not self._scalers:
             self._in_a_row = 0

@@ -1,4 +1,4 @@
-"""The loader that `ScriptRun.resumable` gives instead of the user's own."""
+"""The loader that `ScriptRun.resumable` returns, for the loop to use instead of the user's DataLoader."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _END = object()
 
 
 class ResumableLoader:
-    """Gives the batches that are left, epoch by epoch, and saves and stops between them.
+    """Yields the remaining batches, epoch by epoch, and saves and stops between them.
 
-    Everything else is asked of the user's DataLoader.
+    All other attributes are those of the user's DataLoader.
 
     Parameters
     ----------
     loader
-        The user's.
+        The user's DataLoader.
     batches
         Its batches, as a function of seed and epoch.
     step
-        Steps that are finished.
+        Number of finished steps.
     taking
-        Sees how the batches are taken.
+        Watches how the batches are taken.
     changed
-        Sees what the code after the batches changes.
+        Watches what the code after the batches changes.
     as_now
-        Each gives what puts back, as it was then, something that the code before the first batches of a resume may
-        change, such as by a snapshot of the program's own.
+        Each takes a snapshot and returns a function that restores it. On a resume, code before the first batches may
+        change what was restored, for example by loading a snapshot of its own; this undoes the change.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class ResumableLoader:
         self._is_open = self._is_through = self._is_resumed = False
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, by number from 0; use it instead of ``range(epochs)``.
+        """The remaining epochs, numbered from 0; use it instead of ``range(epochs)``.
 
-        What precedes the epochs is run again at a resume, and what precedes the batches of an epoch where it is resumed
-        in its middle: weights and settings that are changed there are put back as they were restored.
+        On a resume, code before the loop runs again, and so does code before the batches of an epoch that is resumed
+        in the middle; weights and settings that it changes are restored again.
         """
         self._loop.beginning.begin()
         while self._epoch < self._geometry.epochs:
@@ -93,10 +93,10 @@ class ResumableLoader:
         return ((number - 1, batch) for batch, number in zip(self, self._numbers(), strict=False))
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this epoch that are left.
+        """The remaining batches of this epoch.
 
-        In an epoch that is resumed in its middle none are left for one more pass, and that is no error: what takes
-        ``len(loader)`` batches, as an engine of Ignite does, asks once more, and ends the epoch then.
+        In an epoch resumed in the middle, one more pass yields nothing and is not an error: code that takes
+        ``len(loader)`` batches, such as an Ignite engine, starts a second pass and ends the epoch when it is empty.
         """
         batches = self._left()
         self._given = weakref.ref(batches)
@@ -135,7 +135,7 @@ class ResumableLoader:
                 try:
                     yield batch
                 except GeneratorExit:
-                    if self._is_open and self._epoch == epoch:  # else it was kept beyond its epoch, which is counted
+                    if self._is_open and self._epoch == epoch:  # else it outlived its epoch, which is already counted
                         self._loop.abandon()
                         self._changed.begin()
                     raise
@@ -147,7 +147,7 @@ class ResumableLoader:
         self._changed.begin()
         if not first:
             return None
-        return (  # to whoever calls next() once more
+        return (  # the value of StopIteration, for code that calls next() once more
             f"the batches of epoch {epoch} are through: of {length} there were {length - first} left at this resume. "
             "Take them by `for batch in loader`, or by next(batches, None), and not len(loader) times"
         )
@@ -164,7 +164,7 @@ class ResumableLoader:
         return getattr(self.__dict__["_loader"], name)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._batches.close()
 
     def _numbers(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Around the steps of a loop of one's own: seeds, saves, and the stop that all ranks agree on."""
+"""What happens around each step of a custom loop: seeding, saving, and the stop that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MANY = 500
 
 
 class LeaveBlock(BaseException):
-    """Ends the block of `join_run` from within its loop: what follows the loop is not run."""
+    """Raised inside the loop to end the block of `join_run`, so that code after the loop does not run."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -39,60 +39,60 @@ class LeaveBlock(BaseException):
 
 
 class Save(Protocol):
-    """Saves the state of the step that is finished."""
+    """Saves the state after the last finished step."""
 
     def __call__(self, *, again: bool) -> None:
-        """`again`: also when this step has been saved."""
+        """Save; with `again`, even if this step has already been saved."""
 
 
 class Loop:
-    """One loop's steps, and the state of it and of what was handed over.
+    """The steps of one custom loop, and its state together with that of the objects passed in.
 
     Parameters
     ----------
     session
-        Of this rank.
+        This rank's session.
     save
-        Saves the state of the step that is finished.
+        Saves the state after the last finished step.
     kept
-        Numbers of the loop's own.
+        The values passed to ``run.keep``.
     handed
-        What was handed over.
+        The objects passed in.
     deal
-        How the samples of an epoch are dealt out to the ranks; None: nobody knows.
+        How the samples of an epoch are dealt out to the ranks; None if unknown.
     max_bad_steps
         ``train.max_bad_steps``.
 
     Attributes
     ----------
     seed
-        All random numbers follow from it: what the program gave `torch.manual_seed`, else the job file's.
+        Determines all random numbers: what the program passed to `torch.manual_seed`, else the job file's seed.
     batches
-        How many there have been in this attempt.
+        Batches begun in this attempt.
     is_closed
-        Whether the code after the last batch of the epoch before has run.
+        Whether the code after the last batch of the previous epoch has run.
     is_over
-        Whether the checkpoint that was restored is of the end of the block, and there is no more to do.
+        Whether the restored checkpoint was saved at the end of the block, so that there is nothing left to do.
     data
-        A fingerprint of what is read first or held; None: its length says whether it has changed.
+        A fingerprint of what is read first or held; None if only the length shows whether the data changed.
     rows
-        A fingerprint of what the set holds for each of its samples, which may be a cache.
+        A fingerprint of what the data set holds for each of its samples, which may be a cache.
     numbers
-        Those of the data set and its sampler when the batches of this epoch began: see `ChangedData`.
+        The numbers in the data set and its sampler when the batches of this epoch began; see `ChangedData`.
     generators
-        Those that the models hold themselves, seeded with the others.
+        Random generators held by the models themselves, seeded along with the global ones.
     kept
-        Numbers of the loop's own.
+        The values passed to ``run.keep``.
     has_stopped
         Whether the block was left because all ranks agreed to stop.
     before_save
-        Called before each save: brings what is kept up to date.
+        Called before each save, to bring the kept values up to date.
     look
-        Called after each step, with whether an optimizer has stepped in it: sees what is beside the loop.
+        Called after each step, with whether an optimizer stepped in it; inspects the program around the loop.
     on_update
         Called after each update.
     beginning
-        Sees that the loop begins where it has to.
+        Checks that the loop begins where it has to.
     leaving
         Where this rank waits for the others when it leaves an epoch or the loop.
     """
@@ -120,7 +120,7 @@ class Loop:
         self.rows: int | None = None
         self.numbers: dict[str, Any] | None = None
         self.is_closed = self.is_over = self.has_stopped = False
-        self._is_finished = False  # the block has come to its end
+        self._is_finished = False  # the block has reached its end
         self._is_dirty = False  # something may have changed since the state was saved or restored
         self._is_updated = self._save_is_due = False
         self._waited = 0  # batches that a save or a stop has waited for an update
@@ -132,7 +132,7 @@ class Loop:
 
     @property
     def unheard(self) -> list[str]:
-        """The signals that are not heard any more: see `StopSignals.unheard`."""
+        """The signals whose handlers the program has replaced; see `StopSignals.unheard`."""
         return self._session.unheard
 
     @property
@@ -141,11 +141,11 @@ class Loop:
         return self._stop.level > 0
 
     def warn(self, message: str) -> None:
-        """Say on rank 0 what is to be known."""
+        """Report a warning, on rank 0."""
         self._session.saving.warn(message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what was handed over, and what a resume needs to know of the loop."""
+        """The state of the objects passed in, and what a resume needs to know about the loop."""
         return {**self._handed.state_dict(), "loop": self._own_state()}
 
     def _own_state(self) -> dict[str, Any]:
@@ -164,12 +164,12 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises
         ------
         TrainError
-            A step has other samples now, or other things were handed over.
+            Steps have different samples now, or different objects were passed in.
         """
         if "loop" not in state:
             raise TrainError(_OTHER_LOOP)
@@ -200,12 +200,14 @@ class Loop:
             self.warn(message)
 
     def expect_data(self, first: int | None, rows: int | None) -> None:
-        """See that what is read first or held is what it was when the checkpoint was saved; all ranks call it.
+        """Check that the data are those the checkpoint was saved with; all ranks call it.
+
+        A change in `first` (what is read first or held) is refused; one in `rows`, possibly a cache, is reported.
 
         Raises
         ------
         TrainError
-            It is not.
+            `first` differs.
         """
         if self.data not in (None, first):
             raise TrainError(
@@ -230,7 +232,7 @@ class Loop:
         Raises
         ------
         TrainError
-            It belongs to no batch, or is that of another thread than the block's.
+            The step belongs to no batch, or was taken by a thread other than the block's.
         """
         self.beginning.expect_batch()
         self._is_updated = True
@@ -238,7 +240,7 @@ class Loop:
         self.beginning.expect_thread()
 
     def begin(self, micro_batch: int) -> None:
-        """Call before the computation on a batch, with its number in the step."""
+        """Call before the computation on a batch, with its number within the step."""
         if self._seeds is None:
             world = self._session.world
             self._seeds = StepSeeds(self.seed, world.rank, world.device, self.generators)
@@ -252,23 +254,23 @@ class Loop:
         self._seeds.apply(self._session.step, micro_batch)
 
     def end(self, *, last: bool = False) -> None:
-        """Call when a step is done; saves when that is due.
+        """Call when a step is done; saves if a save is due.
 
-        With gradients that wait for an update nothing is saved: a save and a stop wait for the update too. After the
-        last batch of an epoch both wait for the code that follows the batches, which may use what they have left; but
-        a stop leaves a checkpoint there all the same, because that code may take longer than there is time.
+        While gradients are being accumulated, saves and stops wait for the update. After the last batch of an epoch
+        both wait for the code after the batches, which may use what they left behind; a stop saves there anyway,
+        because that code may take longer than the time left.
 
         Parameters
         ----------
         last
-            Whether code follows that belongs to the step.
+            Whether this was the last batch of an epoch, so that the code after the batches still belongs to the step.
 
         Raises
         ------
         LeaveBlock
             All ranks agreed to stop.
         NonFiniteError
-            The GradScaler leaves out one update after another.
+            The GradScaler has skipped too many updates in a row.
         """
         decision = self._session.end_step()
         self._left_out.check(self._session.step, updated=self._is_updated)
@@ -282,14 +284,14 @@ class Loop:
             self.save()
 
     def jump(self, step: int) -> None:
-        """The code after an epoch has run; so many steps count as finished, also where its loop was left early.
+        """Call when the code after an epoch has run: `step` steps count as finished, even if its loop was left early.
 
         Raises
         ------
         LeaveBlock
             All ranks agreed to stop.
         """
-        if self.has_stopped:  # and a bare `except:` around the batches has caught that
+        if self.has_stopped:  # a bare `except:` around the batches caught the first one
             raise LeaveBlock
         self.leaving.meet()
         self._session.beat.step(step)
@@ -298,19 +300,20 @@ class Loop:
         self._save_or_leave()
 
     def abandon(self) -> None:
-        """Call when the loop is left in the middle of a step: what has been updated counts as a step."""
+        """Call when the loop is left in the middle of a step; the step counts if an optimizer has stepped in it."""
         if self._is_updated:
             self._session.beat.step(self._session.step + 1)
 
     def leave(self) -> None:
-        """Call at the end of the block, on all ranks: who left the loop early while a stop is asked for, was stopped.
+        """Call at the end of the block, on all ranks.
 
-        Such as by a handler of the program's own, or by an exception's.
+        A loop left early while a stop is requested counts as stopped: the program's own signal handler, or an
+        exception handler, may have left it.
 
         Raises
         ------
         TrainError
-            The block has ended before the loop has begun, or another thread has run it.
+            The block ended before the loop began, or the loop ran in a different thread.
         """
         self.leaving.meet()
         if (
@@ -324,19 +327,19 @@ class Loop:
             self.beginning.expect_begun()
 
     def save_where_stopped(self) -> None:
-        """Save at a stop; not where gradients wait for an update, which the checkpoint before does not lack."""
+        """Save at a stop; if gradients still wait for an update, leave the previous checkpoint as the one to resume."""
         if self._is_updated:
             self.save()
 
     def save(self) -> None:
-        """Save the state as it is now, unless that has been done."""
+        """Save the current state, unless it has been saved already."""
         self.before_save()
         self.kept.gather()
         self._save_state(again=self._is_dirty)
         self._is_dirty = False
 
     def save_at_end(self) -> None:
-        """Save what the code after the last step has changed, too; a run that was over before is left as it is."""
+        """Save at the end of the block, after the code that follows the loop, unless the run was over already."""
         if not self.is_over:
             self._is_finished = self._is_dirty = True
             self.save()
@@ -365,22 +368,22 @@ class Loop:
                 )
 
     def enter(self, epoch: int) -> None:
-        """Call when an epoch begins: what comes before its batches draws the same numbers after a resume, too.
+        """Call when an epoch begins: seeds the code before its batches, so that it draws the same after a resume.
 
-        All ranks draw the same there, as what is decided for an epoch is decided for all.
+        All ranks get the same seed there, because what is decided for an epoch is decided for all of them.
         """
         self.beginning.awaits_batches = True
         seed_everything(derive(Use.EPOCH, self.seed, epoch))
 
     def rest(self, epoch: int) -> None:
-        """Call when the batches of an epoch are through: what comes now draws the same numbers after a resume."""
+        """Call after the batches of an epoch: seeds the code that follows, so that it draws the same after a resume."""
         self.beginning.awaits_batches = False
         seed = mix(derive(Use.EVALUATION, self.seed, epoch) ^ mix(self._session.world.rank))
         seed_everything(seed)
         self._session.beat.enter(Phase.EVALUATING)
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, by number from 0."""
+        """The remaining steps, numbered from 0."""
         self.beginning.begin()
         for step in range(self._session.step, self._geometry.total):
             self.begin(0)

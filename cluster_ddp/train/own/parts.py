@@ -1,4 +1,4 @@
-"""The state of a loop that says itself where a step begins and ends: one model, one optimizer, and what else it has."""
+"""State of custom loops, and copies of it with which a restore is checked once after the second step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RATES = "learning rates of the optimizer"
 
 
 class Once:
-    """Makes the state of a script once more, to see that it comes back: nothing in a script makes its model again.
+    """Makes a second, fresh state of a script, into which a save is restored to check that the state comes back.
 
-    It is a copy of model and optimizer as they are now, before anything is restored, on the CPU and on rank 0, which is
-    used once and let go of; later ones are copies of what they are then.
+    A script has no function that creates its model again, so model and optimizer are copied on construction, before
+    anything is restored, to the CPU of rank 0. That copy is used once; later calls copy them as they are then.
 
     Raises
     ------
@@ -42,14 +42,14 @@ class Once:
     def __call__(self) -> State:
         model, optimizer = self._copies or twins(self._model, self._optimizer)
         self._copies = None
-        self._state.put_first_settings(optimizer)  # which a scheduler may have changed by now, as OneCycleLR momenta
+        self._state.put_first_settings(optimizer)  # OneCycleLR, for one, has changed the momenta by now
         also = self._make_also(optimizer)
         self._state.put_back_first(also)
         return State(model, optimizer, also=also)
 
 
 class Echo:
-    """Stands for what takes its state back, as has been seen when it was passed in."""
+    """Stand-in for objects whose ``load_state_dict`` was already checked when they were passed in."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._state: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class Echo:
 
 
 class Own:
-    """A script's own state, with the learning rates, which a script may change in whatever way."""
+    """A script's own state together with the learning rates, which a script may change in any way."""
 
     def __init__(self, optimizer: Optimizer, also: Stateful | None) -> None:
         self._optimizer, self._also = optimizer, also

@@ -1,4 +1,4 @@
-"""What the program around a loop of its own holds: the functions that run, and what they can reach."""
+"""Inspects the program around a custom loop: the running functions, their variables, and what these reach."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cluster_ddp.train.inner_parts import inner_parts
 _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, torch_data.DataLoader, str, int, float)
 _Found = TypeVar("_Found")
 _OURS = __name__.partition(".")[0]
-_WIDTH = 2000  # parts of a list or dict that are looked through
-_MOST = 50_000  # parts of one depth: 0.1 s
+_WIDTH = 2000  # a list or dict with more parts is not searched
+_MOST = 50_000  # objects searched per level: 0.1 s
 
 
 def running_frames() -> Iterator[FrameType]:
-    """The functions that run now, from the inside, without those of this package and of torch."""
+    """The frames of the running functions, innermost first, without those of this package and torch."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in (_OURS, "torch"):
@@ -32,9 +32,10 @@ def running_frames() -> Iterator[FrameType]:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of a running function by name, without letting the frame hold on to what they are now.
+    """The variables of a running function, by name, without keeping their values alive in the frame.
 
-    Before Python 3.13 a function that is asked for its variables keeps a dict of them to its end: a batch, its logits.
+    Before Python 3.13, a frame whose ``f_locals`` was read keeps that dict, with a batch and its logits, until the
+    function returns.
     """
     found = dict(frame.f_locals)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
@@ -43,27 +44,27 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
 
 def running_variables() -> list[tuple[str, Any]]:
-    """The variables of all functions that run now, by name."""
+    """The variables of all running functions, by name."""
     return [item for frame in running_frames() for item in variables_of(frame).items()]
 
 
 def found_or_nothing(search: Iterator[_Found]) -> list[_Found]:
-    """What a search through a program finds; nothing where a proxy fails, which does much when asked what it is."""
+    """What a search through a program finds; empty if it fails, as on a proxy object that raises when inspected."""
     with contextlib.suppress(Exception):
         return list(search)
     return []
 
 
 def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[str, Any]]:
-    """What objects hold in attributes, lists and dicts, by a name for people, and they themselves.
+    """The objects given, and what they hold in attributes, lists and dicts, each with a readable name.
 
-    Models, tensors, arrays, data sets and what is this package's own, such as `ScriptRun.keep` gives, are not looked
-    into.
+    Models, tensors, arrays, data sets and this package's own objects, such as that of `ScriptRun.keep`, are not
+    searched.
 
     Parameters
     ----------
     depth
-        How deep.
+        Number of levels, including the objects given.
     """
     seen: set[int] = set()
     level = list(holders)
@@ -90,5 +91,5 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name_of(key: Any) -> str:
-    """Of a key in a dict; a tensor's own representation takes long."""
+    """The name of a dict key; the repr of a tensor would be slow."""
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__

@@ -1,4 +1,4 @@
-"""What a training custom loop does with its run."""
+"""`ScriptRun`, the ``run`` of ``with join_run() as run:``, through which a custom loop saves, stops and resumes."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from cluster_ddp.train.state.training import State, Stateful
 
 
 class ScriptRun:
-    """What a script does with its run; `join_run` makes it.
+    """The run as seen by a program with a custom loop; created by `join_run`.
 
     Attributes
     ----------
     world
         Rank, local rank, world size and device of this process.
     job
-        The job file's settings; under a bare torchrun the defaults.
+        The job file's settings; the defaults under torchrun alone.
     directory, attempt
-        Where the run lies, and the number of this attempt.
+        The run's directory, and the number of this attempt.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ScriptRun:
 
     @property
     def step(self) -> int:
-        """Steps that are finished."""
+        """Number of finished steps."""
         return self._session.step
 
     @property
@@ -91,35 +91,35 @@ class ScriptRun:
         """Whether all ranks have agreed to stop."""
         return self._session.decision.level > 0 or (self._loop is not None and self._loop.stops)
 
-    # Loops that stay as they are.
+    # Loops that run.resumable() and run.steps() drive.
 
     def resumable(
         self, loader: Any, *, epochs: int, accumulate: int = 1, batches: int | None = None, **things: Any
     ) -> ResumableLoader:
-        """Make a loop over a DataLoader resumable, and put everything back where the run was left.
+        """Make a loop over a DataLoader resumable, and restore the state in which the run was interrupted.
 
         Parameters
         ----------
         loader
-            A DataLoader with whatever data set, sampler, workers and collate function. It is left as it is; what is
-            returned takes its place.
+            Any DataLoader, with any data set, sampler, workers and collate function. It is not modified; use the
+            returned loader instead.
         epochs
             Passes over the data in the whole training.
         accumulate
-            Batches for one step of the optimizer, where it is more than one. Without it a batch counts as a step, and
-            saves and stops wait for a batch after which the optimizer has stepped.
+            Batches per optimizer step, if more than one. Without it each batch counts as a step, and saves and stops
+            wait for a batch after which the optimizer has stepped.
         batches
-            Batches of an epoch on each rank, where the loader has no length.
+            Batches per epoch on each rank, if the loader has no length.
         things
-            What is kept, by name: ``model=`` in DDP when there are several ranks, ``optimizer=``, and whatever else
-            has ``state_dict()`` and ``load_state_dict()``, such as ``scheduler=``, ``scaler=`` and averaged models;
-            also several models and optimizers, and lists of schedulers. None is left out.
+            What is saved, by name: ``model=`` (wrapped in DDP if there are several ranks), ``optimizer=``, and anything
+            else with ``state_dict()`` and ``load_state_dict()``, such as ``scheduler=``, ``scaler=`` and averaged
+            models; also several models and optimizers, and lists of schedulers. Values of None are ignored.
 
         Raises
         ------
         TrainError
-            Something cannot be resumed exactly: the order of the loader, or a thing that was passed in. Or the run
-            has a different number of ranks now and the steps would have other samples.
+            Something cannot be resumed exactly, such as the loader's order or an object passed in, or the number of
+            ranks has changed such that steps would have different samples.
         """
         with self._block.only_loop():
             world, epochs = self.world.world_size, whole("epochs", epochs)
@@ -141,21 +141,21 @@ class ScriptRun:
             return self._loader
 
     def steps(self, total: int, **things: Any) -> Iterator[int]:
-        """Give the steps that are left of a loop that draws its batches itself, by number from 0.
+        """Iterate over the remaining steps, numbered from 0, of a loop that samples its batches itself.
 
         torch, random and NumPy are seeded for each step and rank, so what the loop draws from them is exact.
 
         Parameters
         ----------
         total
-            Where training ends.
+            The step at which training ends.
         things
-            What is kept, as in `resumable`.
+            What is saved, as in `resumable`.
 
         Raises
         ------
         TrainError
-            A thing that was passed in cannot be kept.
+            An object that was passed in cannot be saved.
         """
         with self._block.only_loop():
             loop = self._take_over(things, Draws(whole("the number of steps", total)))
@@ -164,13 +164,13 @@ class ScriptRun:
             return loop.steps()
 
     def keep(self, **numbers: Any) -> Kept:
-        """Keep numbers of the loop's own in the checkpoint, such as the best accuracy so far.
+        """Keep the loop's own values in the checkpoint, such as the best accuracy so far.
 
         Parameters
         ----------
         numbers
-            Their values in a fresh run. Numbers, strings, tensors, and lists and dicts of these, which may also be
-            changed in place; each rank keeps its own, and on a different number of ranks all take those of rank 0.
+            Their values in a fresh run: numbers, strings, tensors, and lists and dicts of these, which may also be
+            changed in place. Each rank keeps its own; after a change of the number of ranks, all take rank 0's.
 
         Returns
         -------
@@ -178,7 +178,7 @@ class ScriptRun:
         """
         return self._kept.add(numbers)
 
-    # Loops that say themselves where a step begins and ends.
+    # Loops that mark where each step begins and ends.
 
     def resume(
         self,
@@ -189,21 +189,21 @@ class ScriptRun:
         total_steps: int,
         also: Stateful | None = None,
     ) -> None:
-        """Fill model and optimizer from the newest intact checkpoint, if there is one, and set `step`.
+        """Restore model and optimizer from the newest intact checkpoint, if there is one, and set `step`.
 
-        The learning rates of the optimizer's groups are kept with the rest. A scheduler of torch is resumed by `also`.
+        This includes the learning rates of the optimizer's groups. Pass a torch scheduler in as `also`.
 
         Parameters
         ----------
         model
-            As it is trained: wrapped in DDP when there are several ranks, in training mode.
+            The model as it is trained: wrapped in DDP if there are several ranks, in training mode.
         stream
-            Tells how many samples and epochs a step stands for.
+            Says how many samples and epochs a number of steps amounts to.
         total_steps
-            Where training ends.
+            The step at which training ends.
         also
-            What else is to be saved, such as a scheduler or a gradient scaler: its ``state_dict()`` holds tensors, or
-            what JSON can hold.
+            Anything else to be saved, such as a scheduler or a gradient scaler; its ``state_dict()`` may contain
+            tensors and whatever JSON can represent.
         """
         with self._block.only_loop():
             settle_layout(model, self.world.world_size)
@@ -218,11 +218,11 @@ class ScriptRun:
         self._session.begin_step()
 
     def end_step(self) -> bool:
-        """Call when a step's update is made; saves when that is due.
+        """Call after a step's update; saves if a save is due.
 
         Returns
         -------
-        Whether all ranks agreed to stop, the same on every rank: leave the loop then.
+        Whether all ranks agreed to stop, the same on every rank; if so, leave the loop.
         """
         self._resumed()
         stops = self._session.end_step().level > 0
@@ -231,17 +231,17 @@ class ScriptRun:
         return stops
 
     def evaluating(self) -> None:
-        """Say that an evaluation comes, which the hang watchdog does not take for a step; `begin_step` ends it."""
+        """Announce an evaluation, so that the hang watchdog does not count it as a step; `begin_step` ends it."""
         self._session.beat.enter(Phase.EVALUATING)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a line to metrics.jsonl; all ranks call it, with values that are the same on all."""
+        """Write a line to metrics.jsonl; all ranks call it, with the same values."""
         order = self._resumed()
         self._session.saving.note_logged(values)
         self._report.log(step=step, samples=order.consumed(step), epoch=order.epoch(max(0, step - 1)), values=values)
 
     def end(self) -> None:
-        """Save the last step, see it durable, and record how the run ended. `join_run` calls it."""
+        """Save the last step durably and record how the run ended. Called by `join_run`."""
         self._block.is_open = False
         self._close_loop()
         self._expect_group()
@@ -252,26 +252,26 @@ class ScriptRun:
         self._session.close()
 
     def fail(self) -> None:
-        """Close what keeps metrics, after an exception. `join_run` calls it."""
+        """Close the metrics file and loggers after an exception. Called by `join_run`."""
         self._block.is_open = False
         with contextlib.suppress(Exception):
             self._close_loop()
         self._report.close(failed=True)
 
-    # What these have in common.
+    # Shared by both kinds of loop.
 
     def take_over(self, things: Mapping[str, Any], order: Geometry | Draws) -> Loop:
-        """Put everything back where the run was left, for whoever runs the loop; `things` as in `resumable`."""
+        """Restore the run's state for an integration that drives the loop itself; `things` as in `resumable`."""
         with self._block.only_loop():
             return self._take_over(things, order)
 
     def watch(self, loop: Loop, loader: Any = None, found: Batches | None = None, remedy: str = HAND_OVER) -> None:
-        """See what the program has beside its loop over this loader and its batches, and tell or refuse it.
+        """Watch for state of the program that no checkpoint contains, and report or refuse it.
 
         Parameters
         ----------
         remedy
-            How what is overlooked gets into the checkpoint.
+            How to get what was overlooked into the checkpoint, for the message.
         """
         beat = self._session.beat
         self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
@@ -357,8 +357,8 @@ class ScriptRun:
     def _save(self, *, again: bool = False) -> None:
         self._check_weights(self.step)
         self._session.save(dict(self._report.latest), again=again)
-        # On a GPU the weights are still being copied. The trainer waits before its update; a custom loop may
-        # change them at any time, as the inner steps of Reptile do, and the first step of SAM.
+        # On a GPU the weights are still being copied. The trainer waits before its update, but a custom loop may
+        # change them at any time, as do the inner steps of Reptile and the first step of SAM.
         self._session.saving.wait_for_staging()
 
     def _resumed(self) -> Order:
@@ -368,12 +368,12 @@ class ScriptRun:
 
 
 def _same_on_all_ranks(found: Batches) -> tuple[int | None, int | None, Deal | None]:
-    """The size of the batches and of the data set, and how it is dealt out; None where each rank has a set of its own.
+    """The batch size, the size of the data set and how it is dealt out; all None if each rank has its own data set.
 
     Raises
     ------
     TrainError
-        The ranks have other numbers of batches.
+        The ranks have different numbers of batches.
     """
     all_ranks = all_gather_object((found.length, found.batch, found.samples))
     lengths = [length for length, _, _ in all_ranks]

@@ -1,4 +1,4 @@
-"""Copies of a model and its optimizer that belong together, whatever else the two hold."""
+"""Copies a model together with its optimizer, even if they hold things that cannot be copied."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TaskError
 
-COPIES: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # some outlive their use, until cycles are collected
+COPIES: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # some outlive their use, until the garbage collector runs
 
 
 def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Copy a model, without its DDP wrapper, and its optimizer, to the CPU.
+    """Copy a model, without its DDP wrapper, and its optimizer to the CPU.
 
     What cannot be copied and is neither a parameter, a buffer nor the optimizer's state (a lock, an open file, a
     process group) is shared with the copies.
@@ -29,7 +29,7 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
         They cannot be copied.
     """
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    twin = object.__new__(type(optimizer))  # copy.deepcopy(optimizer) leaves out the attributes of derived classes
+    twin = object.__new__(type(optimizer))  # copy.deepcopy(optimizer) omits attributes of derived classes
     memo: dict[int, Any] = {id(optimizer): twin}
     for tensor in _tensors(bare):
         memo[id(tensor)] = _on_cpu(tensor)
@@ -67,7 +67,7 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """The plain tensors of a model; also those that were computed, which copy.deepcopy refuses."""
+    """The plain tensors of a model, including computed (non-leaf) ones, which copy.deepcopy refuses."""
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if type(value) in (Tensor, nn.Parameter):

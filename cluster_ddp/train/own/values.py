@@ -1,4 +1,4 @@
-"""The tensors in a value, and whether they have changed, by a few of their elements."""
+"""Finds the tensors in a value, and detects changes from a few of their elements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import fingerprint
 
-_SAMPLE = 64  # elements of a tensor that are looked at
+_SAMPLE = 64  # number of elements sampled per tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in dicts and lists."""
+    """The tensors in a value, searched through dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -27,17 +27,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether it has elements that can be read."""
+    """Whether a tensor has elements that can be read."""
     return not (tensor.is_meta or tensor.is_nested) and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def sampled(tensors: Iterable[Tensor]) -> int:
-    """A fingerprint of some elements of each."""
+    """A fingerprint of some elements of each tensor."""
     return fingerprint([tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLE)] for tensor in tensors])
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether it is, or holds, a tensor or an array of several elements."""
+    """Whether a value is, or contains, a tensor or an array of several elements."""
     if isinstance(value, Tensor):
         return value.numel() > 1
     if isinstance(value, np.ndarray):

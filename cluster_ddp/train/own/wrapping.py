@@ -1,4 +1,4 @@
-"""Refuses a model or an optimizer that is spread over the ranks in another way than by DDP."""
+"""Refuses a model or an optimizer that is distributed over the ranks by something other than DDP."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DIVIDED = {"DTensor", "FullyShardedDataParallel", "DeepSpeedEngine", "PipelineE
 
 
 def refuse_divided(bare: Mapping[str, Any]) -> None:
-    """Raise a `TrainError` for a model in FSDP, DeepSpeed or tensor parallelism: each rank has its part of it.
+    """Raise a `TrainError` for a model in FSDP, DeepSpeed or tensor parallelism, of which each rank holds a part.
 
-    And for an optimizer whose steps cannot be seen, such as the PostLocalSGDOptimizer, by which ranks go apart.
+    Also for an optimizer whose steps cannot be observed, such as PostLocalSGDOptimizer, which lets ranks diverge.
     """
     for name, thing in bare.items():
         if isinstance(thing, nn.Module):
@@ -35,12 +35,12 @@ def refuse_divided(bare: Mapping[str, Any]) -> None:
 
 
 def refuse_unwrapped(names: Mapping[str, bool]) -> None:
-    """Raise a `TrainError` where there are several ranks and a model that is trained is not in DDP.
+    """Raise a `TrainError` for a trained model that is not wrapped in DDP, on several ranks.
 
     Parameters
     ----------
     names
-        Of these models, with whether they are.
+        The names of the trained models, with whether each is wrapped.
     """
     for name, is_wrapped in names.items():
         if not is_wrapped:

@@ -1,6 +1,6 @@
-"""The batches of a DataLoader of one's own, from any place on.
+"""The batches of the user's DataLoader, from any position.
 
-batches, stream_batches   those of a map-style set, in an order that is a function of the epoch, and of an iterable one
-loader_copy               a DataLoader like the user's, whose parts can be exchanged
-held_data                 a fingerprint of the set, by which another split is recognised
+batches, stream_batches   those of a map-style data set, in an order derived from the epoch, and of an iterable one
+loader_copy               a DataLoader like the user's, with some parts replaced
+held_data                 a fingerprint of the data set, which detects a different split
 """

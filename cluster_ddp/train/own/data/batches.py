@@ -1,4 +1,4 @@
-"""A DataLoader of one's own as a function of (seed, epoch) that can begin at any batch."""
+"""Makes the batches of the user's DataLoader a function of (seed, epoch) that can start at any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cluster_ddp.train.state.surroundings import generators_around
 
 Key = tuple[int, Any]  # the epoch, and the indices of a batch
 
-# Their order follows from their generator, or from set_epoch.
+# Samplers whose order is determined by their generator, or by set_epoch.
 _KNOWN = (
     torch_data.BatchSampler,
     torch_data.RandomSampler,
@@ -46,7 +46,7 @@ class Batches(Protocol):
     batch: int | None
     samplers: list[Any]
     deal: Deal | None
-    remark: str | None  # what `arrange` has found that is to be told
+    remark: str | None  # a warning from `arrange`, if any
 
     @property
     def data(self) -> Any:
@@ -54,35 +54,35 @@ class Batches(Protocol):
 
     @property
     def generators(self) -> list[Any]:
-        """The random generators at the top of modules that are seeded for each sample, in this process."""
+        """The module-level random generators that are seeded for each sample in this process."""
 
     def arrange(self, seed: int) -> int | None:
         """Make the order a function of this seed; all ranks call it, once, before `begin`.
 
         Returns
         -------
-        A fingerprint of what is read first or held, where there is one: by it data that are others are recognised.
+        A fingerprint of what is read first or held, to detect changed data; None if there is none.
         """
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
-        """Give the batches of an epoch from number `first` on."""
+        """Yield the batches of an epoch, starting at number `first`."""
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
 
 
 def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
-    """Take a DataLoader over; the user's object stays as it is.
+    """The batches of a DataLoader, which is not modified.
 
     Parameters
     ----------
     length
-        Batches per epoch and rank; None: as long as the loader is.
+        Batches per epoch and rank; None for the loader's own length.
 
     Raises
     ------
     TrainError
-        Its order cannot be made a function of the epoch.
+        The order cannot be made a function of the epoch.
     """
     inner = inside(loader)
     if not isinstance(inner, DataLoader):
@@ -96,14 +96,14 @@ def batches_of(loader: Any, world_size: int, length: int | None) -> Batches:
 
 
 class MapBatches:
-    """Batches of a map-style set, in the order of whatever sampler the loader has.
+    """Batches of a map-style data set, in the order of the loader's sampler, of any kind.
 
     Parameters
     ----------
     length
         Batches per epoch and rank.
     told
-        Whether the program has said how many there are, and not the loader.
+        Whether the program passed in that number, rather than the loader's own length being used.
     """
 
     def __init__(self, of: LoaderCopy, length: int, world_size: int, *, told: bool) -> None:
@@ -127,11 +127,11 @@ class MapBatches:
 
     @property
     def generators(self) -> list[Any]:
-        """Those at the top of modules that are seeded for each sample, in this process."""
+        """The module-level generators that are seeded for each sample in this process."""
         return [] if self._fetcher is None else self._fetcher.generators_around
 
     def _dealt(self, world_size: int) -> int | None:
-        """Samples of an epoch on all ranks."""
+        """Samples per epoch on all ranks together."""
         found = [part.total_size for part in self.samplers if isinstance(getattr(part, "total_size", None), int)]
         if self.batch:
             taken: int = self.length * self.batch * world_size
@@ -140,7 +140,7 @@ class MapBatches:
         return min(found, default=self.samples)
 
     def arrange(self, seed: int) -> int | None:
-        """Make the order a function of this seed; a fingerprint of what the set of rank 0 holds."""
+        """Make the order a function of this seed; returns a fingerprint of what rank 0's data set holds."""
         inner = self._copy.inner
         held = broadcast_object(held_data(inner.dataset))
         self._order.seed = seed
@@ -153,7 +153,7 @@ class MapBatches:
         return held
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
-        """Give the batches of an epoch from number `first` on; those before are not read."""
+        """Yield the batches of an epoch, starting at number `first`; earlier ones are not read."""
         self._keys.epoch, self._keys.first, self._keys.is_read = epoch, first, False
         with contextlib.closing(iter(self._copy)) as batches:
             for batch in batches:
@@ -169,15 +169,15 @@ class MapBatches:
                 yield batch
 
     def ordinary(self) -> Any:
-        """A loader of the kind that was given, for a framework that iterates and skips itself: see `enter`."""
+        """A loader of the original kind, for a framework that iterates and skips batches itself; see `enter`."""
         return self._copy.loader
 
     def enter(self, epoch: int, first: int = 0) -> None:
-        """Let the next pass over `ordinary` be that of this epoch, from batch `first` on."""
+        """Make the next pass over `ordinary` that of this epoch, starting at batch `first`."""
         self._keys.epoch, self._keys.first = epoch, first
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._copy.close()
 
 
@@ -204,9 +204,9 @@ class _Order:
             )
 
     def __call__(self, epoch: int) -> Iterable[Any]:
-        """The elements of an epoch, in order."""
+        """The sampler's elements for an epoch, in order."""
         key = derive(Use.ORDER, self.seed, epoch)
-        generator = torch.Generator().manual_seed(key)  # one for all: two sets of one length have orders of their own
+        generator = torch.Generator().manual_seed(key)  # shared, so that two data sets of equal length differ in order
         for part in self.chain:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
@@ -224,10 +224,11 @@ class _Order:
         return list(itertools.islice(self.sampler, self._length))  # at once: it may draw from the global generators
 
     def _begun(self) -> Iterator[Any]:
-        """The elements of a sampler that has drawn them, and draws from the global generators when it is asked again.
+        """The elements of a sampler, which draws its order first and then gets its generator removed.
 
-        The loader that the program has given has this sampler, too: where the program itself goes over it, as for an
-        evaluation within an epoch, its order would otherwise depend on how often it has done so in this attempt.
+        The program's own loader shares this sampler. If the program iterates over it, as for an evaluation within an
+        epoch, it then draws from the global generators; from `generator`, its order would depend on how often the
+        program has done so in this attempt.
         """
         chosen = iter(self.sampler)
         first = list(itertools.islice(chosen, 1))
@@ -241,7 +242,7 @@ class _Order:
 
 
 class _Keys:
-    """Stands for the loader's sampler: gives (epoch, indices)."""
+    """Replaces the loader's sampler; yields (epoch, indices)."""
 
     def __init__(self, order: _Order) -> None:
         self._order = order
@@ -261,7 +262,7 @@ class _Keys:
 
 
 class _Seen(Dataset[Any]):
-    """The user's data set, whose 'index' is a key."""
+    """The user's data set, indexed by a key."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -270,7 +271,7 @@ class _Seen(Dataset[Any]):
         return len(self._data)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_data" not in self.__dict__:  # while it is unpickled
+        if name.startswith("__") or "_data" not in self.__dict__:  # while being unpickled
             raise AttributeError(name)
         return getattr(self._data, name)
 
@@ -284,19 +285,19 @@ class _ByBatch(_Seen):
         try:
             return self._fetcher(key[0], np.array(_indices(key[1]), dtype=np.int64))
         except DataError as error:
-            return error  # raised in a worker it would come with the worker's traceback
+            return error  # if raised in a worker, it would carry the worker's traceback
 
 
 class _OneByOne(_Seen):
-    """Where the loader makes no batches: an element of the sampler, which may be a list, is one of the set."""
+    """For a loader that does no batching: an element of the sampler, possibly a list, indexes the data set directly."""
 
     def __init__(self, data: Any, base: int) -> None:
         super().__init__(data)
         self._base = base
-        self._own = 0, OwnGenerators()  # of this process
+        self._own = 0, OwnGenerators()  # a process id, and the generators in that process
 
     def __getitem__(self, key: Key) -> Any:
-        if self._own[0] != os.getpid():  # a worker_init_fn may have made others
+        if self._own[0] != os.getpid():  # a worker_init_fn may have created new ones
             around = generators_around(parts_of(self._data))
             self._own = os.getpid(), OwnGenerators(self._data, around=around)
         epoch, chosen = key
@@ -307,12 +308,12 @@ class _OneByOne(_Seen):
 
 
 def _indices(chosen: Any) -> list[int]:
-    """The indices of an element of a sampler.
+    """The indices in an element of a sampler.
 
     Raises
     ------
     TrainError
-        They are no integers.
+        They are not integers.
     """
     try:
         return [int(index) for index in (chosen if isinstance(chosen, (list, tuple)) else np.atleast_1d(chosen))]
@@ -338,7 +339,10 @@ def samplers_in(sampler: Any) -> Iterator[Any]:
 
 
 def _name_of_order(chain: list[Any]) -> str:
-    """By it another order is recognised; several ranks have a DistributedSampler for that of one."""
+    """The name by which a different order is detected.
+
+    An unshuffled DistributedSampler, on several ranks, counts as the SequentialSampler of one.
+    """
     last = chain[-1] if chain else None
     in_order = type(last) is torch_data.DistributedSampler and not last.shuffle
     return torch_data.SequentialSampler.__name__ if in_order else type(last).__name__

@@ -1,4 +1,4 @@
-"""A fingerprint of what a data set is made of, by which another split is recognised."""
+"""Fingerprints of what a data set contains, to detect a different split after a resume."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.own.values import has_values, sampled
 
-_SAMPLE = 64  # elements of a list or an array that are looked at
-_DEPTH = 6  # of data sets in data sets
+_SAMPLE = 64  # number of elements sampled from a list or an array
+_DEPTH = 6  # how deep to search data sets in data sets
 
 
 def held_data(data: Any) -> int | None:
-    """Look at the indices of each `Subset` and the tensors of each `TensorDataset`; None where there are none.
+    """A fingerprint of the indices of each `Subset` and the tensors of each `TensorDataset`; None if there are none.
 
-    Lists of numbers, which may be indices, count as well. Other arrays and tensors do not: they may be a cache, which
-    is empty at each start.
+    Lists of numbers count as well, because they may be indices. Other arrays and tensors do not: they may be a cache,
+    which is empty at each start.
     """
     found = list(_numbers(data, _DEPTH))
     return fingerprint(found) if found else None
 
 
 def held_rows(data: Any) -> int | None:
-    """Look at the arrays, tensors, tables and lists of a set that are as long as it is; None where there are none.
+    """A fingerprint of the arrays, tensors, tables and lists that are as long as the data set; None if there are none.
 
-    They are its samples mostly, and may be a cache: who finds others does not know that the samples are others.
+    These are usually its samples but may be a cache, so a difference does not prove that the samples differ.
     """
     found = list(_rows(data, _DEPTH))
     return fingerprint(found) if found else None
@@ -46,15 +46,15 @@ def _rows(data: Any, depth: int) -> Iterator[Any]:
     for part in list(vars(data).values()):
         yield from _rows(part, depth - 1)
         is_held = isinstance(part, (list, tuple, np.ndarray, Tensor)) and not isinstance(part, np.memmap)
-        if (is_held or hasattr(part, "iloc")) and len(part) == length:  # the latter is a table of pandas
-            with contextlib.suppress(Exception):  # of what has no values to read
+        if (is_held or hasattr(part, "iloc")) and len(part) == length:  # the latter: pandas
+            with contextlib.suppress(Exception):  # whatever has no values to read
                 held: Any = getattr(part, "iloc", part)
                 some = held[:: -(-length // _SAMPLE)]
                 yield list(_seen(some.to_numpy() if hasattr(some, "to_numpy") else some, 3))
 
 
 def _seen(value: Any, depth: int) -> Iterator[Any]:
-    """The numbers in it: no names of files, which may lie in another folder at a resume."""
+    """The numbers in a value; no strings, because file names may have a different folder after a resume."""
     if isinstance(value, Tensor) and value.dim():
         yield sampled([value])
     elif isinstance(value, np.ndarray) and value.dtype != object:
@@ -83,6 +83,6 @@ def _numbers(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _array(indices: Any) -> Iterator[Any]:
-    """Indices that are no list."""
+    """Indices in an array or a tensor, rather than a list."""
     if isinstance(indices, (np.ndarray, Tensor)) and len(indices):
         yield [len(indices), [str(part) for part in indices[:: -(-len(indices) // _SAMPLE)].tolist()]]

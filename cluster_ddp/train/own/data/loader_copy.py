@@ -1,4 +1,4 @@
-"""A DataLoader like the user's own, whose parts can be exchanged and whose workers end."""
+"""Copies the user's DataLoader, so that parts of it can be replaced and its workers are stopped."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.data.loader import protect_fork_server, see_off, set_up_worker
 
-_WRAPPED = ("base_dataloader", "_dataloader")  # in Accelerate's loader, and in that of Lightning's Fabric
+_WRAPPED = ("base_dataloader", "_dataloader")  # attributes of Accelerate's and Fabric's loaders
 
 
 def inside(loader: Any) -> Any:
-    """The DataLoader in a loader that a library has made of it; else the loader itself."""
+    """The DataLoader inside a library's wrapper; the loader itself if it is not wrapped."""
     found = (getattr(loader, name, None) for name in _WRAPPED)
     return next((inner for inner in found if isinstance(inner, DataLoader)), loader)
 
 
 class LoaderCopy:
-    """A loader like the user's, whose parts can be exchanged.
+    """A copy of the user's loader, with parts that can be replaced.
 
     Attributes
     ----------
     loader
         The copy.
     inner
-        The DataLoader itself; inside `loader` where a library wraps it.
+        The DataLoader itself, which is inside `loader` if a library wraps it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -43,12 +43,12 @@ class LoaderCopy:
         if _is_endless(self.inner):
             self.put(**{name: None for name, held in vars(self.inner).items() if isinstance(held, _BaseDataLoaderIter)})
             self.put(__class__=DataLoader, persistent_workers=self.inner.num_workers > 0)
-        # Persistent workers that the program has used already have its data set, and end when it lets go of them.
+        # Persistent workers that the program has already used hold its data set; they exit when it drops them.
         self.put(worker_init_fn=_WorkerInit(self.inner.worker_init_fn), _iterator=None)
         self._workers: list[BaseProcess] = []
 
     def put(self, **parts: Any) -> None:
-        """Exchange parts, which DataLoader itself allows for no loader that has been made."""
+        """Replace attributes; DataLoader itself forbids this after construction."""
         for name, part in parts.items():
             object.__setattr__(self.inner, name, part)
 
@@ -68,7 +68,7 @@ class LoaderCopy:
                 self.close()
 
     def close(self) -> None:
-        """End the workers: they ignore the signal by which torch would, and a process waits for its children."""
+        """Stop the workers: they ignore the signal torch would send, and a process waits for its children on exit."""
         object.__setattr__(self.inner, "_iterator", None)
         see_off(self._workers)
         self._workers = []
@@ -79,7 +79,7 @@ class LoaderCopy:
 
 
 def _is_endless(loader: DataLoader[Any]) -> bool:
-    """Whether it takes all epochs from one iterator over a sampler without an end, as ultralytics' and timm's do."""
+    """Whether all epochs come from one iterator over an endless sampler, as in ultralytics and timm."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(sampler, "__len__")
 

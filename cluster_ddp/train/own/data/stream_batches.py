@@ -1,4 +1,4 @@
-"""The batches of an iterable set, tried before the first step and read up to their place at a resume."""
+"""Batches of an iterable data set: tried before the first step, and read again up to the position on a resume."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TRIED = 3
 
 
 class StreamBatches:
-    """Batches of an iterable set, as its workers give them: a resume reads those before its place and drops them.
+    """Batches of an iterable data set; a resume reads those before its position again and drops them.
 
     Attributes
     ----------
     data
         The data set that is read.
     remark
-        What is to be told once it has been tried.
+        A warning from the trial, if any.
     """
 
     def __init__(self, of: LoaderCopy, length: int) -> None:
@@ -48,10 +48,10 @@ class StreamBatches:
         self._reads_in_threads = False
         self._items: list[int] = []
         self._seed = 0
-        self._other = 0  # other than 0: the global generators draw other numbers, for a trial
+        self._other = 0  # nonzero during a trial in which the global generators draw different numbers
 
     def arrange(self, seed: int) -> int:
-        """Make the random numbers a function of this seed, and see that reading again gives the same.
+        """Make the random numbers a function of this seed, and check that reading twice gives the same items.
 
         Raises
         ------
@@ -59,7 +59,7 @@ class StreamBatches:
             It does not.
         """
         self._seed = seed
-        # Workers that stay would go on with the generators of the epoch before.
+        # Persistent workers would continue with the generators of the previous epoch.
         self._copy.put(generator=torch.Generator(), persistent_workers=False)
         seen = all_gather_object(self._try())
         if len(seen) > 1 and len(set(seen)) == 1:
@@ -70,13 +70,13 @@ class StreamBatches:
         return fingerprint(seen)
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
-        """Give the batches of an epoch from number `first` on."""
+        """Yield the batches of an epoch, starting at number `first`."""
         if callable(set_epoch := getattr(self.data, "set_epoch", None)):
             set_epoch(epoch)
         self._copy.inner.generator.manual_seed(derive(Use.ORDER, self._seed, epoch) ^ self._other)  # seeds the workers
         base = derive(Use.SAMPLE, self._seed, epoch)
         if self._copy.inner.num_workers == 0:
-            self._own.seed(mix(base))  # once, since the set may draw from them ahead; each pass is read from its start
+            self._own.seed(mix(base))  # once: the set may draw ahead, and each pass is read from its start
         self._seed_globals(base, 0)
         with contextlib.closing(iter(self._copy)) as batches:
             for number in itertools.count():
@@ -88,7 +88,7 @@ class StreamBatches:
                     yield batch
 
     def _try(self) -> int:
-        """Read the first batches until they come back the same, by the workers if there are any; their fingerprint."""
+        """Read the first batches repeatedly until they settle, with the workers if any; returns their fingerprint."""
         collate = self._copy.inner.collate_fn
         self._copy.put(collate_fn=_Watched(collate))
         first = settled(lambda: fingerprint(self._first()))
@@ -108,9 +108,9 @@ class StreamBatches:
         return first
 
     def _draws(self) -> bool:
-        """Whether the items of the first batches, which have been read, follow from the global generators.
+        """Whether the items of the first batches, which have been read, depend on the global generators.
 
-        Those of the set's own draw as they did: its order may follow from these, in a thread as well.
+        The data set's own generators draw the same as before; its order may depend on these, even in a thread.
         """
         seen = self._items
         self._other = 1
@@ -122,11 +122,11 @@ class StreamBatches:
         with contextlib.closing(self.begin(0, 0)) as batches:
             found = list(itertools.islice(batches, _TRIED))
         self._reads_in_threads |= any(has_threads for has_threads, _, _ in found)
-        self._items = [items for _, items, _ in found]  # what collate_fn draws is drawn in no thread
+        self._items = [items for _, items, _ in found]  # without collate_fn, which never draws in a thread
         return [batch for _, _, batch in found]
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._copy.close()
 
     def _seed_globals(self, base: int, number: int) -> None:
@@ -135,7 +135,7 @@ class StreamBatches:
 
 
 class _Watched:
-    """A collate function that tells the items too, and, where it is called first, whether the set has threads there."""
+    """A collate function that also returns a fingerprint of the items and, first, whether the set started threads."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -145,5 +145,5 @@ class _Watched:
     def __call__(self, items: Any) -> tuple[bool, int, Any]:
         usual = self._threads if os.getpid() == self._process else 1
         has_more = self._is_first and threading.active_count() > usual
-        self._is_first = False  # later a worker has a thread that hands on its batches
+        self._is_first = False  # later, a worker has a thread that sends its batches
         return has_more, fingerprint(items), self._collate(items)

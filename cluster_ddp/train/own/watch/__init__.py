@@ -1,10 +1,10 @@
-"""What is seen of a program around its own loop, and then told or refused: no checkpoint holds it.
+"""Observes the program around a custom loop, and reports or refuses whatever no checkpoint would contain.
 
-first_steps                              looks at all that the program holds while its first two steps run; of that,
-carried, copies, overlooked, queues,     what steps change and nobody has passed in
+first_steps                              inspects everything the program holds during its first two steps, with:
+carried, copies, overlooked, queues,     state that steps change but that was not passed in
 schedulers, gradients, rank_buffers,
 sources, counts, comm_hooks
 taking, other_loaders, changed_data      how the loop reads its data
-mode                                     a model that stays in evaluation mode
-other_optimizers, unfrozen               training of what was not passed in, or that DDP leaves to each rank
+mode                                     a model left in evaluation mode
+other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize
 """

@@ -1,4 +1,4 @@
-"""Sees the tensors that a custom loop carries from batch to batch in its variables, such as hidden states."""
+"""Detects tensors that a custom loop carries from batch to batch in its variables, such as hidden states."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ _ENDS = (
     "RETURN",
     "RAISE",
     "RERAISE",
-)  # nothing runs on into the next
+)  # instructions after which the next one does not run
 
 
 class Carried:
-    """Warns, after the second step, about variables with tensors that a batch reads before it has set them.
+    """Warns, after the second step, about variables holding tensors that a batch reads before it sets them.
 
-    Such as ``output, hidden = model(batch, hidden)``: they come from the previous batch and start over after a resume.
-    What is made once, in the first batch, does not count. Numbers are not reported: nearly every loop has some that are
-    only printed. Parameters ---------- kept What the loop keeps by `ScriptRun.keep`, and may change by a name of its
-    own. warn Takes the message.
+    An example is ``output, hidden = model(batch, hidden)``: such values come from the previous batch, and start over
+    after a resume. What is made once, in the first batch, does not count. Numbers are not reported: nearly every loop
+    has some that are only printed.
+
+    Parameters
+    ----------
+    kept
+        What the loop keeps with `ScriptRun.keep`; the loop may also use other names for it.
+    warn
+        Called with the message.
     """
 
     def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
@@ -42,7 +48,7 @@ class Carried:
         self._before = self._now()
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         before, now = self._before, self._now()
         if names := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
             self._warn(
@@ -52,10 +58,10 @@ class Carried:
             )
 
     def _now(self) -> dict[str, int]:
-        """What is in these variables."""
+        """Fingerprints of these variables, by name."""
         found: dict[str, int] = {}
         kept = {id(value) for value in self._kept.values.values()}
-        with contextlib.suppress(Exception):  # of an interpreter that writes its code in another way
+        with contextlib.suppress(Exception):  # an interpreter with a different bytecode
             for frame in running_frames():
                 there = variables_of(frame)
                 carried = {name: there.get(name) for name in _carried(frame.f_code, frame.f_lasti)}
@@ -65,7 +71,7 @@ class Carried:
 
 
 def _of_environments() -> str:
-    """What is to be said of the environments of the loop, of gymnasium's kind, that it goes on with as well."""
+    """The part of the message about gymnasium environments, which continue from step to step as well."""
     found = {
         name
         for name, value in running_variables()
@@ -78,7 +84,7 @@ def _of_environments() -> str:
 
 
 def _carried(code: CodeType, at: int) -> list[str]:
-    """The variables that the body of the for loop whose iterator runs reads before it sets them, and sets."""
+    """The variables that the running for loop both reads before setting them in its body, and sets there."""
     body = list(dis.get_instructions(code))
     place = {instruction.offset: number for number, instruction in enumerate(body)}
     head = place.get(at, -1)
@@ -97,7 +103,7 @@ def _is_read_first(
     accesses: list[list[tuple[str, str]]],
     within: range,
 ) -> bool:
-    """Whether there is a way through these instructions on which the name is read before it is set."""
+    """Whether there is a path through these instructions that reads the name before setting it."""
     todo, seen = [within.start], set()
     while todo:
         number = todo.pop()

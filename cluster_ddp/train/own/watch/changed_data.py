@@ -1,4 +1,4 @@
-"""Notices code around an epoch's batches that changes the data set or its sampler, which no checkpoint contains."""
+"""Detects code around an epoch's batches that changes the data set or its sampler, which no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.batches import samplers_in
 from cluster_ddp.train.own.values import look_of
 
-_DEPTH = 6  # of data sets in data sets
-_WIDTH = 64  # data sets in a list
+_DEPTH = 6  # how deep to search data sets in data sets
+_WIDTH = 64  # a longer list is not searched for data sets
 
 
 class ChangedData:
-    """Warns, once, about numbers of the data set, and of numbers and tensors of the samplers, that are changed there.
+    """Warns, once, if code after the batches changes numbers in the data set, or numbers or tensors in the samplers.
 
-    And, in the first epoch, about the generator by which another DataLoader is shuffled that is gone through there.
+    In the first epoch it also warns if that code uses another DataLoader that is shuffled by its own generator.
 
-    A resume within the next epoch does not run that code again, as it does what precedes the batches. What has
-    `set_epoch` is told the epoch before each pass, and is left out.
+    Unlike code before the batches, this code does not run again on a resume within the next epoch. Objects with
+    `set_epoch` are skipped, because they get the epoch before each pass.
 
     Parameters
     ----------
     data, samplers
-        What is looked at.
+        The objects to inspect.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, data: Any, samplers: list[Any], warn: Callable[[str], None]) -> None:
@@ -43,14 +43,14 @@ class ChangedData:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Call when the batches of an epoch are through."""
+        """Call after the batches of an epoch."""
         if self._others is None:
             self._others = [held for held in gc.get_objects() if issubclass(type(held), torch_data.DataLoader)]
         if not self._has_warned:
             self._before = self._now()
 
     def end(self) -> None:
-        """Call when the code that follows them is through, too."""
+        """Call after the code that follows the batches."""
         before, self._before = self._before, {}
         now = self._now() if before else {}
         self._others = []
@@ -63,12 +63,12 @@ class ChangedData:
             )
 
     def compare(self, was: dict[str, Any] | None) -> dict[str, Any]:
-        """Call when the batches of an epoch begin, on all ranks; gives what rank 0 has there now.
+        """Call when the batches of an epoch begin, on all ranks; returns rank 0's current values.
 
         Parameters
         ----------
         was
-            What that was when these batches began before this resume; None: they begin for the first time.
+            The values when these batches began before the resume; None if they begin for the first time.
         """
         now: dict[str, Any] = broadcast_object(self._now())
         if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
@@ -90,7 +90,7 @@ class ChangedData:
             if last in self._samplers:
                 continue
             generator = getattr(last, "generator", None)
-            passes = getattr(last, "epoch", 0) if hasattr(last, "initial_seed") else 0  # of Accelerate's sampler
+            passes = getattr(last, "epoch", 0) if hasattr(last, "initial_seed") else 0  # Accelerate's sampler
             name = f"the generator that shuffles another DataLoader (of a {type(other.dataset).__name__})"
             drawn = drawn_to(generator) if isinstance(generator, torch.Generator) else 0
             found[name] = (*found.get(name, ()), passes, drawn)
@@ -98,9 +98,10 @@ class ChangedData:
 
 
 def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
-    """By name what is there in attributes of these kinds; nothing where an epoch can be set.
+    """The attributes of these types, by name; none if the object has `set_epoch`.
 
-    Nor of a WebDataset, which notes when it was made; what is drawn by that is seen in its first batches.
+    None of a WebDataset either, which records when it was made; whether its order depends on that shows in its first
+    batches.
     """
     if callable(getattr(part, "set_epoch", None)) or type(part).__module__.partition(".")[0] == "webdataset":
         return {}
@@ -113,7 +114,7 @@ def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 
 def _data_sets(value: Any, depth: int) -> Iterator[Any]:
-    """A data set and those that it holds."""
+    """A data set and those inside it."""
     if isinstance(value, (list, tuple)):
         if len(value) <= _WIDTH:
             for part in value:

@@ -1,4 +1,4 @@
-"""Sees that a communication hook of DDP keeps something from step to step, as that of PowerSGD does."""
+"""Detects a DDP communication hook that keeps state from step to step, as PowerSGD's does."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cluster_ddp.train.inner_parts import inner_parts
 
 
 class CommHooks:
-    """Warns, after the second step, about hooks of `register_comm_hook` with a state that counts.
+    """Warns, after the second step, about hooks of `register_comm_hook` whose state contains a changing integer.
 
     Parameters
     ----------
     wrapped
-        The models in DDP.
+        The models wrapped in DDP.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel], warn: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class CommHooks:
         self._before = dict(self._counts())
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         if names := sorted(name for name, now in self._counts() if self._before.get(name, now) != now):
             self._warn(
                 f"DDP sums the gradients by a communication hook that keeps a state ({', '.join(names)}), which no "

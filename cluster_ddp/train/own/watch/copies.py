@@ -1,4 +1,4 @@
-"""Sees averages of the weights that a custom loop keeps in lists and dicts of tensors."""
+"""Detects weight averages that a custom loop keeps in lists and dicts of tensors."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import has_values, sampled
 
-_DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
-_IN_OPTIMIZER = 4  # what it holds is seen with its state
+_DEPTH = 3  # a variable's value, its attributes, and what these hold
+_IN_OPTIMIZER = 4  # what an optimizer holds is checked with its state
 
 
 class Copies:
-    """Warns, after the second step, about lists and dicts that hold a tensor for each weight, and that steps change.
+    """Warns, after the second step, about lists and dicts with a tensor for each weight that steps change.
 
-    Such as ``shadow[name] = decay * shadow[name] + (1 - decay) * weight``, in a variable of a function that runs, or in
-    an attribute of one.
+    An example is ``shadow[name] = decay * shadow[name] + (1 - decay) * weight``, in a variable of a running function or
+    in an attribute of one.
 
     Parameters
     ----------
     handed
-        What is kept; that its optimizers train has the shapes that are looked for.
+        What was passed in. The weights its optimizers train have the shapes to look for.
     kept
-        What the loop keeps by `ScriptRun.keep`.
+        What the loop keeps with `ScriptRun.keep`.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
         self._handed, self._kept = handed, kept
         self._weights = [weight for optimizer in handed.optimizers for weight in _trained(optimizer)]
         self._warn = warn
-        self._before: dict[int, tuple[Any, int]] = {}  # with the holder, whose place in memory another would take
+        self._before: dict[int, tuple[Any, int]] = {}  # the holder is kept alive, so that its id is not reused
 
     def first(self) -> None:
         """Call after the first step."""
         self._before = {id(holder): (holder, sampled(tensors)) for _, holder, tensors in self._found()}
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         before, self._before = self._before, {}
         now = [(name, id(holder), sampled(tensors)) for name, holder, tensors in self._found()]
         changed = [name for name, key, state in now if key in before and before[key][1] != state]
@@ -79,7 +79,7 @@ class Copies:
 
 
 def _look_of(tensor: Tensor) -> tuple[torch.Size, int]:
-    """By it a copy is recognised: state_dict() of what is passed in may give copies of what it holds."""
+    """Identifies a copy: state_dict() of an object passed in may return copies of its tensors."""
     return tensor.shape, sampled([tensor])
 
 

@@ -1,4 +1,4 @@
-"""Sees numbers that control a custom loop and are in no checkpoint: counts of batches, best values, patience."""
+"""Detects numbers that control a custom loop and that no checkpoint contains: batch counts, best values, patience."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
 class Counts:
-    """Warns, after the second step, about ``step += 1`` by which a loop ends, or sets its learning rate.
+    """Warns, after the second step, about numbers on which a loop depends and that start over after a resume.
 
-    Such as ``if step >= max_steps: break``. It is seen in the text of the functions that run: what is compared, or goes
-    into what is assigned. What is only printed, logged, or comes every so many steps (``step % 100``) is not reported.
-    So are other numbers that a batch or an epoch takes over from the one before and compares, such as the best accuracy
-    so far and the epochs without a better one, and an object of the program's own for early stopping.
+    First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
+    numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
+    the epochs since. Last, the program's own objects for early stopping. The source of the running functions shows
+    whether a number is compared or goes into an assignment. Numbers that are only printed, logged, or used every n
+    steps (``step % 100``) are not reported.
 
     Parameters
     ----------
     warn
-        Takes the message.
+        Called with the message.
     handed
-        What is handed over, whose attributes are its own affair.
+        The objects passed in; their attributes are not checked.
     """
 
     def __init__(self, warn: Callable[[str], None], handed: Iterable[Any] = ()) -> None:
         self._warn, self._handed = warn, list(handed)
 
     def first(self) -> None:
-        """Nothing is to be noted."""
+        """Does nothing: the source is checked after the second step."""
 
     def second(self) -> None:
         """Call after the second step."""
@@ -60,7 +61,7 @@ class Counts:
         carried: set[str] = set()
         for frame in running_frames():
             if not frame.f_code.co_filename.startswith(_LIBRARIES):
-                with contextlib.suppress(Exception):  # where there is no text, or one in which lines have moved
+                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     if (text := _text_of(frame)) is not None:
                         counts |= {name for name in _counts_in(text) if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
@@ -87,7 +88,7 @@ class Counts:
             )
 
     def _is_unkept(self, name: str, frame: FrameType) -> bool:
-        """Whether it is a number now, in a variable or in an attribute of what is not kept in another way."""
+        """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise."""
         owner, _, attribute = name.rpartition(".")
         first, *inner = (owner or attribute).split(".")
         found = reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
@@ -99,7 +100,7 @@ class Counts:
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
-    """Objects for early stopping that a program has written itself, as most do."""
+    """Early stopping objects of the program's own classes, which most programs write themselves."""
     for name, found in found_or_nothing(reachable(running_variables(), 2)):
         kind = type(found)
         if "earlystop" not in kind.__name__.lower().replace("_", "") or callable(getattr(found, "state_dict", None)):
@@ -109,10 +110,10 @@ def _early_stoppers() -> Iterator[tuple[str, Any]]:
 
 
 class _Text(NamedTuple):
-    """The text of a function that runs, without that of others in it."""
+    """The syntax tree of a running function, without those of functions nested in it."""
 
     parents: dict[ast.AST, ast.AST]
-    loops: list[ast.For]  # those that run, from the outside
+    loops: list[ast.For]  # those being executed, outermost first
 
 
 def _text_of(frame: FrameType) -> _Text | None:
@@ -131,9 +132,9 @@ def _counts_in(text: _Text) -> Iterator[str]:
     for name in {target for node in _below(inner, parents) if (target := _counted(node)) is not None}:
         others = [node for node in parents if name in _assigned(node) and _counted(node) is None]
         if not (others or "." in name) or not all(map(_begins_with_number, others)):
-            continue  # it is no local variable, or begins at what may be the place
+            continue  # not a local variable, or its initial value may be the position
         if any(inner in _around(node, parents) for node in others):
-            continue  # it counts within a batch
+            continue  # counts within a batch
         is_of_epoch = any(outer in _around(node, parents) for node in others)
         uses = (node for node in _below(outer, parents) if _is_read(node, name))
         if any(_is_decisive(node, name, parents, is_of_epoch=is_of_epoch) for node in uses):
@@ -141,7 +142,7 @@ def _counts_in(text: _Text) -> Iterator[str]:
 
 
 def _carried_in(text: _Text) -> Iterator[str]:
-    """What one pass through a loop takes over from the one before, begins with a number, and is compared."""
+    """Variables that start as a number, are carried from one pass through a loop to the next, and are compared."""
     parents, outer = text.parents, text.loops[0]
     shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
     assigning = {node: names for node in parents if (names := _assigned(node))}
@@ -150,7 +151,7 @@ def _carried_in(text: _Text) -> Iterator[str]:
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
             if not ("." in name or name in shared or any(map(_begins_with_number, before))):
-                continue  # it is no number that begins anew: a parameter, or what run.keep has given
+                continue  # not a number that starts over: a parameter, or a value from run.keep
             if any(_is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
             if _is_read_first(loop.body, name):
@@ -160,13 +161,13 @@ def _carried_in(text: _Text) -> Iterator[str]:
 
 
 def _is_of_clock(node: ast.AST) -> bool:
-    """Whether this assigns a time, by which something is logged once a minute."""
+    """Whether this assigns a time, as for logging once a minute."""
     value = getattr(node, "value", None)
     return value is not None and _TIMES.search(ast.unparse(value)) is not None
 
 
 def _is_read_first(body: Sequence[ast.stmt], name: str) -> bool | None:
-    """Whether there is a way through these statements that reads it before it has set it; None: each way sets it."""
+    """Whether some path through these statements reads `name` before setting it; None if every path sets it first."""
     for statement in body:
         if isinstance(statement, _SCOPES):
             continue
@@ -203,7 +204,7 @@ def _is_in(node: ast.For | ast.FunctionDef | ast.AsyncFunctionDef, frame: FrameT
 
 
 def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """What is in a scope, without other scopes in it, each with what it is a part of; from the outside."""
+    """The nodes of a scope, without nested scopes, each with its parent; outermost first."""
     todo = [scope]
     while todo:
         parent = todo.pop(0)
@@ -224,27 +225,27 @@ def _below(loop: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
 
 
 def _counted(node: ast.AST) -> str | None:
-    """The variable to which this adds one."""
+    """The variable that this node increments."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_number(node):
         return _name(node.target)
     return None
 
 
 def _is_number(node: ast.AST) -> bool:
-    """Whether this assigns a number that stands there."""
+    """Whether this assigns an integer literal."""
     value = getattr(node, "value", None)
     return isinstance(value, ast.Constant) and type(value.value) is int
 
 
 def _assigned(node: ast.AST) -> set[str]:
-    """The variables that this sets."""
+    """The variables that this node assigns."""
     targets = getattr(node, "targets", [getattr(node, "target", None)])
     parts = (part for target in targets if target is not None for part in ast.walk(target))
     return {name for part in parts if (name := _name(part)) is not None and isinstance(part.ctx, ast.Store)}  # type: ignore[attr-defined]
 
 
 def _name(node: ast.AST) -> str | None:
-    """Of a variable, or of an attribute of one: ``self.step``."""
+    """The name of a variable or attribute, such as ``self.step``; None for any other node."""
     if isinstance(node, ast.Name):
         return node.id
     inner = _name(node.value) if isinstance(node, ast.Attribute) else None
@@ -256,7 +257,7 @@ def _last(name: str) -> str:
 
 
 def _begins_with_number(node: ast.AST) -> bool:
-    """Whether this assigns a number that stands there, infinity, or None."""
+    """Whether this assigns a literal number, infinity, or None."""
     value = getattr(node, "value", None)
     parts = value.elts if isinstance(value, ast.Tuple) else [value]
     return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
@@ -267,7 +268,7 @@ def _is_read(node: ast.AST, name: str) -> bool:
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:
-    """Whether what the loop does depends on this use of a count, which is set anew in each epoch or not."""
+    """Whether the loop's behavior depends on this use of a count; `is_of_epoch`: it restarts in each epoch."""
     for around in _around(use, parents):
         if isinstance(around, ast.FormattedValue):
             return False

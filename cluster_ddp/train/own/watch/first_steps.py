@@ -1,4 +1,4 @@
-"""What a program holds is looked at after the first two steps of its own loop: what steps change there is told."""
+"""Inspects what a program holds after the first two steps of its loop, and reports what steps change unsaved."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from cluster_ddp.train.randomness import OwnGenerators
 
 
 class Look(Protocol):
-    """Sees something that steps change and no checkpoint holds, or can hold."""
+    """Detects one kind of state that steps change and that no checkpoint contains."""
 
     def first(self) -> None:
-        """Call after the first step: note what is there."""
+        """Call after the first step; records what is there."""
 
     def second(self) -> None:
-        """Call after the second: tell what has changed since."""
+        """Call after the second step; reports what has changed since."""
 
 
 class FirstSteps:
-    """Calls what looks at the program after the first step and after the second, and lets go of it then.
+    """Calls each `Look` after the first step and after the second, then drops them.
 
     Parameters
     ----------
     looks
-        What is called, in this order.
+        Called in this order.
     """
 
     def __init__(self, looks: Sequence[Look]) -> None:
@@ -51,7 +51,7 @@ class FirstSteps:
         ]
 
     def end_step(self) -> None:
-        """Call after each step, from within the iterator that the loop asks for its next batch."""
+        """Call after each step, from within the iterator from which the loop takes its next batch."""
         if self._rounds:
             for look in self._rounds.pop(0):
                 look()
@@ -60,7 +60,10 @@ class FirstSteps:
 def first_steps_of(
     loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
 ) -> Callable[[bool], None]:
-    """What sees all that is beside a loop, over this loader and its batches, if there are: see `Loop.look`."""
+    """Create the function that watches the program around a loop, for `Loop.look`.
+
+    `loader` and `batches` are None if the loop samples its batches itself.
+    """
 
     def kept() -> Iterator[Tensor]:
         loop.before_save()

@@ -1,4 +1,4 @@
-"""Sees gradients that a custom loop adds to those of a step before, and that no checkpoint contains."""
+"""Detects gradients carried over from before the previous update, which no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.utils.hooks import RemovableHandle
 
 
 class CarriedGradients:
-    """Warns, once, about an optimizer whose update has gradients in it that are older than the update before.
+    """Warns, once, about an optimizer whose update contains gradients from before the previous update.
 
-    Because nothing sets them to zero, or because one optimizer steps more rarely than another. It is looked at from the
-    end of the first step with an update to the next update of each optimizer.
+    Either nothing sets them to zero, or one optimizer steps less often than another. Each optimizer is watched from the
+    end of the first step with an update until its next update.
 
     Parameters
     ----------
     optimizers
-        Those that are kept.
+        The optimizers passed in.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], warn: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class CarriedGradients:
     def _look_at(self, optimizer: Optimizer) -> None:
         carried: dict[int, bool] = {}
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
-        # They are called before a gradient is added.
+        # These hooks run before a gradient is accumulated.
         handles = [weight.register_hook(_noting(weight, carried)) for weight in weights]
 
         def updated(*_: Any) -> None:
@@ -57,7 +57,7 @@ class CarriedGradients:
 
 def _noting(weight: Tensor, carried: dict[int, bool]) -> Callable[[Tensor], None]:
     def note(_: Tensor) -> None:
-        if carried.get(id(weight), True):  # once it was zero, what is in it is of this step
+        if carried.get(id(weight), True):  # once it was zero, anything in it is from this step
             carried[id(weight)] = weight.grad is not None and _has_values(weight.grad)
 
     return note

@@ -1,4 +1,4 @@
-"""Sees that a custom loop does not go on in evaluation mode after an evaluation."""
+"""Detects a custom loop that continues in evaluation mode after an evaluation."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 
 
 class TrainingMode:
-    """Warns, once, when a model is in evaluation mode at an update, and was in training mode at one before.
+    """Warns, once, if a model is in evaluation mode at an update and was in training mode at an earlier one.
 
-    Mostly that is an oversight; and where the program calls ``train()`` once, behind what puts the state back, it
-    trains in another mode after a resume than without one.
+    This is usually an oversight. If the program calls ``train()`` only once, after the state is restored, it also
+    trains in a different mode after a resume than without one.
 
     Parameters
     ----------
     model
-        What is trained, or several in a ModuleDict.
+        The model that is trained, or several in a ModuleDict.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, model: nn.Module, warn: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Sees that the steps of a custom loop read from another DataLoader, whose place nothing keeps."""
+"""Detects steps that read from a second DataLoader, whose position no checkpoint contains."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils.data import dataloader
 
 
 class OtherLoaders:
-    """Warns, after the second step, about passes over DataLoaders that go on from step to step.
+    """Warns, after the second step, about passes over DataLoaders that continue from step to step.
 
-    Such as ``next(batches)`` of an iterator that was made before the loop, or ``zip(loader, other)``. A pass that
-    begins and ends within a step, as that of an evaluation, is none.
+    Examples are ``next(batches)`` on an iterator made before the loop, and ``zip(loader, other)``. A pass that begins
+    and ends within a step, such as that of an evaluation, does not count.
 
     Parameters
     ----------
     own
-        The data set of the loader whose place is kept, if there is one.
+        The data set of the loader whose position is saved, if there is one.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, own: Any, warn: Callable[[str], None]) -> None:
@@ -39,10 +39,10 @@ class OtherLoaders:
         ]
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         names = set()
         for ref, number, name, is_cycled in self._before:
-            batches = ref()  # gone: its cycle() has read it to its end, and gives again what it has been given
+            batches = ref()  # None: a cycle() has exhausted it and repeats its batches
             if is_cycled if batches is None else batches._num_yielded > number:
                 names.add(name)
         if names:
@@ -54,6 +54,6 @@ class OtherLoaders:
 
 
 def _under_way() -> list[Any]:
-    """The iterators over DataLoaders that anything holds."""
+    """All live iterators over DataLoaders."""
     single, several = dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter
     return [held for held in gc.get_objects() if type(held) is single or type(held) is several]

@@ -1,4 +1,4 @@
-"""Refuses training by an optimizer that a custom loop has not passed in."""
+"""Refuses training with an optimizer that was not passed in."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from cluster_ddp.train.own.handed import Handed
 
 
 class OtherOptimizers:
-    """Sees that from step to step nothing but what is passed in trains the weights that are.
+    """Refuses an optimizer that was not passed in and trains weights that were, in more than one step.
 
-    A loop that makes its optimizer in each epoch would train on, and never be saved: no update would be seen. One that
-    is made for a step, as for the inner steps of MAML and Reptile, has no state that a resume would lack.
+    A loop that makes its optimizer in each epoch would train but never be saved, because its updates would not be seen.
+    An optimizer made for a single step, as for the inner steps of MAML and Reptile, has no state that a resume needs.
 
     Parameters
     ----------
     handed
-        What is passed in.
+        What was passed in.
     batches
-        Says how many batches there have been; None outside of a step: what follows the loop may train as it likes.
+        Returns the number of batches so far, or None outside of a step: code after the loop may train freely.
     """
 
     def __init__(self, handed: Handed, batches: Callable[[], int | None]) -> None:
@@ -35,7 +35,7 @@ class OtherOptimizers:
         self._handle = register_optimizer_step_post_hook(self._see)
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hook."""
         self._handle.remove()
 
     def _see(self, optimizer: Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sees what the steps of a custom loop change and nobody has passed in: modules and random generators."""
+"""Detects modules and random generators that steps change but that were not passed in."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
 HAND_OVER = "Pass it in by a name of its own (ema=ema)"
-_DEPTH = 3  # of the objects in a frame: its variables, their attributes, and those in lists and dicts
+_DEPTH = 3  # variables of a frame, their attributes, and parts of lists and dicts
 
 
 class Overlooked:
-    """Warns, after the second step, about modules and generators that steps change and no checkpoint holds.
+    """Warns, after the second step, about modules and generators that steps change and no checkpoint contains.
 
-    Such as an average of the weights, a teacher, or a ``np.random.default_rng()`` of the loop's own. Modules are found
-    wherever they are, generators in the variables of the functions that run and in what these hold.
+    Examples are a weight average, a teacher, or the loop's own ``np.random.default_rng()``. Modules are found anywhere
+    in the process, generators in the variables of the running functions and what these hold.
 
     Parameters
     ----------
     kept
-        Gives the tensors that are in the checkpoint.
+        Returns the tensors that are in the checkpoint.
     seeded
-        Gives the generators that are seeded for each step or sample.
+        Returns the generators that are seeded for each step or sample.
     warn
-        Takes the message.
+        Called with the message.
     remedy
-        How a module gets into the checkpoint.
+        How to get a module into the checkpoint, for the message.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Overlooked:
         self._generators = {id(found): (found, drawn_to(found)) for found in self._of_the_loop()}
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         self._tell_modules([module for module, held in self._strangers() if self._has_changed(module, held)])
         before, self._generators = self._generators, {}
         same = {key for key, (found, place) in before.items() if drawn_to(found) == place}
@@ -68,7 +68,7 @@ class Overlooked:
         return before is not None and before() is module and sampled(held) != state
 
     def _strangers(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-        """The modules that are alive, with what they hold and no checkpoint does."""
+        """All live modules with tensors that no checkpoint contains, and these tensors."""
         kept = {tensor.data_ptr() for tensor in self._kept() if has_values(tensor)}
         for held in gc.get_objects():
             found = _tensors_of(held) if issubclass(type(held), nn.Module) and held not in COPIES else []
@@ -76,7 +76,7 @@ class Overlooked:
                 yield held, strange
 
     def _of_the_loop(self) -> list[Any]:
-        """The generators that the functions which run can draw from, without those that are seeded."""
+        """The generators that the running functions can draw from, except those that are seeded."""
         seeded = {id(random.seed.__self__), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
         seeded.update(map(id, self._seeded()))
         holders: list[Any] = []
@@ -106,7 +106,7 @@ def _generators_in(holders: list[Any]) -> Iterator[Any]:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Its ordinary tensors; none of a module that is only half made, or whose class tells them in another way."""
+    """A module's plain tensors; none if it is only partly constructed, or its class overrides access to them."""
     with contextlib.suppress(Exception):
         found = (*module.parameters(), *module.buffers())
         return [tensor for tensor in found if type(tensor) in (Tensor, nn.Parameter) and has_values(tensor)]

@@ -1,4 +1,4 @@
-"""Sees queues of tensors that the steps of a custom loop fill, such as a replay buffer."""
+"""Detects queues of tensors that the steps of a custom loop fill, such as a replay buffer."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from cluster_ddp.train.own.values import has_tensors
 
 _Queue = collections.deque[Any] | list[Any]
 
-_ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # its name ends so: in what an object shows to others
-_DEPTH = 3  # of a variable: its value, that one's attributes, and what these hold
+_ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # a public attribute of an object, from the end of its name
+_DEPTH = 3  # a variable's value, its attributes, and what these hold
 _DEPTH_OF_HANDED = 4
 
 
 class Queues:
-    """Warns, after the second step, about what steps fill with tensors or arrays and no checkpoint holds.
+    """Warns, after the second step, about queues that steps fill with tensors or arrays and no checkpoint contains.
 
-    That is each `deque`, and each list in an attribute of an object, such as the images of a pool. Those of numbers are
-    not reported: they are mostly losses, for people. Nor are lists in variables, in which a loop collects what it
+    These are any `deque`, and any list in an attribute of an object, such as the images of a pool. Queues of numbers
+    are not reported: they are mostly losses to print. Nor are lists in variables, in which a loop collects what it
     evaluates later.
 
     Parameters
     ----------
     handed
-        What is kept, with all that it holds.
+        What was passed in; what it holds is saved.
     kept
-        What the loop keeps by `ScriptRun.keep`.
+        What the loop keeps with `ScriptRun.keep`.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ class Queues:
         self._before = [(queue, _end_of(queue)) for _, queue in self._found()]
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         before, self._before = self._before, []
         filled = {id(queue) for queue, end in before if _end_of(queue) != end}
         if names := sorted(name for name, queue in self._found() if id(queue) in filled):

@@ -1,4 +1,4 @@
-"""Sees buffers of which each rank has its own, and a checkpoint only those of rank 0."""
+"""Detects buffers that differ between ranks, of which a checkpoint contains only rank 0's."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch.nn.parallel import DistributedDataParallel
 from cluster_ddp.train.distributed import all_gather_object
 from cluster_ddp.train.own.values import has_values, sampled
 
-_SHOWN = 5  # names
+_SHOWN = 5  # names in the message
 
 
 class RankBuffers:
-    """Warns, after the second step, where DDP does not make the buffers alike before the next forward pass.
+    """Warns, after the second step, if DDP does not broadcast the buffers before the next forward pass.
 
-    As with ``broadcast_buffers=False``, or where each forward pass is one without the exchange of gradients, as in
+    This is so with ``broadcast_buffers=False``, or if every forward pass runs without gradient synchronization, as in
     Lightning's manual optimization.
 
     Parameters
     ----------
     wrapped
-        The models in DDP.
+        The models wrapped in DDP.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel], warn: Callable[[str], None]) -> None:
         self._wrapped, self._warn = wrapped, warn
 
     def first(self) -> None:
-        """Nothing is compared before the second step."""
+        """Does nothing: buffers are compared after the second step."""
 
     def second(self) -> None:
         """Call after the second step, on all ranks."""
@@ -49,7 +49,7 @@ class RankBuffers:
 
 
 def _own_of(model: DistributedDataParallel) -> Iterator[tuple[str, int]]:
-    """The buffers that no forward pass sends from rank 0, with how they look."""
+    """The names and fingerprints of the buffers that no forward pass broadcasts from rank 0."""
     if not (model.broadcast_buffers and model.require_forward_param_sync):
         kind = type(model.module).__name__
         found = ((name, held) for name, held in model.module.named_buffers() if has_values(held))

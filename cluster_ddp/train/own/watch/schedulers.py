@@ -1,4 +1,4 @@
-"""Sees learning rate schedulers that the steps of a custom loop move and nobody has passed in."""
+"""Detects learning rate schedulers that are stepped but were not passed in."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from cluster_ddp.train.own.program import reachable
 
-_DEPTH = 4  # of what was passed in: a scheduler may be in one that is in an object of the program's own
+_DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 
 
 class OtherSchedulers:
-    """Warns, after the second step, about schedulers that steps move, such as one for the warm-up, made in the epoch.
+    """Warns, after the second step, about schedulers not passed in, such as one for the warm-up made in the epoch.
 
     Parameters
     ----------
     optimizers
-        Those that are kept.
+        The optimizers passed in.
     others
-        What else is kept; the schedulers in it are.
+        The other objects passed in; schedulers inside them are saved.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any], warn: Callable[[str], None]) -> None:
@@ -36,7 +36,7 @@ class OtherSchedulers:
         self._before = [(found, found.last_epoch) for found in self._strangers()]
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         before, self._before = self._before, []
         moved = [found for found, was in before if found.last_epoch != was]
         if moved:

@@ -1,4 +1,4 @@
-"""Sees the place in the data that a loop which draws its batches itself keeps in an object of its own."""
+"""Detects generators and readers that track a position in the data, in a loop that samples its batches itself."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 
 _TORCH = str(Path(torch_data.__file__).parents[2])
-_DEPTH = 2  # of a variable: its value, and that one's attributes
+_DEPTH = 2  # a variable's value, and its attributes
 _GIVES = ("__next__", "next_batch")
 _TOLD_ELSEWHERE = (nn.Module, torch_data.DataLoader, _BaseDataLoaderIter)  # see OtherLoaders
 
 
 class Sources:
-    """Warns, after the second step, about generators and readers that `run.steps` takes its batches from.
+    """Warns, after the second step, about generators and readers from which a `run.steps` loop takes its batches.
 
-    Such as ``train_loader.next_batch()``, which counts where it is, or ``next(batches)``: they start over at a resume.
-    A reader whose changing numbers are all kept is none.
+    Examples are ``train_loader.next_batch()``, which tracks its position, and ``next(batches)``: they start over after
+    a resume. A reader whose changing numbers are all kept is not reported.
 
     Parameters
     ----------
     kept
-        What the loop keeps by `ScriptRun.keep`.
+        What the loop keeps with `ScriptRun.keep`.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
@@ -43,7 +43,7 @@ class Sources:
         self._before = [(source, _place(source)) for _, source in self._found()]
 
     def second(self) -> None:
-        """Call after the second."""
+        """Call after the second step."""
         before, self._before = {id(source): place for source, place in self._before}, []
         kept = {value for value in self._kept.values.values() if type(value) is int}
         moved: list[str] = []
@@ -81,7 +81,7 @@ def _held(generator: GeneratorType[Any, Any, Any]) -> list[Any]:
 
 
 def _place(source: Any) -> dict[str, Any]:
-    """What says where it is: of a reader its numbers, of a generator its variables as well."""
+    """The state that shows a source's position: the integers in a reader, all variables of a generator."""
     if isinstance(source, GeneratorType):
         variables = {} if source.gi_frame is None else dict(source.gi_frame.f_locals)
         return {name: value if type(value) is int else id(value) for name, value in variables.items()}

@@ -1,4 +1,4 @@
-"""Sees how a custom loop takes its batches: what reads ahead of it or counts them starts over after a resume."""
+"""Detects ways of taking batches that do not resume exactly: reading ahead, counting them, endless generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from cluster_ddp.train.errors import TrainError
 
 _COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
-_BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may stand between a loop and its loader
+_BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may be between a loop and its loader
 _BEGINS = ("GET_ITER", "GET_YIELD_FROM_ITER")
 _DEPTH = 4
 _REMEDIES: dict[type, str] = {
@@ -33,14 +33,14 @@ _BEGIN_AGAIN: tuple[type, ...] = (type(iter(range(0))), type(iter([])), type(ite
 
 
 class Taking:
-    """Warns, once, about a loop that has asked for batches which it has not trained on, and of one that counts them.
+    """Warns, once each, about a loop that takes batches ahead of training on them, and one that counts them.
 
     Parameters
     ----------
     optimizers, scalers
-        By which it is seen whether a batch has been trained on.
+        Show whether a batch has been trained on.
     warn
-        Takes the message.
+        Called with the message.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Taking:
         self._made_in = self._taken_in = threading.get_ident()
 
     def begin(self) -> None:
-        """Call where the batches of an epoch are asked for first."""
+        """Call when the first batch of an epoch is requested."""
         self._taken_in = threading.get_ident()
 
     def ask(self) -> None:
-        """Call when a batch is done with, for another is asked for; the first is looked at."""
+        """Call when the next batch is requested; only the first time, checks that the previous one was trained on."""
         if not self._is_asked and not self._is_trained():
             self._warn(
                 "the loop asks for its second batch before it has computed gradients of the first, as where a "
@@ -67,7 +67,7 @@ class Taking:
         self._is_asked = True
 
     def tell_of_counting(self) -> None:
-        """Call where the loop has taken the batches of an epoch and has not asked whether there are more."""
+        """Call when the loop took exactly the batches of an epoch without asking for more; warns."""
         if not self._is_counting:
             self._is_counting = True
             self._warn(
@@ -76,16 +76,16 @@ class Taking:
             )
 
     def update(self, batches: Any) -> None:
-        """Call after an update, with the iterator that gives the batches; the first is looked at.
+        """Call after an update, with the iterator over the batches; only the first update is checked.
 
         Raises
         ------
         TrainError
-            A generator goes over the batches of an epoch again and again, or another thread takes them than trains.
+            A generator iterates over the loader endlessly, or a thread other than the training one takes the batches.
         """
         if self._is_updated:
             return
-        if self._taken_in not in (self._made_in, threading.get_ident()):  # autograd may update in a thread of its own
+        if self._taken_in not in (self._made_in, threading.get_ident()):  # autograd may update in its own thread
             raise TrainError(
                 "a thread of the program's own takes the batches from the resumable loader, ahead of the loop that "
                 "trains on them: a save would count batches that are not yet trained on, and a stop would end that "
@@ -119,12 +119,12 @@ class Taking:
 
 
 def _begins_again(pairs: Any) -> bool:
-    """Whether something beside the batches in a `zip` starts over after a resume, and is told nowhere else."""
+    """Whether something zipped with the batches starts over after a resume and is not reported elsewhere."""
     return any(isinstance(part, _BEGIN_AGAIN) for held in gc.get_referents(pairs) for part in gc.get_referents(held))
 
 
 def _is_endless(held: GeneratorType[Any, Any, Any], batches: Any) -> bool:
-    """Whether a generator that takes these batches comes by there again, and not with the next epoch."""
+    """Whether a generator takes these batches in a loop that is not one over ``epochs()``."""
     inner = gc.get_referents(held)
     if held.gi_frame is None or not any(part is batches for part in inner):
         return False

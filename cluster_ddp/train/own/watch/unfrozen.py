@@ -1,4 +1,4 @@
-"""Refuses layers that are unfrozen in training and that DDP leaves to each rank."""
+"""Refuses layers that are unfrozen during training and whose gradients DDP does not synchronize."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cluster_ddp.train.errors import TrainError
 
 
 class Unfrozen:
-    """Sees that nothing is trained that was frozen when DDP was made, which sums no gradients of it.
+    """Refuses to train what was frozen when DDP was created, because DDP does not sum its gradients.
 
     Parameters
     ----------
     wrapped
-        The modules in DDP, when they are passed in.
+        The modules wrapped in DDP, as they are passed in.
     """
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
@@ -34,21 +34,21 @@ class Unfrozen:
         return bool(self._frozen)
 
     def check(self) -> None:
-        """Call before each update, on all ranks: 30 ns for each tensor that was frozen.
+        """Call before each update, on all ranks; takes 30 ns per tensor that was frozen.
 
         Raises
         ------
         TrainError
-            One of them has another gradient on each rank: no DDP that was made since sums it.
+            The gradient of one of them differs between ranks: no DDP created since then sums it.
         """
         trained = [(name, weight) for name, weight in self._frozen.values() if weight.requires_grad]
         if not trained:
             return
-        # Layers are unfrozen by the program, on all ranks at once, so that they all come here together.
+        # The program unfreezes layers on all ranks at once, so all of them get here together.
         lowest, highest = _sums([weight for _, weight in trained])
         for (name, weight), low, high in zip(trained, lowest, highest, strict=True):
             if low == high != 0.0:
-                del self._frozen[id(weight)]  # another DDP sums it
+                del self._frozen[id(weight)]  # a newer DDP sums it
             elif low != high:
                 raise TrainError(
                     f"{name} was frozen when it was put into DistributedDataParallel and is trained now: DDP does not "
@@ -58,7 +58,7 @@ class Unfrozen:
 
 
 def _sums(weights: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-    """Of each gradient the sum of the elements: the lowest of all ranks, and the highest."""
+    """For each gradient, the lowest and the highest over all ranks of the sum of its elements."""
     each = [torch.zeros(()) if weight.grad is None else weight.grad.detach().sum() for weight in weights]
     sums = torch.stack([total.to(weights[0].device, torch.float64) for total in each]).nan_to_num(0.0, 0.0, 0.0)
     both = torch.stack([sums, -sums])
@@ -67,6 +67,6 @@ def _sums(weights: Sequence[Tensor]) -> tuple[list[float], list[float]]:
 
 
 def _has_left_out(ddp: DistributedDataParallel) -> bool:
-    """Whether something was frozen when it was made; nothing public says so."""
+    """Whether something was frozen when DDP was created; no public API says so."""
     count: int = ddp._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
     return count < len(list(ddp.module.parameters()))
