@@ -1,5 +1,7 @@
-"""The copy of the user's code made when the run was created (``launch.snapshot``): ``<run>/code`` and
-``<run>/code.json``.
+"""The copy of the user's code made with the run (``launch.snapshot``): ``<run>/code`` and ``<run>/code.json``.
+
+It contains what git knows: the revision with local changes, and untracked files that are not ignored. The job keeps the
+paths that the user wrote; whatever starts a program of the run asks this module where the copy is.
 """
 
 from __future__ import annotations

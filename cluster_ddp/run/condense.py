@@ -99,9 +99,7 @@ def _kept_nodes(events: list[Event]) -> Iterator[Event]:
 
 
 def _kept_stops(events: list[Event]) -> Iterator[Event]:
-    """Yield the first and the last stop request, the time they gave, and what training itself reports, which names no
-    node.
-    """
+    """Yield the first and last stop requests, those that state a grace, and training's own events (without a node)."""
     yield from (event for event in events if event.get("node") is None)
     yield from _ends([event for event in events if event.get("by")])
     yield from _ends([event for event in events if as_number(event.get("grace")) is not None])

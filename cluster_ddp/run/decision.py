@@ -54,8 +54,7 @@ def decide(
     *,
     job_goes_on: Callable[[], bool] | None = None,
 ) -> Decision:
-    """Decide what follows an attempt that has ended, from the run's events, its stop file and the limits in its job
-    file.
+    """Decide what follows an attempt that has ended, from the run's events, its stop file and the limits in its job.
 
     Parameters
     ----------

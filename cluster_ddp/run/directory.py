@@ -41,7 +41,7 @@ class AttemptDirectory:
     stop_file = _Inside("stop")  # exists when training should save and end
     final_stop_file = _Inside("stop.final")  # exists as well when a person has asked for it
     nodes_file = _Inside("nodes.json")  # which arrivals it began with, and the port they meet at
-    rendezvous_key = _Inside("rendezvous.key")  # with which its nodes authenticate each other; readable by its owner only
+    rendezvous_key = _Inside("rendezvous.key")  # with which its nodes authenticate each other; readable by its owner
 
     @property
     def run(self) -> RunDirectory:
@@ -113,7 +113,7 @@ class RunDirectory:
         return AttemptDirectory(self.attempts / f"{number:03d}")
 
     def script_mode(self) -> int:
-        """The mode of the batch script, which is executable, and group-writable if the group shares the run."""
+        """The mode of the batch script: executable by its owner, and by the group if that shares the run."""
         return 0o770 if self.path.stat().st_mode & stat.S_IWGRP else 0o700
 
     def refuse_links(self) -> None:

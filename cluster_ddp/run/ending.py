@@ -235,8 +235,7 @@ def describe_failure(event: Event) -> str:
 
 
 def _last_words(error: str) -> str:
-    """Return the first line, and the next if the first introduces it; of a traceback, the lines below its last frame.
-    """
+    """Return the first line, and the next if the first introduces it; of a traceback, what follows its last frame."""
     lines = error.splitlines()
     last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
     begin = 0

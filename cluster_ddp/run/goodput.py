@@ -37,7 +37,7 @@ def goodput_of(history: History, *, created: float | None, alive: bool) -> Goodp
     productive = lost = waiting = 0.0
     free_since = created
     for record in history.attempts:
-        going_on = alive and record is history.last and record.ended is None  # otherwise its next start has not begun yet
+        going_on = alive and record is history.last and record.ended is None  # else its next start has not begun yet
         end = max(time.time(), record.begun) if going_on else _end_of(history, record)
         useful = _productive(history, record, end, going_on=going_on)
         productive += useful

@@ -110,8 +110,7 @@ class History:
 
     @cached_property
     def last_saved(self) -> int | None:
-        """The last step that was saved and belongs to the run; None before the first, or after training started over.
-        """
+        """The last step that was saved and belongs to the run; None before the first, and after a fresh start."""
         saved = (event for event in self.events if event["event"] == CHECKPOINT and self.counts(event))
         return max((step for event in saved if (step := as_whole(event.get("step"))) is not None), default=None)
 
