@@ -192,9 +192,7 @@ class Meeting:
         return [arrival for arrival in found if arrival is not None]
 
     def _lives(self, arrival: Arrival) -> bool:
-        """Whether a node still waits: judged on this machine by its process, elsewhere by whether its file keeps
-        changing.
-        """
+        """Whether a node still waits: on this machine by its process, elsewhere by whether its file keeps changing."""
         path = self.run.arrivals / arrival.name
         alive = is_alive(arrival.process)
         if alive is not None:

@@ -53,8 +53,7 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
 
 
 def _make(sweep: SweepDirectory, element: Element, via: str) -> None:
-    """Make a run under its name in one step, so that the second of two starts of an element finds the first one's run.
-    """
+    """Make a run under its name in one step, so that a second start of the element finds the run of the first."""
     from cluster_ddp.job import load_variant
 
     spec = load_variant(sweep.job_file, element.settings)

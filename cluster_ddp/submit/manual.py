@@ -97,9 +97,7 @@ class ManualStart:
         )
 
     def node_torchrun(self) -> list[str]:
-        """Return the first attempt's torchrun command line as this node runs it; its address is determined at the
-        start.
-        """
+        """Return the first attempt's torchrun command line as this node runs it; its address is found at the start."""
         line = self.torchrun(str(self.run.path), 0)
         return fill_in(line, is_host=self.node == 0, local_addr="{local_addr}", log_dir=tempfile.gettempdir())
 

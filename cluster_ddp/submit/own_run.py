@@ -1,5 +1,4 @@
-"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: makes the run of a batch script started without
-one.
+"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: makes a run for a script started without one.
 
 It prints the run's directory. The first start of a Slurm job makes the run and notes the job's id in the run's record,
 by which every later start of the same job finds the run.

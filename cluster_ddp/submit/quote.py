@@ -41,10 +41,10 @@ def inside(value: str) -> str:
 
 
 def quote_around(value: str, variables: Mapping[str, str]) -> str:
-    """`value` as one word of bash in which the marks that are keys of `variables` become expansions of the shell.
+    """Return `value` as one word of bash in which the keys of `variables`, called marks, become shell expansions.
 
     Everything between the marks is quoted. With ``{"\\0a": "$MASTER_ADDR"}``, ``"--endpoint=\\0a:1"`` becomes
-    ``--endpoint="$MASTER_ADDR":1``. Marks hold a NUL, so that no value from outside can look like one.
+    ``--endpoint="$MASTER_ADDR":1``. Marks contain a NUL, so that no external value can look like one.
     """
     pieces = re.split(f"({'|'.join(map(re.escape, variables))})", value)
     words = [f'"{variables[piece]}"' if piece in variables else quote(piece) for piece in pieces if piece]
