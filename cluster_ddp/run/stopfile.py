@@ -70,7 +70,7 @@ def request_stop(
         if there.reason in FINAL_REASONS and reason != CANCEL:
             wanted = replace(wanted, reason=there.reason, by=there.by)
     if wanted.reason in FINAL_REASONS:
-        write_json(Storage(), attempt.final_stop_file, asdict(wanted))  # first: whoever sees the other sees this one too
+        write_json(Storage(), attempt.final_stop_file, asdict(wanted))  # first: whoever sees the other sees this too
     write_json(Storage(), attempt.stop_file, asdict(wanted))
     return wanted
 

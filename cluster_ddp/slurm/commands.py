@@ -191,8 +191,7 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
 
 
 def query_own_jobs(*, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
-    """Return all jobs of this user that Slurm knows, with one call of squeue; raises `SlurmError` as `query_jobs` does.
-    """
+    """Return all jobs of this user that Slurm knows, with one call of squeue; raises as `query_jobs` does."""
     require("squeue")
     command = ["squeue", "--noheader", "--states=all", "--all", "--array", "--me", f"--format={QUEUE_FORMAT}"]
     return parse_queue(call(command, seconds=seconds))
@@ -223,8 +222,7 @@ def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, Slu
 
 
 def parse_queue(answer: str) -> dict[str, SlurmJob]:
-    """Parse squeue's lines ``id|plain id|state|nodes|reason@start|comment``; a job is listed by both forms of its id.
-    """
+    """Parse squeue's lines ``id|plain id|state|nodes|reason@start|comment``; each job is listed by both its ids."""
     jobs: dict[str, SlurmJob] = {}
     for line in answer.splitlines():
         fields = line.strip().split("|", 5)

@@ -59,9 +59,7 @@ class SbatchSubmission:
         return options
 
     def send(self, run: RunDirectory) -> str:
-        """Call sbatch, once for each job of the chain, and note the jobs in the run's record; return the first one's
-        id.
-        """
+        """Call sbatch for each job of the chain, and note the jobs in the run's record; return the first one's id."""
         from cluster_ddp.run.record import add_slurm_job, announce_submission, update_record
 
         job_ids: list[str] = []

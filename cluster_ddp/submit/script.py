@@ -119,7 +119,7 @@ def render_script(
         "step": launcher.step(),
     }
     text = _MARK.sub(lambda mark: blocks[mark[1]], _TEMPLATE.read_text())
-    text = re.sub(r"\n{3,}", "\n\n", text).replace(_SETUP_HERE, "\n".join(spec.launch.setup))  # including its empty lines
+    text = re.sub(r"\n{3,}", "\n\n", text).replace(_SETUP_HERE, "\n".join(spec.launch.setup))  # keeps its empty lines
     return BatchScript(text, resolve(spec.network, exported).remarks)
 
 
@@ -134,9 +134,7 @@ def check_setup(spec: JobSpec) -> None:
 
 
 def job_options(spec: JobSpec) -> dict[str, str | None]:
-    """Return what the job requests from Slurm, as sbatch options in the script's order; None: an option without a
-    value.
-    """
+    """Return what the job requests from Slurm, as sbatch options in the script's order; None: without a value."""
     slurm = spec.slurm
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     asked = {

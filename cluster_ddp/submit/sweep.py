@@ -234,8 +234,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
 
 
 def find_out(sweep: SweepDirectory) -> list[RunStatus]:
-    """Determine the states of the elements of a sweep claimed by this process; raises `SlurmError` without an answer.
-    """
+    """Determine the states of the elements of a sweep claimed by this process; raises `SlurmError` if unanswered."""
     record = replace(read_sweep(sweep), submitting=None)
     known = know_elements(sweep, record, know)
     jobs = query_jobs(job_id for element in known for job_id in element.slurm_job_ids)

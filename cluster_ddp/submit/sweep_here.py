@@ -84,7 +84,7 @@ class SweepHere:
         while (waiting and not self._closed) or any(place.process for place in self.places):
             if time.monotonic() - looked > _CLAIM_SECONDS:
                 looked = time.monotonic()
-                self._closed |= read_sweep(self.sweep).submitting != self.claim  # by now claimed by `stop`, `cancel` or somebody else
+                self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel` or somebody else
             self._pass_on()
             for place in self.places:
                 self._look_after(place)
