@@ -73,8 +73,7 @@ class EndOfJob:
         self.reason: str | None = None
         self.lets_it_run = False
 
-    # -- incoming signals and answers
-    # -------------------------------------------------------------------------------------
+    # -- incoming signals and answers ----------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Start listening for signals, including SIGCHLD for a job step that has ended."""
@@ -239,8 +238,7 @@ class EndOfJob:
         end = self._step_ended_at if came.number in self._warnings else self._found_out_at
         return end is not None and came.since > end
 
-    # -- what is known about the end
-    # ---------------------------------------------------------------------------------------
+    # -- what is known about the end -----------------------------------------------------------------------------------
 
     def known(self) -> str | None:
         """Return the reason as far as it is certain; None if the owner may have cancelled the job.

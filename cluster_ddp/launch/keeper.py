@@ -221,8 +221,7 @@ class Keeper:
                 _RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends)
             )
 
-    # -- done, failed or requeued?
-    # ----------------------------------------------------------------------------------------
+    # -- done, failed or requeued? -------------------------------------------------------------------------------------
 
     def _decide(self, attempt: AttemptDirectory) -> tuple[Decision | None, list[str]]:
         """Decide about the run and which hosts it should avoid; the decision is None if it cannot be made in time."""

@@ -33,7 +33,7 @@ from cluster_ddp.run.node_log import LogLine
 from cluster_ddp.run.storage import Storage, closing, open_append
 
 AGENT_LOG = "agent.log"
-_GATHERED = "gathered.json"  # how far each file was copied, in case a killed node program is to be replaced
+_GATHERED = "gathered.json"  # how far each file was copied, for the reaper of a killed node program
 _WRITE_SECONDS = 1.0
 _MOST_WAITING = 4 << 20  # characters that may wait while the storage accepts none
 _KEPT_BYTES = 64 << 10  # of what was copied: the end says why a rank died

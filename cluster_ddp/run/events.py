@@ -23,13 +23,19 @@ from cluster_ddp.run.storage import Storage, open_lines
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
 
-# The names of all events and their fields. `started` and `resumed` (rank 0 of training): step, world_size, total_steps;
-# `checkpoint`: step, samples; `stopped`: step, reason; `completed`: step; `failed`: step (or null), rank, node, error,
-# phase; `rank-failed`: rank, node, host, error, and signal if one killed it; `node-failed`: host, error, and suspect,
-# whether the node itself may be bad (its node program did not come up, or its agent gave up before there were ranks);
-# `resume-requested`: the last attempt before it, and cancels, how many `cancelled` there were; `resume-refused`: the
-# attempt that turned out to be alive; `host-suspected`: the last attempt before it, host and slurm_job_id (Slurm gave
-# the job a host that failed more than once, and the job was asked to avoid it).
+# The names of all events. Their fields:
+# started, resumed (by rank 0 of training): step, world_size, total_steps
+# checkpoint: step, samples
+# stopped: step, reason
+# completed: step
+# failed: step (or null), rank, node, error, phase
+# rank-failed: rank, node, host, error, and signal if one killed it
+# node-failed: host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
+#     agent gave up before there were ranks)
+# resume-requested: the last attempt before it, and cancels: how many `cancelled` there were
+# resume-refused: the attempt that turned out to be alive
+# host-suspected: the last attempt before it, host and slurm_job_id: Slurm gave the job a host that failed more than
+#     once, and the job was asked to avoid it
 SUBMITTED = "submitted"
 STARTED = "started"
 RESUMED = "resumed"

@@ -218,7 +218,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
 
 
 def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
-    """Return the run that `text` names, for a command that changes it, with the umask set as the run is shared.
+    """Return the run that `text` names, for a command that changes it, and set the umask to suit the run.
 
     Raises
     ------
