@@ -1,7 +1,7 @@
 """The job as the user wrote it: typed models, YAML loading, templates, overrides, errors.
 
-Errors and templates are imported at once. The names of `cluster_ddp.job.public` are loaded when first used: pydantic
-costs more time than all that a command such as ``status`` does.
+Errors and templates are imported immediately. The names of `cluster_ddp.job.public` are loaded on first use: importing
+pydantic takes longer than everything that a command such as ``status`` does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the global batch is divided among ranks and accumulation steps."""
+"""Divides the global batch among ranks and accumulation steps."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class BatchPlan:
 def plan_batch(train: TrainSpec, world_size: int, global_batch: int | None = None) -> BatchPlan:
     """Divide the global batch among `world_size` ranks.
 
-    A pure function: the same settings, world size and global batch always give the same plan, so that a
-    resumed attempt repeats the arithmetic of the one before.
+    A pure function: the same settings, world size and global batch always give the same plan, so that a resumed attempt
+    repeats the arithmetic of the previous one.
 
     Parameters
     ----------
     train: the settings. Without `train.global_batch` the global batch is
         ``batch_size * world_size * accumulation_steps``.
     world_size: number of ranks, at least 1.
-    global_batch: the global batch of a run that has begun already. It is kept for the life of the run: micro-batch and
-        accumulation adapt to it, `train.batch_size` is the ceiling of the micro-batch, and `train.accumulation_steps`
-        is only where the search begins.
+    global_batch: the global batch of a run that has already begun. It is kept for the life of the run: micro-batch and
+        accumulation adapt to it, `train.batch_size` is the upper limit of the micro-batch, and
+        `train.accumulation_steps` is only where the search begins.
 
     Raises
     ------
     BatchError
-        When the global batch does not divide; the message names world sizes that would.
+        The global batch does not divide; the message names world sizes that would work.
     """
     begun = global_batch is not None
     total = global_batch or train.global_batch or _own_global_batch(train, world_size)
@@ -56,7 +56,7 @@ def plan_batch(train: TrainSpec, world_size: int, global_batch: int | None = Non
         raise BatchError(_does_not_divide(total, world_size))
     share = total // world_size
     wish = train.accumulation_steps
-    # Without a global batch in the job file, batch_size alone leads back to the accumulation that was asked for.
+    # Without a global batch in the job file, batch_size alone restores the requested accumulation.
     least = wish if wish is not None and train.global_batch is not None else 1
     steps = _accumulation(share, least, ceiling=train.batch_size or share)
     if not begun and wish is not None and steps != wish:
@@ -65,7 +65,7 @@ def plan_batch(train: TrainSpec, world_size: int, global_batch: int | None = Non
 
 
 def scaled_lr(train: TrainSpec, global_batch: int) -> float:
-    """The peak learning rate: `train.lr`, scaled by ``global_batch / train.base_batch`` as `train.lr_scaling` says."""
+    """Return the peak learning rate: `train.lr`, scaled by ``global_batch / base_batch`` per `train.lr_scaling`."""
     ratio = global_batch / (train.base_batch or global_batch)
     if train.lr_scaling == "linear":
         return train.lr * ratio
@@ -75,7 +75,7 @@ def scaled_lr(train: TrainSpec, global_batch: int) -> float:
 
 
 def describe_training(train: TrainSpec, plan: BatchPlan) -> str:
-    """What a step is, for people: ranks, global batch and how it is divided, peak learning rate."""
+    """Describe a step for people: ranks, global batch and how it is divided, peak learning rate."""
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     passes = f" x {plan.accumulation_steps} passes" if plan.accumulation_steps > 1 else ""
     return (

@@ -1,7 +1,7 @@
-"""YAML as this project reads and writes it: the scalars of YAML 1.2's core schema, and where each value stands.
+"""YAML as this project reads and writes it: the scalars of YAML 1.2's core schema, and the position of each value.
 
-PyYAML's own resolver speaks YAML 1.1, in which ``12:00:00`` is 43200, ``1e-3`` a string, ``0123`` 83 and ``no`` false.
-Here its parser only delivers events; what they mean is decided in this file. Aliases work and are bounded, tags and
+PyYAML's own resolver implements YAML 1.1, in which ``12:00:00`` is 43200, ``1e-3`` a string, ``0123`` 83 and ``no``
+false. Here its parser only delivers events; this file determines what they mean. Aliases work and are bounded, tags and
 merge keys are refused.
 """
 
@@ -38,12 +38,12 @@ _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:i
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value was written: a line of a file (0 for the whole file), or an override of the command line."""
+    """Where a value was written: a line of a file (0 for the whole file), or an override on the command line."""
 
     file: Path | None
     line: int = 1
     override: str | None = None
-    option: str = "--set"  # of the command line, by which the override was given
+    option: str = "--set"  # the command-line option of the override
 
     def __str__(self) -> str:
         if self.override is not None:
@@ -52,7 +52,7 @@ class Place:
 
 
 def without_value(place: Place) -> Place:
-    """Return the place with the value of an override left out, which may be a secret."""
+    """Return the place without the value of an override, which may be a secret."""
     return place if place.override is None else replace(place, override=place.override.partition("=")[0] + "=...")
 
 
@@ -75,12 +75,12 @@ def fault(place: Place, message: str, allowed: str = "") -> JobFileError:
 
 
 def is_file(path: Path) -> bool:
-    """Say whether a path is a file; one that cannot even be looked up (too long, no permission) is not."""
+    """Whether a path is a file; one that cannot even be looked up (too long, no permission) is not."""
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for those
 
 
 def mapping(node: Node) -> dict[str, Node]:
-    """Return a copy of the entries of a mapping; any other value has none."""
+    """Return a copy of the entries of a mapping; empty for any other value."""
     return dict(node.value) if isinstance(node.value, dict) else {}
 
 
@@ -113,12 +113,12 @@ def scalar(text: str, place: Place, key: str = "") -> Scalar:
 
 
 def read_document(file: Path) -> Node:
-    """Read a YAML file whose top is a mapping.
+    """Read a YAML file whose top level is a mapping.
 
     Raises
     ------
     JobFileError
-        When the file cannot be read, is larger than `MAX_BYTES`, is not UTF-8 or not YAML, has duplicate keys, tags or
+        The file cannot be read, is larger than `MAX_BYTES`, is not UTF-8 or not YAML, has duplicate keys, tags or
         several documents, or is not a mapping.
     """
     node = parse(read_text(file), Place(file))
@@ -131,7 +131,7 @@ def read_document(file: Path) -> Node:
 
 
 def read_text(file: Path) -> str:
-    """Read a YAML file that a person wrote; `JobFileError` as `read_document` says."""
+    """Read the text of a YAML file that a person wrote; raises `JobFileError` as `read_document` does."""
     whole = Place(file, 0)
     if not is_file(file):
         raise fault(whole, "is not a regular file" if os.path.lexists(file) else "no such file")
@@ -157,7 +157,7 @@ def parse(text: str, place: Place) -> Node:
         return _Builder(text, place).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        # An error at the end of the text is marked on the line after its last.
+        # An error at the end of the text is reported on the line after the last one.
         where = replace(place, line=place.line + min(mark.line if mark else 0, text.rstrip("\n").count("\n")))
         context = f" ({error.context})" if error.context else ""
         raise fault(where, f"not YAML: {error.problem or 'it cannot be read'}{context}") from error
@@ -167,14 +167,14 @@ def parse(text: str, place: Place) -> Node:
 
 
 class _Builder:
-    """Builds nodes from the parser's events, which is bounded where composing them in C is not."""
+    """Builds nodes from the parser's events, with limits that composing them in C does not have."""
 
     def __init__(self, text: str, place: Place) -> None:
         self.events: Iterator[Any] = yaml.parse(text, Loader=_Parser)
         self.place = place
         self.anchors: dict[str, Node] = {}
         self.values = 0
-        self.keys: list[str] = []  # of the mappings that are being read, outermost first
+        self.keys: list[str] = []  # of the mappings being read, outermost first
 
     def document(self) -> Node:
         event = next(self.events)
@@ -251,7 +251,7 @@ class _Builder:
 
 
 def _extent(node: Node) -> tuple[int, int]:
-    """Return how many values a node has in all, and how deep they are nested below it."""
+    """Return the total number of values in a node, and how deep they are nested below it."""
     if not isinstance(node.value, (dict, list)):
         return 1, 0
     inside = [_extent(below) for below in (node.value.values() if isinstance(node.value, dict) else node.value)]

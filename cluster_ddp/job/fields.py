@@ -1,7 +1,7 @@
 """The types of job file values: what is accepted, and the error message for anything else.
 
-A validator here raises `refused`, whose message names what is allowed; pydantic's own errors (a wrong type, a
-number out of bounds) get theirs in `report`.
+A validator here raises `refused`, whose message names what is allowed; the messages for pydantic's own errors (a wrong
+type, a number out of bounds) are in `report`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _string(value: object, allowed: str) -> str:
 
 
 def line(value: object) -> str:
-    """Return a non-empty string of one line, fit for an ``#SBATCH`` line or a path."""
+    """Validate a non-empty string of one line, fit for an ``#SBATCH`` line or a path."""
     text = _string(value, "a string of one line")
     if not text.strip():
         raise refused("is empty", allowed="a string; omit the key, or give it no value, for the default")
@@ -64,14 +64,14 @@ def line(value: object) -> str:
 
 
 def _no_number(value: object) -> str:
-    """Return a line in which a bare number is more likely a mistake than meant, such as a folder."""
+    """Validate a line, such as a folder, in which a bare number is more likely a mistake."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise refused("is a number", allowed="a string of one line; in quotes, if the number is meant")
     return line(value)
 
 
 def _any_string(value: object) -> str:
-    """Return any string that can be passed to a process as an argument or an environment value."""
+    """Validate any string that can be passed to a process as an argument or an environment value."""
     text = _string(value, "a string")
     if "\0" in text or not _is_encodable(text):
         raise refused("contains a character that no process can be passed", allowed="a string without NUL characters")

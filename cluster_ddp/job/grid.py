@@ -1,6 +1,6 @@
-"""The elements of a sweep: which settings each of them has, and what it is called.
+"""The elements of a sweep: which settings each of them has, and its name.
 
-An element is a job with settings laid over it, as ``--set`` would: strings of the form ``KEY=VALUE``.
+An element is a job with settings laid over it, as with ``--set``: strings of the form ``KEY=VALUE``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Settings = tuple[str, ...]
 
 _MAY_DIFFER = ("params", "args", "train", "checkpoint", "log")
 _MAX_VALUE = 40  # characters of a value in a name
-_ESCAPED = re.compile(r"[\x7f-\x9f\ufeff\ufffe\uffff]")  # what JSON allows between quotes, and YAML does not
+_ESCAPED = re.compile(r"[\x7f-\x9f\ufeff\ufffe\uffff]")  # what JSON allows between quotes, but YAML does not
 _OPENING = {"[": "]", "{": "}"}
 
 
 def elements_of(grid: Sequence[str], listed: Sequence[Settings] = ()) -> list[Settings]:
-    """Every combination of the grid's values, with each of the listed elements if there are any.
+    """Return every combination of the grid's values, with each of the listed elements if there are any.
 
     Parameters
     ----------
     grid
         Options of the form ``KEY=VALUE,VALUE,...``. A comma inside brackets, braces or quotes belongs to a value.
     listed
-        What `read_list` has read.
+        The result of `read_list`.
 
     Raises
     ------
@@ -57,19 +57,19 @@ def elements_of(grid: Sequence[str], listed: Sequence[Settings] = ()) -> list[Se
 
 
 def identity(settings: Settings) -> Settings:
-    """What makes two elements the same; the order of their settings does not matter."""
+    """Return what identifies an element; the order of its settings does not matter."""
     return tuple(sorted(settings))
 
 
 def key_of(setting: str) -> str:
-    """The key of a setting."""
+    """Return the key of a setting."""
     return setting.partition("=")[0]
 
 
 def read_list(file: Path) -> list[Settings]:
-    """The elements in a YAML file, a list of mappings such as ``- {train.lr: 1e-3, params.width: 8}``.
+    """Read the elements from a YAML file, a list of mappings such as ``- {train.lr: 1e-3, params.width: 8}``.
 
-    Keys may be nested as in a job file instead.
+    Keys may also be nested as in a job file.
     """
     top = parse(read_text(file), Place(file))
     if not isinstance(top.value, list) or not top.value:
@@ -78,7 +78,7 @@ def read_list(file: Path) -> list[Settings]:
 
 
 def labels(elements: Sequence[Settings]) -> list[str]:
-    """A name for each element that shows what differs, fit for a folder: ``lr=1e-3-width=64``."""
+    """Return a name for each element that shows what differs, fit for a folder: ``lr=1e-3-width=64``."""
     values = [dict(setting.split("=", 1) for setting in settings) for settings in elements]
     known = list(dict.fromkeys(key for entry in values for key in entry))
     differing = [key for key in known if len({entry.get(key) for entry in values}) > 1] or known
@@ -102,7 +102,7 @@ def _axis(option: str) -> list[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between the commas outside brackets, braces and quotes."""
+    """Split at the commas outside brackets, braces and quotes."""
     closing: list[str] = []
     quoted, begin = "", 0
     for position, character in enumerate(text):
@@ -151,5 +151,5 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """The text reduced to what is safe in the name of a folder."""
+    """Return the text reduced to characters that are safe in a folder name."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text).strip("_")[:_MAX_VALUE]

@@ -29,7 +29,7 @@ from cluster_ddp.job.templates import is_path, template_file
 from cluster_ddp.job.units import format_slurm_time
 
 _PATHS = (("runs_dir",), ("task",), ("script",), ("launch", "python"), ("launch", "container", "image"))
-_FEW_MEGABYTES = 1024  # that a node does not train with: whoever asks for so few means gigabytes
+_FEW_MEGABYTES = 1024  # too little for a node that trains: such a number is meant in gigabytes
 _IMAGE_FILES = (".sif", ".sqsh", ".simg", ".img")
 
 
@@ -47,14 +47,14 @@ class LoadedJob:
 
     spec: JobSpec
     warnings: tuple[str, ...]
-    origins: tuple[Origin, ...]  # of every value that is no default, in the order of the keys
+    origins: tuple[Origin, ...]  # of every value that is not a default, in the order of the keys
 
 
 @dataclass(frozen=True)
 class RunJob:
     """A run's job with settings laid over it."""
 
-    # before, spec: the job as the run has it, and with the settings
+    # before, spec: the job of the run, without and with the settings
     before: JobSpec
     spec: JobSpec
     remarks: tuple[str, ...]  # one for each key that this version does not know and ignores
@@ -67,8 +67,8 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
     ----------
     source: path of a job file, or name of a template.
     overrides: ``a.b=c`` settings laid over it; the values are YAML 1.2 scalars, or lists and mappings in flow form.
-        Relative paths in them are relative to the current folder, those of a file to that file.
-    check_target: look whether the task or script exists. Nothing of the user's is imported.
+        Relative paths in them are relative to the current folder, those in a file to that file.
+    check_target: check whether the task or script exists. No user code is imported.
 
     Raises
     ------
@@ -86,9 +86,9 @@ def load_job(source: str, overrides: Sequence[str] = (), *, check_target: bool =
 class Variants:
     """A job in several variants, each valid."""
 
-    job: dict[str, Any]  # without what differs; from the file that it is written to, `load_variant` loads each
+    job: dict[str, Any]  # without what differs; written to a file, it is what `load_variant` reads
     first: LoadedJob
-    specs: tuple[JobSpec, ...]  # of all
+    specs: tuple[JobSpec, ...]  # of all variants
 
 
 def load_variants(
@@ -99,12 +99,12 @@ def load_variants(
     check_target: bool = True,
     at_first: Callable[[JobSpec], None] | None = None,
 ) -> Variants:
-    """Check every variant of a job: what `load_job` would say to it with the variant's settings as overrides.
+    """Check every variant of a job as `load_job` would with the variant's settings as overrides.
 
     Parameters
     ----------
     at_first
-        Is told the first valid one, before the others are checked.
+        Called with the first valid one, before the others are checked.
 
     Raises
     ------
@@ -119,9 +119,9 @@ def load_variants(
 
 
 def load_stored_variants(file: Path, variants: Sequence[Sequence[str]]) -> Variants:
-    """Check once more the variants whose common job `load_variants` gave and somebody has written to a file.
+    """Check variants once more whose common job `load_variants` returned and somebody has written to a file.
 
-    What the site sets as defaults is in the file.
+    The site's defaults are already in the file.
     """
     return _checked(read_document(file), variants, file)
 
@@ -149,21 +149,21 @@ def _checked(
 
 
 def load_variant(file: Path, settings: Sequence[str]) -> JobSpec:
-    """Load a variant of a job that `load_variants` has checked; what the site sets as defaults is in the file."""
+    """Load a variant of a job that `load_variants` has checked; the site's defaults are already in the file."""
     return _with_overrides(read_document(file), settings, file)[0]
 
 
 def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
     """Load the resolved job of a run directory and lay settings over it; the file is read once.
 
-    Without settings nothing is merged, looked up or made absolute. What the run was submitted with is taken as it is,
-    even where a job file would be refused for it today.
+    Without settings nothing is merged, looked up or made absolute. What the run was submitted with is accepted as it
+    is, even where a job file would be refused for it today.
 
     Raises
     ------
     JobFileError
-        The file cannot be read, is not a valid job, or has an unknown setting that decides what is trained; for the
-        settings as `load_job` says.
+        The file cannot be read, is not a valid job, or has an unknown setting that affects what is trained; for the
+        settings as for `load_job`.
     """
     root, remarks = known_part(read_document(path))
     before = _validate(root)
@@ -175,7 +175,7 @@ def load_run_job(path: Path, overrides: Sequence[str] = ()) -> RunJob:
 
 
 def load_resolved(path: Path) -> JobSpec:
-    """Load the resolved job of a run directory by `load_run_job`; keys that this version does not know are omitted."""
+    """Load the resolved job of a run directory with `load_run_job`, without keys that this version does not know."""
     return load_run_job(path).spec
 
 
@@ -204,7 +204,7 @@ def _with_overrides(root: Node, overrides: Sequence[str], file: Path) -> tuple[J
 
 
 def _origins(node: Node, path: tuple[str, ...] = ()) -> Iterator[Origin]:
-    """Yield where each value was written; one that stands in a list or is empty belongs to its key."""
+    """Yield where each value was written; a value that is in a list or empty belongs to its key."""
     if isinstance(node.value, dict) and node.value:
         for key, below in node.value.items():
             yield from _origins(below, (*path, key))
@@ -213,7 +213,7 @@ def _origins(node: Node, path: tuple[str, ...] = ()) -> Iterator[Origin]:
 
 
 def _prepared(root: Node, file: Path) -> Node:
-    """Return the job as it is validated: named, without what is set to nothing, strings and paths as they are meant."""
+    """Return the job in the form that is validated: named, without null values, strings and paths resolved."""
     return _with_name(as_written(_with_absolute_paths(drop_nulls(root))), file)
 
 
@@ -240,14 +240,14 @@ def _with_absolute_paths(root: Node, path: tuple[str, ...] = ()) -> Node:
 
 
 def _located(key: str, text: str, place: Place) -> str:
-    """Return the value of a key that may hold a path, with the path made absolute."""
+    """Return the value of a key that may contain a path, with the path made absolute."""
     if key == "task":
         file, colon, name = text.rpartition(":")
         return f"{absolute(file, place)}:{name}" if colon and file.endswith(".py") else text
     if key == "python" and "/" not in text and not text.startswith("~"):
-        return text  # a command, found on the node
+        return text  # a command, looked up on the node
     if key == "image" and ("://" in text or not (text.startswith((".", "~")) or text.endswith(_IMAGE_FILES))):
-        return text  # an image of a registry
+        return text  # an image in a registry
     return absolute(text, place) if text.strip() else text
 
 
@@ -264,8 +264,8 @@ def _without_plugins() -> Iterator[None]:
     """Keep pydantic from looking for plugins while it builds the models.
 
     To find them it reads the metadata of every installed package: 15 ms at best, seconds on a slow shared file system.
-    Its own switch, an environment variable, saves that but still imports the modules involved, which is a tenth of the
-    start-up time. With a pydantic that has no such module this changes nothing.
+    Its own switch, an environment variable, avoids that but still imports the modules involved, which takes a tenth of
+    the start-up time. With a pydantic that has no such module this has no effect.
     """
     loader = "pydantic.plugin._loader"
     if JobSpec.__pydantic_complete__ or loader in sys.modules:
@@ -299,7 +299,7 @@ def _warnings(spec: JobSpec, root: Node, *, check_target: bool) -> tuple[str, ..
 
 
 def _check_target(spec: JobSpec, root: Node) -> tuple[str, ...]:
-    """Return warnings; raise when the target is missing and what will run it would see the same as is seen here."""
+    """Return warnings; raise if the target is missing and would be missing where it runs, too."""
     key = "task" if spec.task is not None else "script"
     try:
         if spec.task is not None:

@@ -12,14 +12,14 @@ from cluster_ddp.job.document import MAX_DEPTH, Node, Place, fault, is_file, map
 from cluster_ddp.job.errors import JobFileError
 from cluster_ddp.job.templates import is_path, template_file
 
-# A key that is set takes the place of these, so that a job can extend one that made the other choice.
+# A key that is set replaces these, so that a job can extend one that made the other choice.
 _INSTEAD_OF = {
     ("task",): ("script", "args", "args_on_resume"),
     ("script",): ("task", "params"),
     ("train", "epochs"): ("steps",),
     ("train", "steps"): ("epochs",),
 }
-# Where "nothing" is a value; anywhere else it means the default.
+# Where null is a value; anywhere else it means the default.
 _NULL_COUNTS = (("params",), ("slurm", "extra"))
 
 
@@ -38,7 +38,7 @@ def merge(base: Node, over: Node, path: tuple[str, ...] = ()) -> Node:
 
 
 def drop_nulls(node: Node, path: tuple[str, ...] = ()) -> Node:
-    """Return the job without the keys that are set to nothing, which stands for their default."""
+    """Return the job without the keys that are set to null, which stands for their default."""
     if not isinstance(node.value, dict) or path in _NULL_COUNTS:
         return node
     kept = {key: drop_nulls(below, (*path, key)) for key, below in node.value.items() if below.value is not None}
@@ -46,7 +46,7 @@ def drop_nulls(node: Node, path: tuple[str, ...] = ()) -> Node:
 
 
 def apply_overrides(root: Node, overrides: Sequence[str]) -> Node:
-    """Return the job with ``a.b=c`` settings laid over it, the last one on top."""
+    """Return the job with ``a.b=c`` settings laid over it; later ones override earlier ones."""
     for override in overrides:
         root = merge(root, _tree(override))
     return root
@@ -67,7 +67,7 @@ def _tree(override: str) -> Node:
 
 
 def _value(text: str, place: Place) -> Node:
-    """Return the value: a YAML 1.2 scalar, or a quoted string, a list or a mapping in YAML's flow form."""
+    """Parse the value: a YAML 1.2 scalar, or a quoted string, a list or a mapping in YAML's flow form."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -96,7 +96,7 @@ def read_extended(chain: tuple[Path, ...]) -> Node:
 
 
 def absolute(text: str, place: Place) -> str:
-    """Return a path with ``~`` and ``$NAME`` filled in, made absolute from the folder of the file that names it."""
+    """Return a path with ``~`` and ``$NAME`` expanded, made absolute from the folder of the file that contains it."""
     filled = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises for an unknown user
     unset = re.search(r"\$(?:\w+|\{\w+\})", filled)
     if unset:

@@ -1,7 +1,7 @@
-"""The job, typed: what a job file may say, its defaults, and which settings exclude each other.
+"""The typed job: what a job file may contain, its defaults, and which settings exclude each other.
 
-All models are frozen and refuse unknown keys. Durations are whole seconds. Paths are absolute once `load_job` has
-made them so. The sections mirror the job file: ``spec.slurm.nodes`` is the key ``nodes`` under ``slurm:``.
+All models are frozen and refuse unknown keys. Durations are whole seconds. Paths are absolute once `load_job` has made
+them so. The sections mirror the job file: ``spec.slurm.nodes`` is the key ``nodes`` under ``slurm:``.
 """
 
 # No "from __future__ import annotations" here: pydantic would evaluate each annotation from its source, at every start.
@@ -17,7 +17,7 @@ from cluster_ddp.job.fields import contradiction, refused
 def section() -> Any:
     """Return the default of a section that the job file omits: its own defaults, filled in by the job's validator.
 
-    A default of ``SlurmSpec()`` would build a validator of its own for each section and double the start-up time.
+    A default of ``SlurmSpec()`` would build a separate validator for each section and double the start-up time.
     """
     return Field(default_factory=dict, validate_default=True)
 
@@ -25,12 +25,13 @@ def section() -> Any:
 class Section(BaseModel):
     """What all parts of a job have in common."""
 
-    # Built at first use, once for the whole job: building each section by itself too would double the start-up time.
+    # Built on first use, once for the whole job: building each section separately as well would double the start-up
+    # time.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True, allow_inf_nan=False)
 
 
 class SlurmSpec(Section):
-    """What is asked of Slurm; `None` leaves the choice to the cluster."""
+    """The request to Slurm; `None` leaves the choice to the cluster."""
 
     partition: fields.Line | None = None
     account: fields.Line | None = None
@@ -74,13 +75,13 @@ class ContainerSpec(Section):
 class LaunchSpec(Section):
     """How ranks are started on the nodes."""
 
-    procs_per_node: fields.PositiveIntOrAuto = "auto"  # auto: one per GPU, or one where there is none
+    procs_per_node: fields.PositiveIntOrAuto = "auto"  # auto: one per GPU, or one without GPUs
     setup: fields.Strings = ()  # lines of bash, run before anything else
     python: fields.Text | None = None  # the interpreter of the ranks; None: the one that submitted
     port: fields.PortOrAuto = "auto"
     join_timeout: fields.Seconds = 600
     max_restarts: fields.NonNegativeInt = 0
-    snapshot: bool = False  # the run keeps a copy of the code and uses that
+    snapshot: bool = False  # whether the run keeps a copy of the code and uses that
     hang_timeout: fields.SecondsOrAuto = "auto"
     container: ContainerSpec | None = None
 
@@ -117,7 +118,7 @@ class NetworkSpec(Section):
 
 
 class RequeueSpec(Section):
-    """When a stopped run goes on by itself."""
+    """When a stopped run continues by itself."""
 
     signal: fields.Signal = "USR1"
     warning: fields.Seconds = 120  # before the time limit
@@ -146,7 +147,7 @@ class TrainSpec(Section):
     epochs: fields.PositiveInt | None = None
     steps: fields.PositiveInt | None = None
     batch_size: fields.PositiveInt | None = None  # samples of a micro-batch; with global_batch: its ceiling
-    global_batch: fields.PositiveInt | None = None  # samples per step over all ranks and accumulation steps
+    global_batch: fields.PositiveInt | None = None  # samples per step, over all ranks and accumulation steps
     accumulation_steps: fields.PositiveInt | None = None
     lr: fields.Positive = 1e-3
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of lr, by global batch / base_batch
@@ -175,7 +176,7 @@ class TrainSpec(Section):
     workers: int = Field(default=0, ge=0, le=1024)  # DataLoader workers of each rank
     drop_last: bool = True  # the last global batch of an epoch, when it is not full
     evaluate_every: fields.Evaluation = "epoch"  # epoch, end, or a number of steps
-    max_bad_steps: fields.PositiveInt = 10  # steps with a non-finite loss or gradient, in a row, before training ends
+    max_bad_steps: fields.PositiveInt = 10  # steps in a row with a non-finite loss or gradient before training ends
     profile: ProfileSpec | None = None
 
     @model_validator(mode="before")
@@ -233,7 +234,7 @@ class TrainSpec(Section):
 
 
 class KeepBestSpec(Section):
-    """The checkpoint that is kept for being the best."""
+    """The checkpoint that is kept because it is the best."""
 
     metric: fields.Text  # such as val/accuracy
     mode: Literal["max", "min"] = "max"
@@ -248,7 +249,7 @@ class CheckpointSpec(Section):
     keep_every: fields.PositiveInt | None = None  # steps: multiples of it are kept forever
     keep_best: KeepBestSpec | None = None
     background: bool = True
-    when_busy: Literal["wait", "skip"] = "wait"  # when a save is due while the one before is still being written
+    when_busy: Literal["wait", "skip"] = "wait"  # if a save is due while the previous one is still being written
     ranks_writing: Literal["all", "node", "one"] = "all"
 
     @model_validator(mode="before")
@@ -268,7 +269,7 @@ class WandbSpec(Section):
 
 
 class LogSpec(Section):
-    """What is written down while training."""
+    """What is recorded during training."""
 
     every_steps: fields.PositiveInt = 10
     sample_ids: bool = False
@@ -277,15 +278,15 @@ class LogSpec(Section):
 
 
 class StorageSpec(Section):
-    """Who may change what lies in the run directory."""
+    """Who may change the contents of the run directory."""
 
-    mode: Literal["owner", "group"] = "owner"  # group: all of it belongs to the group of runs_dir, which may change it
+    mode: Literal["owner", "group"] = "owner"  # group: everything belongs to the group of runs_dir, which may change it
 
 
 class NotifySpec(Section):
-    """A command of the user's that runs when a run has ended."""
+    """A user's command that runs when a run has ended."""
 
-    command: fields.Text  # a line of bash, which gets the object of `status --json` on its standard input
+    command: fields.Text  # a line of bash, with the object of `status --json` on its standard input
     on: fields.Occasions = ("completed", "failed", "stalled")
 
 
@@ -295,11 +296,11 @@ class JobSpec(Section):
     name: fields.Name
     runs_dir: fields.Text | None = None  # None: $CLUSTER_DDP_RUNS, else ./runs
     task: fields.Target | None = None  # "package.module:Class" or "/path/to/file.py:Class"
-    params: fields.Params = Field(default_factory=dict)  # handed to the task
+    params: fields.Params = Field(default_factory=dict)  # passed to the task
     script: fields.Text | None = None
-    args: fields.Strings = ()  # handed to the script
-    args_on_resume: fields.Strings = ()  # handed to it after these, in every attempt but the first
-    not_secret: fields.Strings = ()  # keys that look like the name of a secret and are not, such as params.api_key
+    args: fields.Strings = ()  # passed to the script
+    args_on_resume: fields.Strings = ()  # appended to `args` in every attempt but the first
+    not_secret: fields.Strings = ()  # keys that look like the name of a secret but are not, such as params.api_key
     slurm: SlurmSpec = section()
     launch: LaunchSpec = section()
     network: NetworkSpec = section()
@@ -312,14 +313,14 @@ class JobSpec(Section):
 
     @property
     def procs_per_node(self) -> int:
-        """Ranks on each node: ``launch.procs_per_node``, or for ``auto`` one per GPU, one where there is none."""
+        """Ranks per node: ``launch.procs_per_node``, where ``auto`` means one per GPU, or one without GPUs."""
         if isinstance(self.launch.procs_per_node, int):
             return self.launch.procs_per_node
         return max(self.slurm.gpu_count, 1)
 
     @property
     def world_size(self) -> int:
-        """Ranks over all nodes, as the job file asks for them."""
+        """Ranks over all nodes, as requested by the job file."""
         return self.slurm.nodes * self.procs_per_node
 
     @model_validator(mode="after")

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that is spelled most like `text`, or `None` when nothing comes close."""
-    from difflib import get_close_matches  # needed only once something is wrong
+    """Return the choice whose spelling is closest to `text`, or `None` if none is close."""
+    from difflib import get_close_matches  # needed only if something is wrong
 
     alike = {choice.lower(): choice for choice in choices}
     found = get_close_matches(text[:80].lower().replace("-", "_"), alike, n=1, cutoff=0.6)

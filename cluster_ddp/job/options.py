@@ -65,10 +65,10 @@ def _option(name: object, setting: object) -> Option:
         spelt = str(name).strip("-").replace("_", "-").lower()
         hint = f"write {spelt}" if re.fullmatch(_OPTION, spelt) else "an option as sbatch(1) names it"
         raise refused("is not a long option of sbatch without its dashes", allowed=hint, at=at)
-    if name == "requeue" and setting == "expedite":  # Slurm 25.11 and later, where the site allows it
+    if name == "requeue" and setting == "expedite":  # Slurm 25.11 and later, if the site allows it
         return setting
     if name in _OWN_KEYS:
-        shown = not name.startswith("export")  # what is exported may be a secret
+        shown = not name.startswith("export")  # the exported values may be secret
         raise refused("has its own key", allowed=f"use {_OWN_KEYS[name]} instead", at=at, show=shown)
     if name in _RENDERED:
         raise refused("cannot be set here", allowed=_RENDERED[name], at=at)
@@ -89,7 +89,7 @@ def _option(name: object, setting: object) -> Option:
 
 
 def meant_by(name: str) -> str | None:
-    """The option, not to be set here, that sbatch takes an option for: the beginning of one is enough to it."""
+    """Return the option that must not be set here and that sbatch takes `name` for, as it accepts abbreviations."""
     checked = (*_OWN_KEYS, *_RENDERED, *_CHECKED)
     return None if name in checked else min((option for option in checked if option.startswith(name)), default=None)
 

@@ -1,4 +1,4 @@
-"""The public names of `cluster_ddp.job` that bring pydantic and YAML with them."""
+"""The public names of `cluster_ddp.job` that import pydantic and YAML."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

@@ -1,6 +1,6 @@
-"""What the models accept but a person may not write: secrets, and what sbatch refuses or misreads.
+"""Refuses what the models accept but a person may not write: secrets, and what sbatch refuses or misreads.
 
-These checks are not in the models: a run that was submitted before there was such a check goes on with its job.
+These checks are not in the models, so that a run that was submitted before a check existed continues with its job.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refuse(spec: JobSpec, root: Node, *, before: Node | None = None) -> None:
     root
         The job with the places of its values.
     before
-        The job of the run that `root` was made from: what stands there already is not refused.
+        The job of the run from which `root` was made: what it already contains is not refused.
 
     Raises
     ------

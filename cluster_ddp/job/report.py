@@ -35,7 +35,7 @@ _BOUNDS = {
 
 
 def job_file_error(error: ValidationError, root: Node) -> JobFileError:
-    """Return everything that pydantic found, one error after the other in the order of the file."""
+    """Return everything that pydantic found, in the order of the file."""
     findings = {_finding(details, root) for details in error.errors(include_url=False)}
     lines = [f"{place}: {text}" for place, text in sorted(findings, key=_order)]
     return JobFileError("\n".join([f"{len(lines)} errors:", *lines] if len(lines) > 1 else lines))
@@ -47,7 +47,7 @@ def _order(finding: Finding) -> tuple[bool, str, int, str]:
 
 
 def find(root: Node, key: Iterable[str | int]) -> Node:
-    """Return the value at `key`, or the nearest one above that was written somewhere."""
+    """Return the value at `key`, or the nearest one above it that was written anywhere."""
     node = root
     for part in key:
         if isinstance(node.value, dict) and str(part) in node.value:
@@ -105,7 +105,7 @@ def _choices(value: object, expected: str) -> str:
 
 
 def _known_keys(key: Key) -> str:
-    """Return the key that was meant, if any is alike, and all that are known in its section."""
+    """Return the key that was probably meant, if any is similar, and all known keys of its section."""
     section, name = key[:-1], str(key[-1])
     model = section_at(section)
     known = list(model.model_fields) if model is not None else []

@@ -13,13 +13,13 @@ _SECRET_WORDS = {
     "KEY", "KEYS", "APIKEY", "PRIVATEKEY", "ACCESSKEY",
     "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "PASS",
 }  # fmt: skip
-# Words that are written together with the one before: PGPASSWORD, DBPASS, AUTHTOKEN; and PWD only behind another word.
+# Words that may be attached to the previous one: PGPASSWORD, DBPASS, AUTHTOKEN; but PWD only after another word.
 _SECRET_ENDS = re.compile(
     r"(PASSWORD|PASSWD|PASSPHRASE|APIKEY|SECRET|(AUTH|ACCESS|API|HF|REFRESH|SESSION)TOKEN|(DB|PG|SQL|SSH|USER|ROOT|MY)PASS"
     r"|[A-Z]_PWD|(DB|SQL|PG)PWD)$"
 )
-# What follows in a name that describes a secret without holding one: KEY_SIZE, TOKEN_DIM, API_KEY_FILE. An id may be
-# one half of a secret.
+# Endings of names that describe a secret without containing one: KEY_SIZE, TOKEN_DIM, API_KEY_FILE. An id may be one
+# half of a secret.
 _ABOUT_ONE = re.compile(r"_(SIZE|DIM|LEN|LENGTH|RATE|COUNT|TYPE|FILE|PATH|DIR)$")
 # How the name of a secret parameter or option ends. Most that end in key or token are not secret: sort_key, pad_token.
 _SECRET_SETTING = re.compile(
@@ -27,7 +27,7 @@ _SECRET_SETTING = re.compile(
     r"|(auth|access|api|bearer|refresh|hf|huggingface|hub|wandb|github|gitlab|slack|session|login)-?token"
     r"|(^|-)secrets?|(^|-)pwd|(^|-)(db|user|login|root)-?pass)$"
 )
-# The issuers' own prefixes, a password in an address, a header, and private keys in PEM form.
+# The issuers' own prefixes, a password in a URL, a header, and private keys in PEM form.
 _SECRET_TEXT = (
     r"\bhf_[A-Za-z0-9]{30,}|\bgh[oprsu]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
     r"|\bsk-[A-Za-z0-9_-]{32,}|\bAKIA[0-9A-Z]{16}\b|\bxox[abprs]-[0-9A-Za-z-]{10,}"
@@ -46,7 +46,7 @@ _CURL_USER = r"\bcurl\b.*\s(?:-u|--user)[ =]*[\"']?[^\s:$\"']+:[^\s$\"']"
 
 
 def is_secret_name(name: str) -> bool:
-    """Say whether a variable of this name holds a key, token or password: ``WANDB_API_KEY``, ``DBPASS``."""
+    """Whether a variable with this name contains a key, token or password: ``WANDB_API_KEY``, ``DBPASS``."""
     upper = name.upper()
     if _ABOUT_ONE.search(upper):
         return False
@@ -54,14 +54,14 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_password(text: str) -> str:
-    """`text` with the passwords in its addresses masked: ``http://me:***@proxy``."""
+    """Return `text` with the passwords in its URLs masked: ``http://me:***@proxy``."""
     return _IN_ADDRESS.sub(r"\1***@", text)
 
 
 def secrets_in(job: JobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is or looks like a secret, by the name it goes by or by its own form: its key, and what is wrong with it.
+    """Yield what is or looks like a secret, by its name or its own form: its key, and what is wrong with it.
 
-    What the job's own ``not_secret`` names is not one.
+    Keys listed in the job's own ``not_secret`` are exempt.
     """
     image = job.launch.container.image if job.launch.container else None
     others = {
@@ -127,7 +127,7 @@ def _wrong_below(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[s
 
 
 def _is_secret_setting(name: str, value: object) -> bool:
-    """Whether a parameter or an option of that name, with that value, is a secret; where to find one is not."""
+    """Whether a parameter or option with that name and value is a secret; where to find a secret is not one."""
     if value is None or isinstance(value, (bool, float, Mapping, list, tuple)) or str(value) == "":
         return False
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.rpartition(".")[2]).lower().strip("-").replace("_", "-")

@@ -1,4 +1,4 @@
-"""The job file's keys, as the models know them."""
+"""The job file's keys, as the models define them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "off", "auto", [], {})
 
 
 def section_at(path: tuple[str | int, ...]) -> type[Section] | None:
-    """Return the model of the section at `path`, or `None` when it is no section."""
+    """Return the model of the section at `path`, or `None` if it is not a section."""
     model: type[Section] | None = JobSpec
     for key in path:
         field = model.model_fields.get(str(key)) if model is not None else None
@@ -26,7 +26,7 @@ def section_at(path: tuple[str | int, ...]) -> type[Section] | None:
 
 
 def keys(model: type[Section] = JobSpec, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key, sections included."""
+    """Yield the path of every key, including sections."""
     for name, field in model.model_fields.items():
         yield (*path, name)
         below = _section(field.annotation)
@@ -35,10 +35,11 @@ def keys(model: type[Section] = JobSpec, path: tuple[str, ...] = ()) -> Iterator
 
 
 def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
-    """Return the job with the numbers that stand where a string is expected as they were written.
+    """Return the job with numbers in place of strings restored to the text that was written.
 
     ``account: 0123`` is the account "0123" and ``env: {X: 1e-3}`` the value "1e-3", not 123 and "0.001". In a list or
-    mapping of strings the same holds for true and false. Where a number makes no sense (`fields.Text`), it stays one.
+    mapping of strings the same holds for true and false. Where a number makes no sense (`fields.Text`), it stays a
+    number.
     """
     if not isinstance(node.value, dict):
         return node
@@ -56,8 +57,8 @@ def as_written(node: Node, model: type[Section] = JobSpec) -> Node:
 def known_part(root: Node) -> tuple[Node, tuple[str, ...]]:
     """Return a run's job without the keys that this version does not know, and a remark on each.
 
-    A run may have been made by a newer version or an older one, and is to go on all the same. What is omitted may
-    change how it runs; it must not change what is trained, so a setting of training has to be one that is off.
+    A run may have been made by a newer or older version, and should continue nevertheless. What is omitted may change
+    how it runs, but must not change what is trained, so an unknown setting of training has to be one that is off.
 
     Raises
     ------
@@ -79,7 +80,7 @@ def _known(node: Node, model: type[Section], path: tuple[str, ...], remarks: lis
             kept[key] = below if section is None else _known(below, section, (*path, key), remarks)
             continue
         name = ".".join((*path, key))
-        if name == "extends":  # no version writes that: a person wants what a resolved job does not do
+        if name == "extends":  # no version writes that: a person has added it, and a resolved job does not support it
             kept[key] = below
             continue
         if path[:1] == ("train",) and plain(below) not in _OFF:
@@ -94,20 +95,20 @@ def _known(node: Node, model: type[Section], path: tuple[str, ...], remarks: lis
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    # In Python 3.10 dict[str, str] passes for a type, but issubclass refuses it.
+    # In Python 3.10 dict[str, str] counts as a type, but issubclass refuses it.
     classes = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and not get_origin(kind)]
     return next((kind for kind in classes if issubclass(kind, Section)), None)
 
 
 def _takes_numbers(field: FieldInfo) -> bool:
-    """Say whether a key takes strings, also such as are written as a number."""
+    """Whether a key takes strings, including those written as a number."""
     kinds = get_args(field.annotation)
     marks = [*field.metadata, *(mark for kind in kinds for mark in getattr(kind, "__metadata__", ()))]
     return _takes_strings(field.annotation) and NO_NUMBER not in marks
 
 
 def _takes_strings(annotation: Any) -> bool:
-    """Say whether all scalars below an annotation are strings: str, str | None, tuple[str, ...], dict[str, str]."""
+    """Whether all scalars below an annotation are strings: str, str | None, tuple[str, ...], dict[str, str]."""
     if hasattr(annotation, "__metadata__"):  # Annotated
         return _takes_strings(get_args(annotation)[0])
     inner = [kind for kind in get_args(annotation) if kind not in (type(None), Ellipsis)]
@@ -115,7 +116,7 @@ def _takes_strings(annotation: Any) -> bool:
 
 
 def _as_strings(node: Node, kinds: tuple[type, ...] = (int, float)) -> Node:
-    inside = (int, float, bool)  # `true` is a word of a command line, or the value of a variable
+    inside = (int, float, bool)  # `true` may be a command-line argument, or the value of a variable
     if isinstance(node.value, dict):
         return replace(node, value={key: _as_strings(below, inside) for key, below in node.value.items()})
     if isinstance(node.value, list):

@@ -1,7 +1,7 @@
-"""The defaults of a site: a file of the user's that every job file overrides.
+"""The defaults of a site: a user's file that every job file overrides.
 
-The file is `$CLUSTER_DDP_CONFIG`, else ``cluster-ddp/site.yaml`` in the XDG configuration folder. A group shares one by
-the key ``extends:`` of its members' files. It says where and how jobs run, and not what they train.
+The file is `$CLUSTER_DDP_CONFIG`, else ``cluster-ddp/site.yaml`` in the XDG configuration folder. A group shares one
+with the key ``extends:`` in its members' files. It sets where and how jobs run, but not what they train.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KEYS = ("runs_dir", "slurm", "launch", "network", "requeue", "storage")
 
 
 def site_defaults() -> Node | None:
-    """Read the site file and what it extends; None where there is none.
+    """Read the site file and what it extends; None if there is none.
 
     Raises
     ------
     JobFileError
-        It cannot be read, anybody may write it, or it says what a job trains.
+        It cannot be read, anybody may write it, or it sets what a job trains.
     """
     file = site_file()
     if file is None:
@@ -38,13 +38,13 @@ def site_defaults() -> Node | None:
     for key, node in entries.items():
         if key not in KEYS:
             raise fault(node.place, f"{key}: cannot have a default in the site file", ", ".join(KEYS))
-    if os.environ.get(RUNS_VARIABLE):  # what is exported beats a default
+    if os.environ.get(RUNS_VARIABLE):  # an exported variable beats a default
         entries.pop("runs_dir", None)
     return Node(entries, root.place)
 
 
 def over_site(job: Node) -> Node:
-    """Return the job laid over the site's defaults. A section that it leaves empty (``slurm:``) stays as it was."""
+    """Return the job laid over the site's defaults. An empty section (``slurm:``) keeps its defaults."""
     site = site_defaults()
     if site is None:
         return job

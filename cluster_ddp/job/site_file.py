@@ -1,4 +1,4 @@
-"""Where the defaults of a site are looked for; nothing is read here."""
+"""The path of the site file; nothing is read here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RUNS_VARIABLE = "CLUSTER_DDP_RUNS"
 
 
 def site_file() -> Path | None:
-    """Return the site file; None where there is none, or the variable is set to nothing."""
+    """Return the site file; None if there is none, or the variable is set to an empty string."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named is not None:
         return Path(os.path.expanduser(named)) if named else None  # noqa: PTH111 - as job files are found
@@ -19,6 +19,6 @@ def site_file() -> Path | None:
 
 
 def default_site_file() -> Path:
-    """Return where the site file is looked for when no variable names one."""
+    """Return the path of the site file if no variable names one."""
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(os.path.expanduser(folder), "cluster-ddp", "site.yaml")  # noqa: PTH111

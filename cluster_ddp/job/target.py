@@ -16,9 +16,9 @@ _SPAWNS = ("mp.spawn", "multiprocessing.spawn", "torch.multiprocessing.spawn")
 
 
 class TargetProblem(Exception):
-    """The target is not there, as far as can be told from here.
+    """The target does not exist, as far as can be determined from here.
 
-    `in_file` says that a file is missing, not a module of this Python: another interpreter would not find it either.
+    `in_file` says that a file is missing, rather than a module of this Python: no interpreter would find it.
     """
 
     def __init__(self, message: str, *, in_file: bool) -> None:
@@ -27,7 +27,7 @@ class TargetProblem(Exception):
 
 
 def check_script(script: str) -> None:
-    """Raise `TargetProblem` when the script (an absolute path) is not a readable file, or surely part of a package."""
+    """Raise `TargetProblem` if the script (an absolute path) is not a readable file, or certainly part of a package."""
     file = Path(script)
     _check_file(file)
     if file.suffix != ".py":
@@ -35,7 +35,7 @@ def check_script(script: str) -> None:
     try:
         body = ast.parse(_source(file)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # Python itself says best what is wrong
+        return  # Python's own message is the best
     if any(isinstance(part, ast.Assign) and "__package__" in ast.unparse(part) for part in body):
         return
     for part in body:
@@ -53,9 +53,9 @@ def check_script(script: str) -> None:
 
 
 def spawned_at(script: str) -> int | None:
-    """The line in which a script is sure to start ranks of its own, by `torch.multiprocessing.spawn`, if it does.
+    """Return the line in which a script is certain to start its own ranks by `torch.multiprocessing.spawn`, if any.
 
-    Where it depends on an argument, as in the ImageNet example, nobody can tell.
+    If that depends on an argument, as in the ImageNet example, it cannot be known.
     """
     file = Path(script)
     try:
@@ -76,9 +76,9 @@ def _unconditional(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def check_task(task: str) -> None:
-    """Raise `TargetProblem` when ``package.module:Class`` or ``/path/to/file.py:Class`` cannot be found.
+    """Raise `TargetProblem` if ``package.module:Class`` or ``/path/to/file.py:Class`` cannot be found.
 
-    A module is looked for as ``python -m`` would from this folder: here, then on `sys.path`.
+    A module is looked up as ``python -m`` would from this folder: here, then on `sys.path`.
     """
     where, _, name = task.rpartition(":")
     if where.endswith(".py"):
@@ -107,7 +107,7 @@ def _find_module(name: str) -> ModuleSpec:
         raise TargetProblem(f"no module {top} in this folder or on Python's path ({sys.executable})", in_file=False)
     found = top
     for part in below:
-        # Asked for by its last name only: for a dotted one, a finder would want the packages above it imported.
+        # Looked up by its last name only: for a dotted one, a finder would require the parent packages to be imported.
         inside = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
         if inside is None:
             raise TargetProblem(f"no module {part} in {found} ({spec.origin or 'a folder'})", in_file=False)
@@ -116,7 +116,7 @@ def _find_module(name: str) -> ModuleSpec:
 
 
 def _from_other_finders(name: str) -> ModuleSpec | None:
-    """Ask the finders of editable installs, and those of built-in modules."""
+    """Query the finders of editable installs, and those of built-in modules."""
     finders = [finder for finder in sys.meta_path if finder is not PathFinder and hasattr(finder, "find_spec")]
     return next((spec for finder in finders if (spec := finder.find_spec(name, None)) is not None), None)
 
@@ -162,7 +162,7 @@ def _names(module: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements that run when a module is imported: those in `if` and `try` too, those in functions not."""
+    """Yield the statements that run when a module is imported: also those in `if` and `try`, not those in functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child

@@ -17,7 +17,7 @@ def template_names() -> list[str]:
 
 
 def template_file(name: str) -> Path:
-    """Return the file of a template; the error names the nearest, and all, when there is none of this name."""
+    """Return the file of a template; the error for an unknown name lists the nearest one and all others."""
     names = template_names()
     if name not in names:
         hint = nearest(name, names)
@@ -30,11 +30,11 @@ def template_file(name: str) -> Path:
 
 
 def is_path(text: str) -> bool:
-    """Say whether a job is named by its path rather than by a template's name."""
+    """Whether a job is given as a path rather than a template's name."""
     return "/" in text or text.endswith(SUFFIXES)
 
 
 def _folder() -> Path:
     package = Path(cluster_ddp.__file__).parent
-    shipped = package / "job_templates"  # in an installed package; a source checkout has them beside it
+    shipped = package / "job_templates"  # in an installed package; in a source checkout they are next to it
     return shipped if shipped.is_dir() else package.parent / "job_templates"

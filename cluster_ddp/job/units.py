@@ -1,4 +1,4 @@
-"""Durations, as people and as Slurm write them. Inside the program a duration is a whole number of seconds."""
+"""Durations as written by people and by Slurm. Inside the program a duration is a whole number of seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLURM_TIME_FORMS = (
 
 
 def parse_duration(text: str) -> int:
-    """Return the seconds of ``"90s"``, ``"10m"``, ``"1h 30m"``, ``"2d"``, ``"90"``; a `ValueError` for other forms."""
+    """Return the seconds of ``"90s"``, ``"10m"``, ``"1h 30m"``, ``"2d"``, ``"90"``; raises `ValueError` otherwise."""
     text = text.strip()
     if text.isascii() and text.isdigit() and len(text) <= 9:
         return int(text)
@@ -25,7 +25,7 @@ def parse_duration(text: str) -> int:
 
 
 def parse_slurm_time(text: str) -> int:
-    """Return the seconds of a Slurm time limit, or of what `parse_duration` takes where a unit is given.
+    """Return the seconds of a Slurm time limit, or of a duration with units as in `parse_duration`.
 
     Slurm's forms (sbatch(1), ``--time``): minutes, minutes:seconds, hours:minutes:seconds, days-hours,
     days-hours:minutes and days-hours:minutes:seconds.
@@ -33,7 +33,7 @@ def parse_slurm_time(text: str) -> int:
     Raises
     ------
     ValueError
-        When `text` has none of these forms, or minutes or seconds of 60 and more after a larger unit.
+        `text` has none of these forms, or minutes or seconds of 60 or more after a larger unit.
     """
     clock = re.fullmatch(_CLOCK, text.strip())
     if clock is None or not text.isascii():

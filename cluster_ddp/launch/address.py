@@ -1,4 +1,4 @@
-"""The address by which the other nodes reach this host."""
+"""Finding the address by which the other nodes reach this host."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 _SIOCGIFADDR = 0x8915
-_ANY_PORT = 9  # of the discard service; a UDP socket that is connected sends nothing
+_ANY_PORT = 9  # the discard service's; connecting a UDP socket sends nothing
 _NAME_PAUSE_SECONDS = 2.0
-_DOCUMENTATION_ADDRESS = "192.0.2.1"  # routed nowhere, so it goes where the default route goes
+_DOCUMENTATION_ADDRESS = "192.0.2.1"  # routed nowhere, so it takes the default route
 
 
 class AddressError(ClusterDDPError):
-    """This node has no address that the others could reach."""
+    """This node has no address that the others can reach."""
 
     exit_status = 4
 
 
 def local_address(master: str, *, nodes: int, interface: str | None = None) -> str:
-    """The address that ranks on other nodes connect to when a rank of this node is rank 0.
+    """Return the address that ranks on other nodes connect to when a rank of this node is rank 0.
 
-    The first that exists of: the address of the interface that the job names, the address that the route to the
-    master leaves from, this host's own name in the name service, the address of the default route. Loopback addresses
-    serve only a run of one node. (Debian's /etc/hosts gives a host's own name a loopback address: a node that asks for
-    itself must not take that.)
+    The first of these that exists: the address of the interface that the job names, the source address of the route to
+    the master, the address of this host's name in DNS, the address of the default route. Loopback addresses are used
+    only for runs of one node. (Debian's /etc/hosts maps a host's own name to a loopback address, which must not be
+    used.)
 
     Raises
     ------
@@ -66,12 +66,12 @@ def wait_for_name(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until a host's name resolves: a name service that is away for a moment costs no attempt.
+    """Wait until a host's name resolves, so that a brief outage of the name service costs no attempt.
 
     Raises
     ------
     AddressError
-        It does not in that time.
+        It does not resolve in time.
     """
     deadline, said = clock() + seconds, False
     while True:
@@ -91,7 +91,7 @@ def wait_for_name(
 
 
 def interface_address(pattern: str) -> str | None:
-    """Address of the first interface that NCCL_SOCKET_IFNAME's pattern names: prefixes, ``=`` exact, ``^`` not."""
+    """Return the address of the first interface that NCCL_SOCKET_IFNAME matches (prefixes; ``=`` exact; ``^`` not)."""
     if pattern.startswith("^"):
         return None
     exact = pattern.startswith("=")
@@ -105,10 +105,10 @@ def interface_address(pattern: str) -> str | None:
 
 
 def interface_for_gloo(address: str) -> str | None:
-    """The interface to set for Gloo: the one that has `address`; None if Gloo finds it by itself.
+    """Return the interface to set for Gloo, the one that has `address`; None if Gloo finds it by itself.
 
-    Its ranks listen on the first address of the host's own name that they can, and on loopback where there is none.
-    Debian's /etc/hosts gives that name a loopback address: no other node would reach them.
+    Gloo listens on the first usable address of the host's own name, or on loopback if there is none. Debian's
+    /etc/hosts maps that name to a loopback address, where no other node could reach it.
     """
     if ipaddress.ip_address(address).is_loopback:
         return None
@@ -119,7 +119,7 @@ def interface_for_gloo(address: str) -> str | None:
 
 
 def _address_of(interface: str) -> str | None:
-    """The first IPv4 address of an interface."""
+    """Return the first IPv4 address of an interface."""
     import fcntl  # not on Windows, where this package is a library only
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -129,7 +129,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def _is_here(address: str) -> bool:
-    """Whether one can listen on an address here."""
+    """Whether this host can listen on an address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
         trial.bind((address, 0))
@@ -138,7 +138,7 @@ def _is_here(address: str) -> bool:
 
 
 def _route_to(host: str) -> str | None:
-    """The address from which packets to a host leave; None when it has no address or no route."""
+    """Return the source address of packets to a host; None if its name does not resolve or there is no route."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

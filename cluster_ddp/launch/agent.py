@@ -1,13 +1,12 @@
-"""torchrun's agent as a child of the node program.
+"""torchrun's agent, as a child of the node program.
 
 Slurm may send a signal to every process of a step. The agent must survive it, or its ranks could not save:
 
-- it is started with those signals ignored. torchrun installs handlers for some, so it is told to
-  handle only one that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; an older agent that gets SIGTERM gives
-  its ranks 30 s).
-- ignored signals are inherited: a rank ignores them too until it installs handlers of its own.
+- It is started with those signals ignored. torchrun installs handlers for some, so it is configured to handle only one
+that nobody sends (``PET_SIGNALS_TO_HANDLE``, torch >= 2.9; an older agent that gets SIGTERM gives its ranks 30 s).
+- Ignored signals are inherited: a rank ignores them too until it installs its own handlers.
 
-It has its own session, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.
+It runs in its own session, which Ctrl-C at a terminal does not reach, and the kernel ends it with the node program.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SURVIVED = present("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2
 
 
 class Agent:
-    """A running torchrun, from a command without placeholders; its ranks too ignore the signals that it `survives`."""
+    """A running torchrun, from a command without placeholders; it and its ranks ignore the signals in `survives`."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, survives: Iterable[signal.Signals]
@@ -54,5 +53,5 @@ class Agent:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs. 0 or 1 whatever the ranks returned, negative when it was killed."""
+        """Return the exit status: None while it runs, 0 or 1 whatever the ranks returned, negative if it was killed."""
         return self._process.poll()

@@ -1,4 +1,4 @@
-"""Why a node could not take part: what its system or torchrun said, and what to do about it."""
+"""Explains why a node could not take part: what its system or torchrun said, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 
-HAVE_MET = "nodes have met"  # after how many of how many: what an agent says that would train with fewer
+HAVE_MET = "nodes have met"  # in an agent's message if it would train with fewer nodes, after how many of how many
 
 _MAX_WORDS = 400
 _SHARED = "has to be the same and writable on every node (runs_dir)"
 _LOG_LINES = 200
 _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
-# torchrun's own summaries of an error that stands above them.
+# torchrun's own summaries of an error that is printed above them.
 _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
 _TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
 _MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
@@ -28,12 +28,12 @@ _MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or ha
 class AgentFailure:
     """Why torchrun's agent gave up."""
 
-    error: str  # for people, with the remedy if one is known
-    suspect: bool  # whether the node itself may be at fault, so that another should be tried
+    error: str  # for people, with the remedy if known
+    suspect: bool  # whether the node itself may be at fault, so that a different one should be tried
 
 
 def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: float) -> AgentFailure:
-    """Read the end of an agent's log."""
+    """Find the reason at the end of an agent's log."""
     lines = last_lines(log, _LOG_LINES)
     errors = [found["error"] for line in lines if (found := _ERROR.match(line))]
     own = [error for error in errors if not _SUMMARY.match(error)]
@@ -70,7 +70,7 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
 
 
 def explain(error: Exception, run: RunDirectory) -> str:
-    """Why a node program could not begin, and what to do."""
+    """Say why a node program could not begin, and what to do."""
     if not run.exists():
         return f"{run.path} is not there; the runs folder {_SHARED}"
     if not isinstance(error, OSError):
@@ -85,7 +85,7 @@ def explain(error: Exception, run: RunDirectory) -> str:
 
 
 def node_allows_fewer_files() -> bool:
-    """Whether a process may open fewer files here than the job's keeper may: else the limit is the job's own."""
+    """Whether the limit of open files is lower here than for the job's keeper; otherwise it is the job's own limit."""
     import resource  # not on Windows, where this package is a library only
 
     keepers = os.environ.get(OPEN_FILES_VARIABLE, "")

@@ -47,63 +47,64 @@ _SHORT_SECONDS = 5.0
 
 
 class Allocation(Protocol):
-    """What a keeper needs of whoever gave the nodes."""
+    """What a keeper needs from whatever provides the nodes."""
 
     @property
     def start(self) -> SlurmStart | None:
         """Which start of which Slurm job this is; None outside of Slurm."""
 
     def environment(self) -> dict[str, str]:
-        """The environment of the step."""
+        """Return the environment of the job step."""
 
     def ask_ahead(self) -> bool:
-        """Ask in advance what is needed at the end; returns whether the end has been announced already."""
+        """Query in advance what is needed at the end; return whether the end has been announced already."""
 
     def why_it_ends(self, seconds: float) -> str | None:
-        """Why a signal came: one of the words of `cluster_ddp.slurm.shown`; None without an answer in `seconds`."""
+        """Return why a signal was sent, as a reason in `cluster_ddp.slurm.shown`; None without an answer in time."""
 
     def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
-        """Why the allocation ends, by a word of `cluster_ddp.slurm.shown`, and the seconds from now until SIGKILL.
+        """Return why the allocation ends, as a reason in `cluster_ddp.slurm.shown`, and the seconds left until SIGKILL.
 
-        The seconds are a lower bound, None if unknown. None without an answer in `seconds`. `since` is when the
-        signal came, on the monotonic clock.
+        The seconds are a lower bound, or None if unknown. Returns None without an answer in `seconds`. `since` is the
+        monotonic time at which the signal arrived.
         """
 
     @property
     def ends_at(self) -> float | None:
-        """When the time limit is reached, Unix seconds, as last heard; None without one, or before the first answer."""
+        """When the time limit is reached, in Unix seconds, as last reported; None without one or before an answer."""
 
     @property
     def kill_wait(self) -> float:
-        """Seconds from SIGTERM to SIGKILL, when the allocation ends."""
+        """Seconds from SIGTERM to SIGKILL when the allocation ends."""
 
     def missing_command(self) -> str | None:
-        """Which command cannot be called here without which nothing can be asked, in words; None where it can."""
+        """Describe the command that is needed to query Slurm but cannot be found here; None if it can."""
 
     def queue_again(self) -> None:
-        """Have the job started again. It may not return; `SlurmRefused` and `SlurmError` as from Slurm's commands."""
+        """Requeue the job; may not return. Raises `SlurmRefused` and `SlurmError` as Slurm's commands do."""
 
     def stay_ended(self, *, unwanted: bool) -> None:
-        """Keep Slurm, or whoever gave the nodes, from starting the job again, which is over.
+        """Keep Slurm, or whatever provides the nodes, from restarting the job, which is over.
 
         Parameters
         ----------
         unwanted
-            Whether a person has asked that the run is not to go on. Then it leaves a queue that it is in again already.
+            Whether a person has asked that the run not continue. Then a job that has been requeued already is removed
+            from the queue.
         """
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
-        """Whether there are enough nodes besides the bad ones, and the job can do with them."""
+        """Whether there are enough nodes besides the bad ones, and the job can do without those."""
 
     def keep_from(self, bad: Sequence[str]) -> bool:
-        """Exclude the bad hosts from the job, which is queued again; returns whether that was accepted."""
+        """Exclude the bad hosts from the job, which is requeued; return whether that was accepted."""
 
 
 @contextlib.contextmanager
 def _unharmed() -> Iterator[None]:
-    """Let what is started in here outlive Slurm's SIGTERM, which goes to all of a job, and the warning.
+    """Protect commands started in here from the warning and from Slurm's SIGTERM, which goes to all of a job.
 
-    It inherits blocked signals. This process handles those that arrive meanwhile afterwards, unless other threads do.
+    They inherit blocked signals. Signals that arrive meanwhile are handled afterwards, or by other threads.
     """
     blocked = {signal.SIGTERM, *ASK_TO_END}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -165,15 +166,15 @@ class SlurmAllocation:
         return why, seconds_until_kill(job, waits)
 
     def _learn_kill_wait(self) -> None:
-        """Ask, each time again: the site may change it while the job runs. Without an answer the known one stays."""
+        """Query KillWait again, as the site may change it while the job runs; keep the old value without an answer."""
         if (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
             self._kill_wait = answer
 
     def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
         job = show_job(self._start.task, seconds=seconds)
         if job is not None:
-            if job.state in LETS_RUN and not is_ending(job):  # of one that ends, it is when that ends
-                self._ends_at = unix_time(job.end_time) or self._ends_at  # an answer may leave it out
+            if job.state in LETS_RUN and not is_ending(job):  # otherwise it is the time at which the job ends
+                self._ends_at = unix_time(job.end_time) or self._ends_at  # an answer may lack it
             self._grace_end = grace_end(job) or self._grace_end
             if not self._grace_end and job.preempt_time[:1].isdigit() and job.state not in LETS_RUN:
                 self._grace_end = unseen_grace_end(job, lambda: grace_time(self._start.partition, job.qos))
@@ -190,10 +191,11 @@ class SlurmAllocation:
 
     @_unharmed()
     def stay_ended(self, *, unwanted: bool) -> None:
-        """See `Allocation`. A site may have exit statuses that do so, and a preemption with grace leaves a mark.
+        """See `Allocation`. Sites may requeue after certain exit statuses, and Slurm after a preemption with grace.
 
-        Newer Slurms (24.05, 26.05) call such a job PREEMPTED in the end, not COMPLETED or FAILED: the mark is removed
-        only by the start that is to be prevented. If it cannot be removed, that start exits immediately.
+        Newer Slurm versions (24.05, 26.05) mark a job preempted with grace. If that is prevented from restarting, they
+        call it PREEMPTED in the end, not COMPLETED or FAILED: only the restart itself would remove the mark. If the
+        restart cannot be prevented, it exits immediately.
         """
         job = self._show()
         if job is None:
@@ -202,7 +204,7 @@ class SlurmAllocation:
         with contextlib.suppress(SlurmError):
             if queued and unwanted:
                 cancel_job(self._start.task)
-            elif job.requeued_by_slurm and not queued:  # another start, which has replaced this one, may need it
+            elif job.requeued_by_slurm and not queued:  # a newer start, which has replaced this one, may need it
                 forbid_requeue(self._start.task)
 
     @_unharmed()
@@ -210,7 +212,7 @@ class SlurmAllocation:
         start = self._start
         try:
             if not set(bad).isdisjoint(required_hosts(start.task)):
-                return False  # without them Slurm never starts it, and they cannot be taken off the list again
+                return False  # Slurm never starts the job without them, and they cannot be taken off the list again
             usable, closed = usable_nodes(start.partition), closed_hosts(start)
         except SlurmError:
             return False
@@ -221,5 +223,5 @@ class SlurmAllocation:
         try:
             exclude_hosts(self._start.task, bad)
         except SlurmError:
-            return False  # the job is queued; that is what counts
+            return False  # what matters is that the job is queued
         return True

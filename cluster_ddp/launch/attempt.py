@@ -1,4 +1,4 @@
-"""The beginning of an attempt, and the decision on what follows when its processes have ended."""
+"""Beginning an attempt, and deciding what follows when its processes have ended."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
     Parameters
     ----------
     start
-        Of Slurm's job; None outside of Slurm, where the attempt has one node.
+        The start of the Slurm job; None outside of Slurm, where the attempt has one node.
     pid
         The process that lives as long as the attempt.
 
     Raises
     ------
     RunAlive, RunEnded, RunError
-        As `begin_attempt` says.
+        As for `begin_attempt`.
     """
     procs = read_record(run).procs
     if start is None:
@@ -76,7 +76,7 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
 def begin_when_there_is_room(
     run: RunDirectory, start: SlurmStart | None, *, pid: int, patience: float = ROOM_SECONDS
 ) -> AttemptDirectory:
-    """Begin the attempt; waits while the disk is full, since ending the job now would end the run for good."""
+    """Begin the attempt, waiting while the disk is full, since ending the job now would end the run for good."""
     deadline, said = time.monotonic() + patience, False
     while True:
         try:
@@ -94,7 +94,7 @@ def begin_when_there_is_room(
 def decide_after(
     attempt: AttemptDirectory, start: SlurmStart | None, *, job_goes_on: Callable[[], bool] | None = None, writer: str
 ) -> Decision:
-    """Decide what follows an attempt whose processes have ended. Why it ended is recorded; the decision is not.
+    """Decide what follows an attempt whose processes have ended. Records why it ended, but not the decision.
 
     Parameters
     ----------
@@ -113,10 +113,9 @@ def decide_after(
 
 
 def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
-    """Record that a script has completed, or was stopped, if it has not said so itself.
+    """Record that a script has completed, or was stopped, if it has not done so itself.
 
-    A script that knows nothing of this package leaves no record of its end; what its node programs saw is taken
-    instead.
+    A script that does not use this package leaves no record of its end, so what its node programs saw is used.
     """
     events = [event for event in read_events(attempt.run) if event.get("attempt") == attempt.number]
     started = {event.get("node") for event in events if event["event"] == NODE_STARTED and event.get("script")}
@@ -133,7 +132,7 @@ def speak_for_script(attempt: AttemptDirectory, writer: EventWriter) -> None:
 
 
 def _job_is_active(job_id: str) -> bool | None:
-    """Whether Slurm lets processes of a job run; None when it cannot be queried."""
+    """Whether Slurm lets processes of a job run; None if it cannot be queried."""
     try:
         job = _job(job_id)
     except SlurmError:
@@ -142,7 +141,7 @@ def _job_is_active(job_id: str) -> bool | None:
 
 
 def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
-    """Whether Slurm says, by a job's comment, that it is another run's: this directory is a copy of that one."""
+    """Whether a job's comment says that it belongs to a different run, of which this directory is a copy."""
     try:
         job = _job(job_id)
     except SlurmError:
@@ -152,5 +151,5 @@ def _is_another_runs(run: RunDirectory, job_id: str) -> bool:
 
 
 def _job(job_id: str) -> SlurmJob | None:
-    """A job; None when Slurm does not know it, and `SlurmError` when it cannot be queried."""
+    """Return a job; None if Slurm does not know it. Raises `SlurmError` if it cannot be queried."""
     return query_jobs([job_id], seconds=_QUEUE_SECONDS).get(job_id)

@@ -1,7 +1,7 @@
-"""Hosts on which a run fails: which they are, as far as its record and Slurm can tell, and when to avoid them.
+"""Finds hosts on which a run keeps failing, from its record and from Slurm, and decides when to avoid them.
 
-A keeper whose attempt has ended excludes them from the queued job itself. Where the batch host has died, or Slurm has
-queued the job again on its own, nobody could do that, and the next start is the first that can.
+When an attempt has ended, its keeper excludes them from the requeued job. If the batch host died, or Slurm requeued the
+job on its own, no keeper could do that, and the next start is the first that can.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster_ddp.run.events import (
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.slurm.start import SlurmStart
 
-_ENOUGH = 2  # attempts that a host has failed: once may be bad luck
+_ENOUGH = 2  # attempts that failed on a host: a single one may be bad luck
 # Errors that a host causes in its ranks. Network errors are not among them: they show on the host that survives.
 _SIGNALS = ("SIGKILL", "SIGBUS", "SIGSEGV", "SIGILL")
 _BROKEN = re.compile(
@@ -34,7 +34,7 @@ _BROKEN = re.compile(
 
 
 def suspects(history: History, upto: int) -> list[str]:
-    """The hosts that ended more than one attempt, as far as is known, or kept running after a newer one had begun.
+    """Return the hosts that ended more than one attempt, as far as is known, or ran on after a newer one had begun.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def suspects(history: History, upto: int) -> list[str]:
 
 
 def _culprits(history: History, number: int) -> set[str]:
-    if history.of_attempt(number, NODE_TAKEN):  # what else was recorded follows from it
+    if history.of_attempt(number, NODE_TAKEN):  # the other events are consequences
         return set()
     lost = {str(event["host"]) for event in history.of_attempt(number, NODE_LOST) if event.get("host")}
     failures = failures_of(history, number)
@@ -62,20 +62,20 @@ def _culprits(history: History, number: int) -> set[str]:
 
 
 def enough_others(usable: set[str], *, bad: Iterable[str], excluded: Iterable[str], nodes: int) -> bool:
-    """Whether a job that needs so many nodes can do without the bad ones and those that it excludes already."""
+    """Whether enough nodes are left for a job besides the bad ones and those that it already excludes."""
     return len(usable - set(bad) - set(excluded)) >= nodes
 
 
 def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
-    """All suspects of the run, if Slurm has started its job again on one of them; none otherwise.
+    """Return all suspects of the run if Slurm has started its job on one of them again, else none.
 
-    Call it before the attempt is begun. It names a host only once since the last `resume`, and records that, so
-    that a job which Slurm keeps starting on a host is not requeued forever.
+    Call it before the attempt is begun. It returns a host only once since the last `resume`, and records that, so that
+    a job which Slurm keeps starting on a host is not requeued forever.
 
     Raises
     ------
     RunEnded
-        Only a person may start the run again, or it is complete.
+        Only a person may restart the run, or it is complete.
     """
     history = read_history(run)
     last = history.last
@@ -87,7 +87,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
         history = read_history(run)
     bad = suspects(history, last.number)
     new = (set(bad) & set(start.hosts) if bad else set()) - _named_before(history)
-    # What cannot be recorded (a full disk) would be asked for again and again.
+    # A host that cannot be recorded (disk full) would be returned again and again.
     recorded = [
         events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.task) for host in sorted(new)
     ]
@@ -95,6 +95,6 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
 
 
 def _named_before(history: History) -> set[str]:
-    """The hosts that were to be avoided already."""
+    """Return the hosts that were returned before."""
     events = [event for event in history.events if event["event"] == HOST_SUSPECTED]
     return {str(event.get("host")) for event in events if (event.get("attempt") or 0) >= history.first_number}

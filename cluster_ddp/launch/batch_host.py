@@ -1,4 +1,4 @@
-"""The batch host as a keeper sees it: clocks, incoming signals, work in the background, and the step."""
+"""The batch host as the keeper sees it: clocks, incoming signals, background work, and the job step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class Signal(NamedTuple):
-    """A signal that came, and when, on the monotonic clock."""
+    """A signal, and when it arrived, in monotonic time."""
 
     number: int
     since: float
 
 
 class Answer(NamedTuple):
-    """Slurm's explanation of a signal: why the job ends, and the seconds that are left, if known."""
+    """Slurm's explanation of a signal: why the job ends, and the seconds left, if known."""
 
     signal: Signal
     reason: str
@@ -35,20 +35,20 @@ News = Signal | Answer
 
 
 class BatchHost:
-    """Everything that a keeper waits for or that takes time, in one place: its decisions depend on nothing else.
+    """Everything that a keeper waits for or that takes time, in one place, so that tests can replace it.
 
-    Signals and answers arrive as news, one at a time, in the order in which they came.
+    Signals and answers arrive as news, one at a time, in order of arrival.
     """
 
     def __init__(self) -> None:
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def unix_time(self) -> float:
-        """Seconds by the clock that Slurm goes by, too."""
+        """Return Unix seconds, as Slurm uses them."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
@@ -56,12 +56,12 @@ class BatchHost:
         time.sleep(seconds)
 
     def listen(self, *numbers: int) -> None:
-        """Take these signals in as news from now on."""
+        """Receive these signals as news from now on."""
         for number in numbers:
             signal.signal(number, self._note)
 
     def ignore(self, *numbers: int) -> None:
-        """From here on these interrupt no call of Slurm's commands; those that have come still count."""
+        """Ignore these signals from now on, so that they interrupt no Slurm command; earlier ones still count."""
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
 
@@ -71,25 +71,25 @@ class BatchHost:
         self._news.put(Signal(number, self.now()))
 
     def post(self, news: News) -> None:
-        """Add news from something that runs in the background."""
+        """Add news from a background thread."""
         self._news.put(news)
 
     def next_news(self, seconds: float) -> News | None:
-        """The next news; None if there is none within that time."""
+        """Return the next news; None if none arrives within that time."""
         try:
             return self._news.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
 
     def beside(self, do: Callable[[], None]) -> None:
-        """Do something that may take long in the background; here and now where the system gives no more threads."""
+        """Do something slow in the background, or right here if the system allows no more threads."""
         try:
             threading.Thread(target=do, daemon=True).start()
         except RuntimeError:
             do()
 
     def within(self, seconds: float, do: Callable[[], T]) -> T | None:
-        """What `do` returns, or None when it takes longer: shared storage may keep a process waiting without end."""
+        """Return the result of `do`, or None if it takes longer: shared storage may block a process indefinitely."""
         done: queue.SimpleQueue[T] = queue.SimpleQueue()
         self.beside(lambda: done.put(do()))
         try:

@@ -1,7 +1,7 @@
-"""The end of the job, as it is announced: what a keeper makes of signals, and of what Slurm says about them.
+"""How the keeper learns that its job is about to end: from signals, and from what Slurm says about them.
 
-A signal says that the job ends, seldom why. Slurm knows, but may take its time to say so, or not answer at all; so
-training is asked to save and end at once, and whether the job may be queued again is settled when the answer is there.
+A signal announces the end, but rarely the reason. Slurm knows it, but may answer late or not at all. So training is
+asked to save and end immediately, and whether the job may be requeued is settled once the answer arrives.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from cluster_ddp.slurm.shown import (
     TIME_LIMIT,
 )
 
-_MARGIN_SECONDS = 3.0  # before SIGKILL: by then the decision must be made, whether all is saved or not
-_POLL_SECONDS = 5.0  # should a SIGCHLD be lost
+_MARGIN_SECONDS = 3.0  # before SIGKILL: the decision must be made by then, whether or not everything is saved
+_POLL_SECONDS = 5.0  # in case a SIGCHLD is lost
 _ASK_PAUSE_SECONDS = 2.0
-_ASK_AHEAD_SECONDS = 300.0  # a time limit may be changed while the job runs
-_SURVIVED_SECONDS = 15.0  # past KillWait: what is alive then is not being ended by Slurm
-_QUICK_SECONDS = 5.0  # for an answer that can be done without
-_FIRST_SECONDS = 12.0  # for one that presses, though the call may be lost: Slurm itself gives a call up after 10 s
-_PATIENT_SECONDS = 40.0  # for one that decides whether the run goes on
-_LOOK_SECONDS = 1.0  # for a person's stop, while nothing else is to be done
+_ASK_AHEAD_SECONDS = 300.0  # the time limit may be changed while the job runs
+_SURVIVED_SECONDS = 15.0  # beyond KillWait: Slurm is not ending what is still alive then
+_QUICK_SECONDS = 5.0  # for an answer that is not essential
+_FIRST_SECONDS = 12.0  # for an urgent one, as the call may be lost: Slurm itself gives up on a call after 10 s
+_PATIENT_SECONDS = 40.0  # for one that decides whether the run continues
+_LOOK_SECONDS = 1.0  # between checks for a person's stop request, while idle
 
 
 class EndOfJob:
@@ -46,46 +46,47 @@ class EndOfJob:
     Parameters
     ----------
     warning
-        The signal by which the end of the job is announced.
+        The signal that announces the end of the job.
 
     Attributes
     ----------
     reason
-        One of the words of `cluster_ddp.slurm.shown`; None as long as nothing ends the job.
+        One of the reasons in `cluster_ddp.slurm.shown`; None as long as nothing ends the job.
     lets_it_run
-        Slurm has said that it is not ending the job, whoever sent a SIGTERM.
+        Whether Slurm has said that it is not ending the job, so that a SIGTERM came from someone else.
     """
 
     def __init__(self, allocation: Allocation, host: BatchHost, *, warning: signal.Signals) -> None:
         self._allocation = allocation
         self._host = host
-        # Whatever else may be sent to ask a program to end would end this one, and nobody would queue the job again.
+        # The other signals that ask a program to end are treated as the warning: by default they would end this
+        # process, and nothing would requeue the job.
         self._warnings = {warning, *ASK_TO_END}
         self._attempt: AttemptDirectory | None = None
-        self._unanswered: float | None = None  # since when, on the monotonic clock, a SIGTERM waits for its reason
-        self._ask_ahead_at: float | None = None  # on the monotonic clock, the next time
-        self._decide_at: float | None = None  # on the monotonic clock, when SIGKILL is near
-        self._step_ended_at: float | None = None  # on the monotonic clock
-        self._found_out_at: float | None = None  # on the monotonic clock, when it was clear what has ended the step
-        # What there was no room for, with when it ends on the monotonic clock: the stop request as it was last wanted.
+        self._unanswered: float | None = None  # monotonic time since which a SIGTERM has been unexplained
+        self._ask_ahead_at: float | None = None  # monotonic time of the next query
+        self._decide_at: float | None = None  # monotonic time at which SIGKILL is near
+        self._step_ended_at: float | None = None  # monotonic time
+        self._found_out_at: float | None = None  # monotonic time at which the cause of the step's end was known
+        # The last stop request that could not be written (full disk), with the monotonic time at which its grace ends.
         self._unwritten: tuple[AttemptDirectory, str, float | None] | None = None
         self.reason: str | None = None
         self.lets_it_run = False
 
-    # -- what comes ----------------------------------------------------------------------------------------------------
+    # -- incoming signals and answers ----------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Take signals in from now on, also that of a step that has ended."""
+        """Start listening for signals, including SIGCHLD for a job step that has ended."""
         self._host.listen(*self._warnings, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
     def stop_listening(self) -> None:
-        """All is decided: from here on signals change nothing, and end nothing that is started."""
+        """Ignore signals once everything is decided, also in the commands started from then on."""
         self._host.ignore(*self._warnings, signal.SIGTERM, signal.SIGINT)
 
     def ask_ahead(self) -> None:
-        """Ask what Slurm knows of the end, now and then: when it is, and whether it has been announced already.
+        """Query Slurm periodically for when the job ends, and whether that has already been announced.
 
-        A signal that came while the setup lines ran, or while Python started, is lost; but Slurm remembers.
+        A signal that arrived while the setup lines ran, or while Python started, is lost, but Slurm remembers it.
         """
         self._ask_ahead_at = self._host.now() + _ASK_AHEAD_SECONDS
 
@@ -96,19 +97,19 @@ class EndOfJob:
         self._host.beside(ask)
 
     def begin(self, attempt: AttemptDirectory) -> None:
-        """Ask this attempt to stop from now on, also for a signal that came before it had its folder."""
+        """From now on ask this attempt to stop, also for a signal that arrived before its folder existed."""
         self._attempt = attempt
         if self.reason is not None:
             self._ask_to_stop(None)
         self.react_to_all()
 
     def job_step_has_ended(self) -> None:
-        """Nobody is left who could be asked to stop: what comes from now on may end the job, but not the training."""
+        """Note that the job step has ended: what arrives from now on may end the job, but no longer the training."""
         self._step_ended_at = self._host.now()
         self._unwritten = None
 
     def react_to_next(self, wait: float = _POLL_SECONDS) -> None:
-        """React to the next news, if there is any before something else is due."""
+        """React to the next news, if any arrives before something else is due."""
         if self._ask_ahead_at is not None and self._host.now() >= self._ask_ahead_at:
             self.ask_ahead()
         self._ask_again()
@@ -119,12 +120,12 @@ class EndOfJob:
             self._react(news)
 
     def react_to_all(self) -> None:
-        """React to what has come already."""
+        """React to everything that has already arrived."""
         while (news := self._host.next_news(0.0)) is not None:
             self._react(news)
 
     def pause(self, seconds: float) -> None:
-        """Wait so long at most: what a signal, Slurm or a person says of the end meanwhile is not waited out."""
+        """Wait at most this long; return early on a signal, an answer from Slurm or a person's stop request."""
         until, before = self._host.now() + seconds, (self._unanswered, self.reason)
         while (left := until - self._host.now()) > 0 and before == (self._unanswered, self.reason):
             if self.unwanted():
@@ -145,17 +146,17 @@ class EndOfJob:
         elif news.number in self._warnings and self.reason is None:
             self._end_is_near(news)
         elif news.number == signal.SIGINT and self._attempt is not None:
-            self._leave_request(self._attempt, PERSON, None)  # a person's, as in a terminal
+            self._leave_request(self._attempt, PERSON, None)  # sent by a person, as in a terminal
 
     def _end_is_near(self, warning: Signal) -> None:
-        """Stop at the warning."""
+        """Stop because of the warning."""
         self.reason = TIME_LIMIT
         self._ask_to_stop(None, of=warning)
         say(f"the job is about to end{self._asking}")
         self._ask_why(warning)
 
     def _end_has_come(self, term: Signal) -> None:
-        """Stop at a SIGTERM. Slurm knows what it means, and may take its time to say so."""
+        """Stop because of a SIGTERM; Slurm knows the reason, but may take a while to answer."""
         self._unanswered = term.since
         if self.reason is None:
             ends_at = self._allocation.ends_at
@@ -165,7 +166,7 @@ class EndOfJob:
         self._ask_why(term)
 
     def _ask_why(self, signalled: Signal) -> None:
-        """Ask until Slurm answers, and never in the way of what has to be done meanwhile."""
+        """Ask Slurm in the background until it answers."""
 
         def ask() -> None:
             seconds = _FIRST_SECONDS
@@ -178,7 +179,7 @@ class EndOfJob:
 
     def _end_is_explained(self, answer: Answer) -> None:
         self._unanswered = None
-        if answer.reason == TERMINATED:  # it lets the job run: somebody has sent a signal
+        if answer.reason == TERMINATED:  # Slurm lets the job run: the signal came from someone else
             self.lets_it_run = True
             say(f"received a SIGTERM that Slurm did not send{self._asking}")
             return
@@ -190,10 +191,10 @@ class EndOfJob:
             self._decide_at = self._host.now() + max(1.0, answer.seconds - _MARGIN_SECONDS)
 
     def _ask_to_stop(self, seconds: float | None, *, of: Signal | None = None) -> None:
-        """Ask the node programs, which look for the stop file, to save and end.
+        """Ask the node programs, which watch the stop file, to save and end.
 
-        It also tells why the attempt has ended. So a signal that came too late to have ended it is left out, unless it
-        was the owner's cancel, which decides what becomes of the run.
+        The stop file also states why the attempt ended. So a signal that arrived too late to have ended it is left out,
+        unless it was the owner's cancel, which decides what happens to the run.
         """
         if self._attempt is None or self.reason is None:
             return
@@ -211,7 +212,7 @@ class EndOfJob:
             self._unwritten = attempt, reason, None if seconds is None else self._host.now() + seconds
 
     def _ask_again(self) -> None:
-        """Ask training to stop where there was no room for it before: it would hear of the end too late to save."""
+        """Retry a stop request that could not be written: otherwise training would notice the end too late to save."""
         if self._unwritten is None:
             return
         attempt, reason, ends_at = self._unwritten
@@ -229,35 +230,36 @@ class EndOfJob:
         return ": asking training to save and end" if self._step_ended_at is None else ""
 
     def _came_too_late(self, came: Signal) -> bool:
-        """Whether a signal had no part in the end of the step.
+        """Whether a signal played no part in the end of the job step.
 
-        A SIGTERM goes to all of a job in any order: the ranks may have ended by it before this process hears of it. Of
-        the warning nobody else is told.
+        A SIGTERM reaches the processes of a job in any order, so the ranks may have ended because of it before it
+        arrives here. The warning is sent to this process only.
         """
         end = self._step_ended_at if came.number in self._warnings else self._found_out_at
         return end is not None and came.since > end
 
-    # -- what is known of it -------------------------------------------------------------------------------------------
+    # -- what is known about the end -----------------------------------------------------------------------------------
 
     def known(self) -> str | None:
-        """The reason as far as it is sure; None where the owner may have cancelled the job, for all that is known.
+        """Return the reason as far as it is certain; None if the owner may have cancelled the job.
 
-        A SIGTERM that Slurm has not explained may be a cancel, also one that comes at the end of the time limit: that
-        may have been changed. After a SIGTERM that it has explained, no other is heard: a cancel of a job that was let
-        run, or had a long grace, shows only when Slurm is asked. As long as there was none, there was no cancel.
+        A SIGTERM that Slurm has not explained may be a cancel, even at the end of the time limit, which may have been
+        changed. After a SIGTERM that Slurm has explained, further ones are not noticed: a later cancel of a job that
+        Slurm lets run, or that has a long grace, shows only when Slurm is queried. Without a SIGTERM there was no
+        cancel.
         """
         self.react_to_all()
         in_grace = self._decide_at is not None and self._decide_at - self._host.now() > _PATIENT_SECONDS
         return None if self._unanswered is not None or self.lets_it_run or in_grace else self.reason
 
     def out_of_time(self) -> bool:
-        """Whether SIGKILL is so near that nothing may be waited for."""
+        """Whether SIGKILL is so near that there is no time to wait for anything."""
         return self._decide_at is not None and self._host.now() >= self._decide_at
 
     def job_goes_on(self) -> bool:
-        """Whether the job may go on though a SIGTERM has ended its step: Slurm lets it run, or ends it not for good.
+        """Whether the job may continue although a SIGTERM ended its step: Slurm lets it run, or ends it only for now.
 
-        The stop file says so as well, where there was room for it.
+        The stop file says so too, if there was space for it.
         """
         if self.lets_it_run or self.reason in (PREEMPTION, TIME_LIMIT, REQUEUED, NODE_FAILURE, NODE_DOWN):
             return True
@@ -266,15 +268,15 @@ class EndOfJob:
         return self._allocation.why_it_ends(_PATIENT_SECONDS) == TERMINATED
 
     def give_up_at(self) -> float | None:
-        """When trying to be queued again ends, on the monotonic clock: shortly before the allocation does.
+        """Return when to give up on the requeue, in monotonic time: shortly before the allocation ends.
 
-        None as long as nobody ends the job. The time limit, which may have been changed since it was last heard, does
-        not end it: that takes the controller, which then answers as well.
+        None as long as nothing ends the job. Reaching the last known time limit is no reason to give up: the limit may
+        have been changed, and enforcing it takes a running controller, which would also answer.
         """
         return None if self._decide_at is None else self._decide_at + _MARGIN_SECONDS - 1.0
 
     def find_out_why(self, delayed: Callable[[str], None]) -> None:
-        """Wait for what Slurm has to say of a SIGTERM, which decides whether the job may be queued again.
+        """Wait for Slurm to explain a SIGTERM, which decides whether the job may be requeued.
 
         Parameters
         ----------
@@ -292,9 +294,9 @@ class EndOfJob:
         self._found_out_at = self._host.now()
 
     def _find_out_what_the_step_was_told(self, delayed: Callable[[str], None]) -> None:
-        """Ask Slurm about the end of a step of which this process has heard nothing.
+        """Ask Slurm why the job step ended when this process has received no signal.
 
-        It may have sent its SIGTERM to the steps alone. Where the ranks say that they had one, the answer decides.
+        Slurm may have sent SIGTERM to the steps only. If the ranks report one, the requeue depends on the answer.
         """
         why = self._allocation.why_it_ends(_QUICK_SECONDS)
         if why is None and self._ranks_had_a_sigterm():
@@ -304,26 +306,26 @@ class EndOfJob:
                 self.pause(_ASK_PAUSE_SECONDS)
                 why = self._allocation.why_it_ends(_PATIENT_SECONDS)
                 self.react_to_all()
-        if self.reason is not None:  # a signal has come meanwhile
+        if self.reason is not None:  # a signal has arrived meanwhile
             return
         self.lets_it_run = why == TERMINATED
-        if why in (PREEMPTION, TIME_LIMIT, NODE_DOWN, CANCEL):  # nobody queues a job again whose script has ended
+        if why in (PREEMPTION, TIME_LIMIT, NODE_DOWN, CANCEL):  # Slurm does not requeue a job whose script has ended
             self.reason = why
             self._ask_to_stop(None)
 
     def _ranks_had_a_sigterm(self) -> bool:
-        """Whether the ranks have stopped for a SIGTERM that nobody has explained to them."""
+        """Whether ranks report that they stopped because of a SIGTERM of unknown origin."""
         if self._attempt is None:
             return False
         stopped = read_history(self._attempt.run).of_attempt(self._attempt.number, STOPPED)
         return any(event.get("reason") == TERMINATED for event in stopped)
 
     def unwanted(self) -> bool:
-        """Whether a person has asked that the run is not to go on, maybe when the attempt was over already."""
+        """Whether a person has asked that the run not continue, possibly after the attempt had ended."""
         request = None if self._attempt is None else read_stop(self._attempt)
         return request is not None and request.reason in FINAL_REASONS
 
     def cancelled(self) -> None:
-        """The owner has cancelled the job meanwhile, which beats whatever else ends it."""
+        """Note that the owner has cancelled the job meanwhile, which overrides any other reason."""
         self.reason = CANCEL
         self._ask_to_stop(None)

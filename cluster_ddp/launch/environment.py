@@ -1,6 +1,6 @@
 """The environment of the agent and the ranks.
 
-The job's explicit settings override what a person has exported, which overrides every default.
+The job's explicit settings override what the user has exported, which overrides every default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _OF_ANOTHER_TORCHRUN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|TORCHELASTIC_\w+|PET_\w+"
 )
-# The agent handles SIGPROF only, which hardly anybody sends: it must survive the others (see agent.py).
+# The agent handles only SIGPROF, which hardly anybody sends: it must survive the others (see agent.py).
 _AGENT_SIGNALS = "SIGPROF"
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SHORTEST_SHUTDOWN_SECONDS = 30  # torchrun's own default
@@ -37,12 +37,12 @@ _SHORTEST_SHUTDOWN_SECONDS = 30  # torchrun's own default
 
 @dataclass(frozen=True)
 class NodeEnvironment:
-    """The environment of a node's agent and ranks."""
+    """The environment of a node's agent and ranks, and how it came about."""
 
-    variables: dict[str, str]  # all of it, as handed to the agent
+    variables: dict[str, str]  # the complete environment, as passed to the agent
     settings: tuple[Setting, ...]  # what the node program added, each with its reason
-    kept: dict[str, str]  # what it would have set but found set already: the value that stays, by name
-    remarks: tuple[str, ...]  # remarks for the user about how the network settings were read
+    kept: dict[str, str]  # by name: variables that it would have set but found set, with the value that they keep
+    remarks: tuple[str, ...]  # for the user: how the network settings were interpreted
 
 
 def node_environment(
@@ -55,10 +55,10 @@ def node_environment(
     base: Mapping[str, str],
     gloo_interface: str | None = None,
 ) -> NodeEnvironment:
-    """Work out the environment of the agent and the ranks from the job and what is set already (`base`).
+    """Determine the environment of the agent and the ranks from the job and from what is set already (`base`).
 
-    What another torchrun, or srun's own ranks, left in the shell that submitted is dropped: with a RANK of its own the
-    agent would be taken for a rank, and a PET_... variable is an option of torchrun's.
+    Variables that a different torchrun, or srun's own ranks, left in the submitting shell are dropped: with a RANK
+    variable the agent would take itself for a rank, and PET_... variables are options of torchrun.
 
     Parameters
     ----------
@@ -102,23 +102,23 @@ def node_environment(
 
 
 def recorder_pipes(heartbeat: Path) -> str:
-    """The prefix of the pipes through which ranks are asked for their flight recorder; ``<rank>.pipe`` follows.
+    """Return the prefix of the pipes that ask ranks for their flight recorder; ``<rank>.pipe`` follows.
 
-    They lie beside the heartbeat file, since a named pipe on shared storage does not work everywhere.
+    They are next to the heartbeat file, since named pipes do not work on all shared storage.
     """
     return f"{heartbeat}.recorder-"
 
 
 def threads_each(processes: int) -> int:
-    """How many threads each of so many processes may have for its own computing here."""
+    """Return how many threads each of several processes may use for computing here."""
     return max(1, usable_cpus() // processes)
 
 
 def usable_cpus() -> int:
-    """CPUs that this node program, its agent and its ranks may use together."""
+    """Count the CPUs that this node program, its agent and its ranks may use together."""
     try:
         usable = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
+    except AttributeError:  # not on Linux
         usable = os.cpu_count() or 1
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
         value = os.environ.get(name, "")

@@ -1,9 +1,9 @@
-"""Which ranks there are and how they ended, recorded inside torchrun's agent, which knows.
+"""Records, inside torchrun's agent, which ranks there are and how they ended.
 
-The node program reads it. The agent learns exit codes each time a rank fails, also when it starts the ranks again. The
-`ChildFailedError` that it raises at its very end holds those of the last time only, and the lines it logs are meant for
-people. So `record_exits` listens where the agent waits for its ranks and where it ends them: two public methods of
-`torch.distributed.elastic.multiprocessing.PContext`.
+The node program reads these records. The agent learns exit codes each time a rank fails, even when it restarts the
+ranks. But the `ChildFailedError` that it raises at its end contains only those of the last time, and its log lines are
+meant for people. So `record_exits` hooks into the two public methods of
+`torch.distributed.elastic.multiprocessing.PContext` with which the agent waits for its ranks and ends them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class RankExits:
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self._tail = Tail(log_dir / _FILE_NAME)
-        self.failed: dict[int, RankExit] = {}  # ranks that ended with another status than 0, by process id
-        self.folders: dict[Path, int] = {}  # where torchrun keeps what a rank prints, and which rank it is
-        self.left: set[int] = set()  # process ids of ranks that ended with status 0, as far as the agent has looked
-        self.ended_by_agent: set[int] = set()  # process ids; others had failed, or nodes come or gone
+        self.failed: dict[int, RankExit] = {}  # ranks with an exit status other than 0, by process id
+        self.folders: dict[Path, int] = {}  # torchrun's folder for the output of a rank, and its rank
+        self.left: set[int] = set()  # process ids of ranks that ended with status 0, as far as the agent has checked
+        self.ended_by_agent: set[int] = set()  # process ids; because other ranks failed, or nodes joined or left
 
     def read(self) -> None:
         """Read what was recorded since the last call."""
         for line in self._tail.lines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # of a disk that was full
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # written to a full disk
                 record = json.loads(line)
                 self.ended_by_agent.update(record["ended_by_agent"])
                 self.left.update(record["left"])
@@ -58,7 +58,7 @@ class RankExits:
 
 
 def record_exits(log_dir: Path) -> None:
-    """Have the agent that this process becomes record in its log folder how its ranks end."""
+    """Make the agent that this process becomes record in its log folder how its ranks end."""
     from torch.distributed.elastic.multiprocessing import PContext
 
     wait, close = PContext.wait, PContext.close

@@ -1,4 +1,4 @@
-"""Recording which rank failed, on which host, and with which error."""
+"""Records which rank failed, on which host, and with which error."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cluster_ddp.run.ending import comes_from_outside
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
 
-# Ranks of one node that die within this time died of one cause.
+# Ranks of one node that die within this time died of the same cause.
 _SAME_CAUSE_SECONDS = 2.0
-# If a rank left no message, torchrun knows how it ended once it has ended the others, which may take a while.
+# If a rank left no message, torchrun knows how it ended only once it has ended the others, which may take a while.
 _TORCHRUN_SECONDS = 15.0
 _LONGEST_ERROR = 4000
-_TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # what torch notes and warns of has ended nobody
+_TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # torch's infos and warnings are not the cause of an exit
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Death:
 
 
 class Failures:
-    """Turns the deaths of ranks into events, one for each cause."""
+    """Turns the deaths of ranks into events, one per cause."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Failures:
         self._attempt = attempt
         self._node_rank = node_rank
         self._clock = clock
-        self._unclear: list[_Death] = []  # not on the heartbeat file: only the exit code tells whether they failed
+        self._unclear: list[_Death] = []  # without a heartbeat: only the exit code shows whether they failed
         self._deaths: list[_Death] = []
 
     def note(self, gone: list[Rank], *, agent_ended: bool) -> None:
@@ -75,18 +75,18 @@ class Failures:
             self._deaths = []
 
     def _unseen(self, now: float) -> list[_Death]:
-        """Ranks that failed before they were ever seen alive."""
+        """Return ranks that failed before they were ever seen alive."""
         logs = self._exits.log_dir
         unseen = [known for known in self._exits.failed.values() if known.pid not in self._ranks.seen]
         ranks = [self._ranks.add_unseen(known.pid, known.rank, known.local_rank, logs) for known in unseen]
         return [_Death(rank, now, None) for rank in ranks if self._ranks.phase(rank) is not Phase.DONE]
 
     def _is_explained(self, death: _Death) -> bool:
-        """Whether all that can be known is known."""
+        """Whether everything that can be known about a death is known."""
         return self._code(death) is not None or self._follows(death) or read_error(death.rank) is not None
 
     def _follows(self, death: _Death) -> bool:
-        """Whether it ended only because another rank had failed: it says so itself, or torchrun ended it."""
+        """Whether a rank ended only because a different one had failed: it says so itself, or torchrun ended it."""
         error = read_error(death.rank)
         return death.rank.pid in self._exits.ended_by_agent if error is None else error.follows
 
@@ -97,10 +97,10 @@ class Failures:
         return known.exit_code if known is not None else None
 
     def _order(self, death: _Death) -> tuple[int, float]:
-        """The cause first: who was killed, then who left or left no message, then the errors, the earliest first.
+        """Sort key that puts the cause first: a kill, then an exit without a message, then errors, the earliest first.
 
-        A rank that is killed leaves no message, and torchrun may not have noticed yet; its peers complain about the
-        lost connection. So they do of one that leaves with a status of its own and says nothing.
+        A rank that is killed leaves no message, and torchrun may not have noticed yet, while its peers complain about
+        the lost connection. They do the same if a rank exits with a status and says nothing.
         """
         code, error = self._code(death), read_error(death.rank)
         if self._follows(death):
@@ -121,7 +121,7 @@ class Failures:
 
     def _record(self, cause: _Death) -> None:
         if self._follows(cause):
-            return  # the cause was on another node, which records it
+            return  # the cause was on a different node, which records it
         rank, code, error = cause.rank, self._code(cause), read_error(cause.rank)
         message = (_without_message(code, rank) if error is None else error.message)[-_LONGEST_ERROR:]
         host = host_name()
@@ -143,7 +143,7 @@ class Failures:
 
 
 def _is_kill(code: int | None) -> bool:
-    """Whether a rank was ended by a signal meant for it alone; SIGTERM is how the peers of a failed rank are ended."""
+    """Whether a signal aimed at this rank ended it; SIGTERM is how the peers of a failed rank are ended."""
     return code is not None and code < 0 and code != -signal.SIGTERM
 
 

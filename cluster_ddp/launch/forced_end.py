@@ -1,4 +1,4 @@
-"""When to end a node's agent and ranks because they do not end by themselves, and how the node then counts as ended."""
+"""Decides when to end a node's agent and ranks that do not end by themselves, and which outcome the node then has."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, SCRIPT_GRACE_SECONDS, 
 
 _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for other nodes, nothing can be lost
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
-_NO_OTHERS_SECONDS = 1.0  # the same once an agent is known to be gone: the others would wait for it
-_COMPLETED_SECONDS = 60.0  # the same where nothing asks for an end: ranks elsewhere may still finish their uploads
-_STARTING_SECONDS = 20.0  # a stop while ranks still start: they may end by themselves
-_ENDING_SECONDS = 5.0  # a Python that ends handles no signal any more
-_SECOND_SIGNAL_SECONDS = 15.0  # a script may react to the first by saving and going on
+_NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others would wait for it
+_COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
+_STARTING_SECONDS = 20.0  # a stop while ranks are starting: they may end by themselves
+_ENDING_SECONDS = 5.0  # a Python that is shutting down no longer handles signals
+_SECOND_SIGNAL_SECONDS = 15.0  # a script may react to the first by saving and continuing
 
 
 class ForcedEnd:
-    """Decides how long this node is waited for."""
+    """Decides how long to wait for this node to end."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ForcedEnd:
         stopping: Stopping,
         attempt: AttemptDirectory,
         *,
-        trains_a_task: bool,  # by the trainer, which stops by the heartbeat; else the ranks are a script of the user's
+        trains_a_task: bool,  # with the trainer, which stops via the heartbeat; else the ranks are a user's script
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,13 +50,13 @@ class ForcedEnd:
 
     @property
     def has_stopped_script(self) -> bool:
-        """Whether ranks of a script were sent a signal that they handle: however they end then, they were stopped."""
+        """Whether a script's ranks were sent a signal that they handle: then they count as stopped in any case."""
         return bool(self._sent) or self._ended_at_once
 
     def note(self, gone: list[Rank]) -> None:
-        """Note the ranks that have ended since the last call; to be called right after looking for them.
+        """Note the ranks that have ended since the last call; call it right after polling them.
 
-        Slurm may signal all processes of a step: a script may have ended by that before it could be signalled here.
+        Slurm may signal all processes of a step: a script may have ended because of that before it was signaled here.
         """
         before, self._looked = self._looked, self._clock()
         signalled_at = self._stopping.signalled_at
@@ -64,7 +64,7 @@ class ForcedEnd:
             self._ended_at_once |= any(self._ranks.phase(rank) is None for rank in gone)
 
     def after_stop(self) -> str | None:
-        """The outcome with which to end what is left after a stop request; None while it may still end by itself."""
+        """Return the outcome with which to end what is left after a stop request; None while it may end by itself."""
         if self._stopping.overdue:
             return KILLED
         if not self._ranks.living:
@@ -79,7 +79,7 @@ class ForcedEnd:
         return self._alone_for() > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete())
 
     def _agent_alone(self) -> str | None:
-        """An agent whose ranks are gone: they have saved what there was to save."""
+        """Return the outcome of an agent whose ranks are gone: they have saved what there was to save."""
         if not self._ranks.seen:
             overdue = self._stopping.waited() > _NO_RANKS_SECONDS
         else:
@@ -91,7 +91,7 @@ class ForcedEnd:
         return STOPPED
 
     def _script(self) -> str | None:
-        """Ranks without a heartbeat are sent the signals that they handle, and all of them have a while to end."""
+        """Send ranks without a heartbeat the signals that they handle, and give all of them time to end."""
         unregistered = self._ranks.unregistered()
         if len(unregistered) < len(self._ranks.living):
             return None  # some use the heartbeat and the others will: a script that joins the run
@@ -100,14 +100,14 @@ class ForcedEnd:
         if not heard and not urgent:
             self._warn_unheard(min(rank.since for rank in unregistered))
         if heard and self._stopping.deadline is not None:
-            return None  # it has until then
+            return None  # it has until the deadline
         return STOPPED if urgent or self._stopping.waited() > SCRIPT_GRACE_SECONDS else None
 
     def _signal(self, rank: Rank, *, urgent: bool) -> bool:
-        """Send a rank the signals that it handles, one after the other; False when it handles none.
+        """Send a rank the first signal that it handles, later or if urgent all of them; False if it handles none.
 
-        The warning of the time limit comes as the signal of the job file's ``requeue.signal``, as from Slurm itself;
-        any other request as SIGTERM.
+        The warning of the time limit is sent as the signal in the job file's ``requeue.signal``, as Slurm itself sends
+        it; any other request as SIGTERM.
         """
         ways = [signal.SIGTERM, self._stopping.warning]
         if self._stopping.reason == TIME_LIMIT:
@@ -121,7 +121,7 @@ class ForcedEnd:
         return bool(handled)
 
     def _warn_unheard(self, since: float) -> None:
-        starts = self._clock() - since <= _STARTING_SECONDS  # it may still get to it
+        starts = self._clock() - since <= _STARTING_SECONDS  # it may still install a handler
         if not self._has_warned and not starts and self._stopping.waited() > _ENDING_SECONDS:
             self._has_warned = True
             self._warn(
@@ -134,7 +134,7 @@ class ForcedEnd:
         return self._ranks.phase(rank) not in (None, Phase.STARTING)
 
     def _alone_for(self) -> float:
-        """Seconds that the agent has been without ranks, waiting for those of other nodes to end or to restart."""
+        """Return the seconds that the agent has been without ranks, waiting for other nodes' ranks."""
         return 0.0 if self._ranks.none_since is None else self._clock() - self._ranks.none_since
 
     def _run_is_complete(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a hung attempt leaves behind: the stacks of its ranks and NCCL's flight recorder."""
+"""Collects what a hung attempt leaves behind: the stacks of its ranks and NCCL's flight recorder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECORDER_SECONDS = 5.0  # ranks read their pipe about once a second, and then w
 
 
 def collect(ranks: Iterable[Rank], heartbeat: Path, attempt: AttemptDirectory) -> list[str]:
-    """Ask ranks for their stacks and flight recorders, and give them time to write; what was asked for, in words."""
+    """Ask ranks for their stacks and flight recorders, and give them time to write; return what was requested."""
     asked = [(rank, number) for rank in ranks for number in STACKS_SIGNALS if catches(rank.pid, number)]
     for rank, number in asked:
         send(rank.pid, number)
@@ -33,7 +33,7 @@ def collect(ranks: Iterable[Rank], heartbeat: Path, attempt: AttemptDirectory) -
 
 
 def _ask_for_recorder(rank: Rank, heartbeat: Path) -> bool:
-    """Whether the rank has a flight recorder (NCCL only) and was asked to write it."""
+    """Ask the rank to write its flight recorder; return False if it has none (NCCL only)."""
     try:
         pipe = os.open(f"{recorder_pipes(heartbeat)}{rank.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -44,7 +44,7 @@ def _ask_for_recorder(rank: Rank, heartbeat: Path) -> bool:
 
 
 def keep_stacks(heartbeat: Path, attempt: AttemptDirectory) -> None:
-    """Move the stacks that ranks have written to the attempt, and remove the files of those that wrote none."""
+    """Move the stacks that ranks have written to the attempt, and remove the files of ranks that wrote none."""
     for rank, file in written_stacks(heartbeat).items():
         with contextlib.suppress(OSError):
             if file.stat().st_size:

@@ -1,7 +1,7 @@
 """The heartbeat file: a few words of memory that a node program shares with its ranks.
 
-The ranks post what they are doing; the node program posts a stop request, which a rank reads in every step without a
-system call. Both sides map one small file, in memory where the system has /dev/shm. Every word is an aligned 64-bit
+The ranks post what they are doing; the node program posts stop requests, which a rank reads in every step without a
+system call. Both sides map one small file, in memory if the system has /dev/shm. Every word is an aligned 64-bit
 integer with one writer, so no lock is needed.
 """
 
@@ -19,16 +19,16 @@ from cluster_ddp.launch.processes import present
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import REASONS
 
-# Asks a rank to write the stacks of all its threads (faulthandler.register). It is ignored by default, so that a rank
-# that has not registered yet survives it, as does everything else; nothing in a rank uses it for itself. None where
-# there is no such signal.
+# Asks a rank to write the stacks of all its threads (faulthandler.register). The signal is ignored by default, so it is
+# harmless to processes that have not registered, and nothing in a rank uses it otherwise. Empty where it does not
+# exist.
 STACKS_SIGNALS = present("SIGURG")
 
 _WORD = 8
-_MAGIC = int.from_bytes(b"DDPHBT", "big") << 8  # fits a signed word; the lowest byte is the version of the layout
+_MAGIC = int.from_bytes(b"DDPHBT", "big") << 8  # fits a signed word; the lowest byte is the layout's version
 _VERSION = 1
 
-# Words of the header, and of a slot; both are 64 bytes, one cache line, so that ranks do not share one.
+# Words of the header and of a slot. Both are 64 bytes, one cache line, so that ranks do not share a line.
 _MAGIC_WORD, _SLOTS, _STOP_LEVEL, _STOP_REASON = range(4)
 _PID, _RANK, _STEP, _PHASE, _BEAT = range(5)
 _LINE_WORDS = 8
@@ -36,7 +36,7 @@ _STACKS = ".stacks-rank"
 
 
 class RankSlot:
-    """The words of one local rank. The rank writes, the node program reads."""
+    """The words of one local rank. The rank writes them, the node program reads them."""
 
     __slots__ = ("_base", "_beat", "_step", "_words")
 
@@ -47,7 +47,7 @@ class RankSlot:
         self._beat = self._base + _BEAT
 
     def claim(self, *, rank: int, pid: int | None = None) -> None:
-        """Claim this slot; a rank that is restarted claims it again."""
+        """Claim this slot; a restarted rank claims it again."""
         self._words[self._base + _RANK] = rank
         self._words[self._step] = -1
         self.set_phase(Phase.STARTING)
@@ -59,18 +59,18 @@ class RankSlot:
         self._words[self._beat] = time.monotonic_ns()
 
     def set_phase(self, phase: Phase) -> None:
-        """Report what the rank does now; counts as a sign of life."""
+        """Report what the rank is doing now; counts as a sign of life."""
         self._words[self._base + _PHASE] = phase
         self._words[self._beat] = time.monotonic_ns()
 
     @property
     def pid(self) -> int:
-        """Process id of the rank; 0 when no rank has claimed the slot."""
+        """Process id of the rank; 0 if no rank has claimed the slot."""
         return self._words[self._base + _PID]
 
     @property
     def rank(self) -> int:
-        """Global rank; -1 when no rank has claimed the slot."""
+        """Global rank; -1 if no rank has claimed the slot."""
         return self._words[self._base + _RANK]
 
     @property
@@ -84,7 +84,7 @@ class RankSlot:
 
     @property
     def beat_ns(self) -> int:
-        """`time.monotonic_ns()` of the last sign of life; 0 when there was none."""
+        """`time.monotonic_ns()` of the last sign of life; 0 if there was none."""
         return self._words[self._beat]
 
 
@@ -99,7 +99,7 @@ class HeartbeatFile:
 
     @classmethod
     def create(cls, path: Path | None = None, *, slots: int) -> HeartbeatFile:
-        """Make a heartbeat file with one slot per local rank, readable by its owner only."""
+        """Make a heartbeat file with one slot per local rank, readable only by its owner."""
         if path is None:
             shm = Path("/dev/shm")
             folder = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
@@ -118,12 +118,12 @@ class HeartbeatFile:
         for index in range(slots):
             words[(1 + index) * _LINE_WORDS + _RANK] = -1
             words[(1 + index) * _LINE_WORDS + _STEP] = -1
-        words[_MAGIC_WORD] = _MAGIC | _VERSION  # last: the heartbeat file is whole
+        words[_MAGIC_WORD] = _MAGIC | _VERSION  # last: the file is complete now
         return cls(path, mapped)
 
     @classmethod
     def open(cls, path: Path | str) -> HeartbeatFile:
-        """Map a heartbeat file that the node program made; a `ValueError` when it is none of this version."""
+        """Map a heartbeat file that the node program made; raises `ValueError` if it is not one of this version."""
         with Path(path).open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
         if not _is_heartbeat(mapped):
@@ -132,22 +132,22 @@ class HeartbeatFile:
 
     @property
     def stop_level(self) -> int:
-        """0: go on. 1: save and end. 2: end at once, no evaluation and no waiting. Cheap enough for every step."""
+        """0: continue. 1: save and end. 2: end now, without evaluating or waiting. Cheap enough for every step."""
         return self._words[_STOP_LEVEL]
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason, one of `stopfile.REASONS`; None as long as there is no stop request."""
+        """The reason, one of `stopfile.REASONS`; None without a stop request."""
         code = self._words[_STOP_REASON]
         return REASONS[code - 1] if 0 < code <= len(REASONS) else None
 
     def post_stop(self, level: int, reason: str) -> None:
-        """Ask the ranks to stop; the level of a request that is there never falls."""
+        """Ask the ranks to stop; the level of an earlier request is never lowered."""
         self._words[_STOP_REASON] = REASONS.index(reason) + 1
         self._words[_STOP_LEVEL] = max(level, self._words[_STOP_LEVEL])  # last: whoever sees it finds the reason
 
     def close(self) -> None:
-        """Release the mapping; the heartbeat file and its slots cannot be used after that."""
+        """Release the mapping; the heartbeat file and its slots cannot be used afterwards."""
         self._words.release()
         self._mapped.close()
 
@@ -158,12 +158,12 @@ class HeartbeatFile:
 
 
 def stacks_beside(heartbeat: Path, rank: int) -> Path:
-    """Where a rank writes the stacks of its threads: beside the heartbeat, to spare shared storage one more file."""
+    """Return where a rank writes its stacks: next to the heartbeat, to save a file on shared storage."""
     return Path(f"{heartbeat}{_STACKS}{rank}")
 
 
 def written_stacks(heartbeat: Path) -> dict[int, Path]:
-    """The files that ranks have for their stacks, by rank."""
+    """Return the files that ranks have for their stacks, by rank."""
     beginning = f"{heartbeat.name}{_STACKS}"
     found = heartbeat.parent.glob(f"{beginning}*")
     return {int(file.name[len(beginning) :]): file for file in found if file.name[len(beginning) :].isdigit()}
@@ -177,7 +177,7 @@ def _is_heartbeat(mapped: mmap.mmap) -> bool:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Allocate a file at its full size: a mapped file on a full disk would kill the process by SIGBUS."""
+    """Allocate a file at its full size: a mapped sparse file on a full disk would kill the process with SIGBUS."""
     os.ftruncate(fd, size)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)

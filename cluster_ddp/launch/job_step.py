@@ -1,10 +1,10 @@
-"""The job step that trains: srun, one node program on every node, torchrun behind it."""
+"""The job step that trains: srun starts one node program on every node, which starts torchrun."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What srun prints about a task, and how the keeper tells the words of one node from another's: --label.
+# --label: how the keeper tells the nodes' output apart.
 SRUN = ("srun", "--export=ALL", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=0", "--label")
 
 ATTEMPT = "{attempt}"
@@ -15,20 +15,20 @@ PORT = "{port}"
 
 
 def node_program(python: str, run_directory: str, torchrun: Sequence[str]) -> list[str]:
-    """The command that runs on every node; `torchrun` is the torchrun line with its placeholders."""
+    """Return the command that runs on every node; `torchrun` is the torchrun command line with its placeholders."""
     return [python, "-m", "cluster_ddp.launch.node", "--run", run_directory, "--attempt", ATTEMPT, "--", *torchrun]
 
 
 def leaves_port_open(step: Sequence[str]) -> bool:
-    """Whether the keeper is to choose the port."""
+    """Whether the keeper has to choose the port."""
     return step[_first(step, "--rdzv-endpoint=")].endswith(PORT)
 
 
 def with_attempt(step: Sequence[str], number: int, port: int | None = None) -> list[str]:
-    """The step's command with the attempt's number and, where it is open, the rendezvous port filled in.
+    """Fill in the attempt's number in the step's command and, if it is open, the rendezvous port.
 
-    Only the node program's ``--attempt`` and torchrun's ``--rdzv-id`` and ``--rdzv-endpoint`` are touched, the first of
-    each: what follows them is the user's and may hold braces of its own.
+    Only the node program's ``--attempt`` and torchrun's ``--rdzv-id`` and ``--rdzv-endpoint`` are changed, the first of
+    each: what follows belongs to the user and may contain braces.
     """
     filled = list(step)
     filled[filled.index("--attempt") + 1] = str(number)

@@ -1,7 +1,7 @@
-"""What a job step prints: passed on, and remembered where it says why a node did not come up.
+"""Passes on what a job step prints, and remembers what explains why a node did not come up.
 
 srun labels each line with its task (``--label``), so that the output of a node that never wrote an event can be told
-from that of the others. People see the lines without the labels.
+from that of the others. The labels are removed from what people see.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cluster_ddp.printing import pass_on
 LABEL = "--label"
 
 _KEPT_LINES = 3
-_DRAIN_SECONDS = 2.0  # a process that was left behind may hold the pipe open
+_DRAIN_SECONDS = 2.0  # a process that was left behind may keep the pipe open
 _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
 _OWN = re.compile(r"srun: (?:error|fatal): (?P<what>.+)")
 _DAEMON = re.compile(r"slurmstepd\S*: ")
-_CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # what Slurm does because of what came before
-_SIGNALLED = ("Terminated", "Killed")  # what srun does to the others once one has failed
+_CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # a consequence of an earlier error
+_SIGNALLED = ("Terminated", "Killed")  # what srun does to the other tasks once one has failed
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class TaskExit:
 
     host: str
     how: str  # in srun's words, such as ``Exited with exit code 2``
-    last_line: str  # what the task printed last; empty when it printed nothing
+    last_line: str  # the last line that the task printed; empty if it printed nothing
 
     @property
     def by_signal(self) -> bool:
-        """Whether a signal has ended it, and not the task itself."""
+        """Whether a signal ended the task."""
         return not self.how.startswith(("Exited with exit code", "the task was not launched"))
 
     def describe(self) -> str:
-        """In one line for people."""
+        """Describe it in one line for people."""
         return f"{self.how}: {self.last_line}" if self.last_line else self.how
 
 
 class JobStepOutput:
-    """Passes the output of a running step on.
+    """Passes on the output of a running step.
 
     Attributes
     ----------
     own_error
-        The first that srun said of itself and not of a task; None where it has not.
+        The first error that srun reported about itself rather than a task; None if there was none.
     """
 
     def __init__(self, *, labelled: bool) -> None:
@@ -68,12 +68,12 @@ class JobStepOutput:
         self._threads.append(thread)
 
     def finish(self) -> None:
-        """Wait for the rest, now that the step has ended."""
+        """Wait for the remaining output, now that the step has ended."""
         for thread in self._threads:
             thread.join(_DRAIN_SECONDS)
 
     def failures(self) -> list[TaskExit]:
-        """The tasks that failed by themselves, in srun's order; without those that srun ended because of them."""
+        """Return the tasks that failed by themselves, in srun's order, without those that srun ended as a result."""
         found = [
             TaskExit(host, how, self._last_line(task))
             for hosts, tasks, how in self._exits
@@ -82,13 +82,13 @@ class JobStepOutput:
         return [failure for failure in found if not failure.how.startswith(_SIGNALLED)]
 
     def first_to_end(self) -> TaskExit | None:
-        """The task that did not end well, and did so first; None where srun names several at once, or none."""
+        """Return the task that was first to end badly; None if srun names several at once, or none."""
         hosts, tasks, how = self._exits[0] if self._exits else ("", "", "")
         pairs = list(zip(*_pairs(hosts, tasks), strict=False))
         return TaskExit(pairs[0][0], how, self._last_line(pairs[0][1])) if len(pairs) == 1 and hosts else None
 
     def note(self, line: str) -> str:
-        """Note a line; returns what people are to see of it."""
+        """Note a line; return what people should see of it."""
         if exited := _EXIT.match(line):
             self._exits.append((exited["hosts"], exited["tasks"], exited["how"]))
         elif refused := _NOT_LAUNCHED.match(line):
@@ -112,7 +112,7 @@ class JobStepOutput:
 
 
 def _pairs(hosts: str, tasks: str) -> tuple[list[str], list[str]]:
-    """The hosts and tasks that srun names together; of several hosts only where it is clear which has which task."""
+    """Pair the hosts and tasks that srun names together; several hosts only if it is clear which has which task."""
     from cluster_ddp.slurm.nodelist import NodeListError, expand
 
     try:

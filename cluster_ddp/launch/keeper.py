@@ -1,14 +1,14 @@
-"""The keeper of a job: one program on the batch host, for one start of the job, from its beginning to what follows.
+"""The keeper: the program on the batch host that sees one start of a job through, including its requeue.
 
     python -m cluster_ddp.launch.keeper --run DIRECTORY --warning USR1 -- srun ... --attempt {attempt} -- torchrun ...
 
-It is the process that Slurm signals: the batch script hands over to it by ``exec``, submitit calls it. What it decides
-it decides from what the run has recorded and what Slurm says about the job; the exit status of the step does not count,
-since torchrun turns every outcome into 0 or 1. It is plain Python, without torch, and without pydantic until the step
-has started.
+It is the process that Slurm signals: the batch script replaces itself with it (``exec``), submitit calls it. It decides
+from what the run has recorded and what Slurm reports about the job, not from the exit status of the job step, since
+torchrun turns every outcome into 0 or 1. It is plain Python, without torch, and without pydantic until the job step has
+started.
 
-Exit status: 0 when the run is complete, was stopped, or is queued again; 1 when Slurm refuses to queue it again; 4 when
-it has failed or stalled; 75 when another attempt is alive; 76 when only a person may start the run again.
+Exit status: 0 when the run is complete, was stopped, or is requeued; 1 when Slurm refuses the requeue; 4 when the run
+has failed or stalled; 75 when another attempt is alive; 76 when only a person may restart the run.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class KeptStart:
     Attributes
     ----------
     follows
-        end: the job is over, and that is right. start again: it is queued again. fail: it is over, and has failed.
+        end: the job is over, as intended. start again: it is requeued. fail: it is over, and has failed.
     action
-        What was decided about the run: done, stop, requeue, fail, stall.
+        What was decided about the run: done, stop, requeue, fail or stall.
     why
-        Why, in plain words.
+        The reason, in plain words.
     """
 
     follows: Follows
@@ -76,17 +76,17 @@ class KeptStart:
 
 
 def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool) -> Follows:
-    """What becomes of the job, from what was decided about the run.
+    """Determine what happens to the job, given the decision about the run.
 
     Parameters
     ----------
     action
-        The decision; None when none could be made.
+        The decision; None if none could be made.
     reason
-        Why Slurm ends the job; None when it does not.
+        Why Slurm ends the job; None if it does not.
     cannot_decide
-        Whether SIGKILL is near, or this host has lost the run directory, or its storage does not answer. Then a start
-        that could not decide is followed by one that can.
+        Whether SIGKILL is near, this host has lost the run directory, or its storage does not respond. A start that
+        therefore could not decide is followed by one that can.
     """
     if action in ("done", "stop"):
         return "end"
@@ -96,16 +96,16 @@ def what_follows(action: str | None, *, reason: str | None, cannot_decide: bool)
 
 
 class Keeper:
-    """Keeps one start of a job.
+    """Sees one start of a job through.
 
     Parameters
     ----------
     job_step
-        The command that runs one node program on each node, with the placeholder of the attempt.
+        The command that runs one node program on each node, with a placeholder for the attempt.
     warning
-        The signal by which the end of the job is announced.
+        The signal that announces the end of the job.
     host
-        The machine it runs on; by default this one.
+        The machine it runs on; this one by default.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class Keeper:
         self._storage_answers = True
 
     def keep(self) -> KeptStart:
-        """Keep the job from here to the end.
+        """See the job through to the end.
 
         Raises
         ------
         RunAlive, RunEnded, RunError
             The attempt cannot begin.
         RequeueFailed
-            Slurm does not queue the job again.
+            Slurm does not requeue the job.
         """
         try:
             kept = self._keep()
@@ -168,7 +168,7 @@ class Keeper:
     # -- the beginning -------------------------------------------------------------------------------------------------
 
     def _hosts_to_leave(self) -> list[str]:
-        """The hosts for whose sake this allocation is given back before anything is trained on it."""
+        """Return the bad hosts because of which this allocation is given back before anything is trained on it."""
         start = self._allocation.start
         bad = hosts_to_avoid(self._run, start) if start is not None else []
         if not bad:
@@ -189,7 +189,7 @@ class Keeper:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _train(self, attempt: AttemptDirectory) -> None:
-        """Run the step until it ends, or until there is no time left to wait for it."""
+        """Run the job step until it ends, or until there is no time left to wait for it."""
         command, environment = self._job_step, self._allocation.environment()
         start = self._allocation.start
         environment[OPEN_FILES_VARIABLE] = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -214,24 +214,24 @@ class Keeper:
         if not job_step.has_ended():
             return
         self._end.job_step_has_ended()
-        self._end.react_to_all()  # to what came while storage kept this process waiting, too
+        self._end.react_to_all()  # including what arrived while storage blocked this process
         if start is not None:
             writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
             self._host.within(
                 _RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends)
             )
 
-    # -- done, failed, or once more? -----------------------------------------------------------------------------------
+    # -- done, failed or requeued? -------------------------------------------------------------------------------------
 
     def _decide(self, attempt: AttemptDirectory) -> tuple[Decision | None, list[str]]:
-        """The decision about the run, and the hosts that it should avoid; None if it cannot be made in time."""
+        """Decide about the run and which hosts it should avoid; the decision is None if it cannot be made in time."""
 
         def decided() -> tuple[Decision | None, list[str]]:
             try:
                 start = self._allocation.start
                 decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
                 bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
-            except Exception as error:  # whatever it is comes again, unlike storage that does not answer
+            except Exception as error:  # such an error would recur, unlike storage that does not respond
                 say(f"cannot decide what follows attempt {attempt.number}: {error}")
                 self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
                 return None, []
@@ -270,7 +270,7 @@ class Keeper:
         return KeptStart(follows, action or "fail", why)
 
     def _host_without_run(self) -> list[str]:
-        """This host where the run directory is gone or read-only: Slurm would end a start before it could begin."""
+        """Return this host if it cannot write the run directory: Slurm would end a start here before it could begin."""
         start, events = self._allocation.start, self._run.events
         writable = self._host.within(_HURRIED_DECIDE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
         if writable is not False or start is None:
@@ -279,10 +279,10 @@ class Keeper:
         return [self._host_name]
 
     def _start_again(self, attempt: AttemptDirectory | None, bad: list[str], why: str) -> KeptStart:
-        """Have the job queued again, and only then say so: an event tells what was accepted, not what was meant."""
+        """Requeue the job, and only then record it: an event states what was accepted, not what was intended."""
         try:
             queued = not self._end.unwanted() and (
-                self._end.reason in (REQUEUED, NODE_FAILURE)  # Slurm has queued it again already
+                self._end.reason in (REQUEUED, NODE_FAILURE)  # Slurm has already requeued it
                 or queue_again(
                     self._allocation,
                     known=self._why_it_ends,
@@ -310,7 +310,7 @@ class Keeper:
         return KeptStart("start again", "requeue", why)
 
     def _why_it_ends(self) -> str | None:
-        """Why the job ends, as far as that is sure. A newer attempt tells that it has been queued again already."""
+        """Return why the job ends, as far as is certain. A newer attempt shows that it has already been requeued."""
         superseded = self._attempt is not None and is_superseded(self._attempt)
         return REQUEUED if superseded else self._end.known()
 

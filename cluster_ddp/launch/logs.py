@@ -1,4 +1,4 @@
-"""Reading log files: following one as it grows, its last lines, and all logs of an attempt."""
+"""Reads log files: following one as it grows, its last lines, and all logs of an attempt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_LINE = 64 << 10
 _END_OF_LINE = re.compile(rb"\r*\n|\r+(?!\Z)")
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch puts it in front of each line of a traceback
 
 
 class Tail:
-    """Reads what is appended to a file, whole lines at a time; each state of a progress bar counts as a line.
+    """Reads what is appended to a file, in whole lines; each state of a progress bar counts as a line.
 
     Attributes
     ----------
@@ -35,9 +35,9 @@ class Tail:
         self._rest = b""
 
     def lines(self, *, rest: bool = False) -> list[str]:
-        """The lines added since the last call, with `rest` also an unfinished one; none where there is no file.
+        """Return the lines added since the last call, with `rest` also an unfinished one; empty if there is no file.
 
-        Without `rest` at most `_MAX_READ` bytes are read.
+        Without `rest`, at most `_MAX_READ` bytes are read.
         """
         new = self._read()
         *whole, self._rest = _END_OF_LINE.split(self._rest + new)
@@ -64,7 +64,7 @@ class Tail:
 
 
 def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
-    """The last lines of a log file, without empty ones."""
+    """Return the last lines of a log file, without empty ones."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -79,7 +79,7 @@ _NODE_LOG = re.compile(r"node-(\d{1,6})(?:\.log)?")
 
 
 class AttemptLogs:
-    """Reads the logs of an attempt, again and again while it goes on.
+    """Reads the logs of an attempt, repeatedly while it runs.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class AttemptLogs:
         self._tails: dict[Path, tuple[int, LogLine | None, Tail]] = {}  # node, who prints it if the file says so, file
 
     def nodes(self) -> list[int]:
-        """All nodes that have a log, including those that are not read here."""
+        """List all nodes that have a log, including those that are not read here."""
         try:
             names = [_NODE_LOG.fullmatch(path.name) for path in self._attempt.path.iterdir()]
         except OSError:
@@ -101,12 +101,12 @@ class AttemptLogs:
         return sorted({int(name[1]) for name in names if name})
 
     def lines(self, *, rest: bool = False) -> Iterator[tuple[int, LogLine]]:
-        """Each line that is new since the last call, with its node; with `rest` also lines that lack an end."""
+        """Yield each new line since the last call, with its node; with `rest` also unfinished lines."""
         for node in self.nodes():
             if self._node in (None, node):
                 self._find(node)
         for node, printer, tail in self._tails.values():
-            while new := tail.lines() or (tail.lines(rest=True) if rest else []):  # a piece at a time, however long
+            while new := tail.lines() or (tail.lines(rest=True) if rest else []):  # in pieces, however long it is
                 for text in new:
                     yield node, parse_line(text) if printer is None else replace(printer, text=text)
 
@@ -117,7 +117,7 @@ class AttemptLogs:
             self._find_old(node, folder)
 
     def _find_old(self, node: int, folder: Path) -> None:
-        """The files of an older version: one for each stream of each rank."""
+        """Find the files of an older version: one for each stream of each rank."""
         report = read_json_object(self._attempt.report_file(node)) or {}
         listed = report.get("ranks")
         ranks = {

@@ -1,4 +1,4 @@
-"""Recording the nodes of an attempt that could not report their own end."""
+"""Records the nodes of an attempt that could not report their own end."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ from cluster_ddp.slurm.start import SlurmStart
 def record_lost_nodes(
     history: History, attempt: AttemptDirectory, writer: EventWriter, *, restarted: bool = False
 ) -> bool:
-    """Ask Slurm which of the attempt's nodes that never signed off are down, and record them; whether there are any.
-
-    They could not say so themselves.
+    """Record the nodes that never signed off and that Slurm reports as down; return whether there are any.
 
     Parameters
     ----------
     restarted
-        Whether to ask which were booted meanwhile, too: of an attempt whose job Slurm has started again. Where the job
-        needs the very nodes that failed, or all of them failed at once, they are up again by then. Of an attempt whose
-        end is known it is not asked: they may have been booted after that.
+        Whether to look for nodes that were rebooted meanwhile, too. For an attempt whose job Slurm has restarted: if
+        the job needs the very nodes that failed, or all of them failed at once, they are up again by then. Not used if
+        the attempt's end is known, as the nodes may have been rebooted after it.
     """
     if history.of_attempt(attempt.number, NODE_LOST, NODE_TAKEN):
         return False
@@ -51,7 +49,7 @@ def record_lost_nodes(
 
 
 def record_silent_node(attempt: AttemptDirectory, writer: EventWriter, node: int, host: str | None) -> None:
-    """Record a node that gave no sign of life any more while others had signed off."""
+    """Record a node that no longer gave a sign of life after others had signed off."""
     who = f"node {node} ({host})" if host else f"node {node}"
     reason = f"{who} was lost: no sign of life while others had finished"
     writer.write(NODE_LOST, attempt=attempt.number, node=node, host=host, reason=reason)
@@ -62,15 +60,15 @@ def record_failed_nodes(
 ) -> None:
     """Record the nodes that could not report their own end, for a job step that has ended.
 
-    A node program that never said that it had started is named with its last words. One that was ended before it had
-    come up, because another had failed or the job was stopped, is not recorded.
+    A node program that never reported its start is named with the last line it printed. One that was ended before it
+    had come up, because a different one had failed or the job was stopped, is not recorded.
 
     Parameters
     ----------
     job_ends
-        Slurm ends the job, and its node programs with it.
+        Whether Slurm ends the job, and its node programs with it.
     """
-    if job_step.killed_by and not job_ends:  # its node programs may live on, and are ended when the job is queued again
+    if job_step.killed_by and not job_ends:  # its node programs may live on until the job is requeued
         error = f"srun was ended from outside, as for want of memory ({job_step.killed_by})"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
@@ -83,7 +81,7 @@ def record_failed_nodes(
     spoke = {short_name(event.get("host")) for event in history.of_attempt(attempt.number, NODE_STARTED, NODE_FAILED)}
     if job_step.lost or len(spoke) >= start.nodes:
         return
-    failures = reversed(job_step.output.failures())  # so that the first words of a host count
+    failures = reversed(job_step.output.failures())  # so that the first message of a host counts
     failed = {short_name(task.host): task.describe() for task in failures}
     if job_step.unstarted:
         failed = dict.fromkeys(hosts, f"nor did any other within {START_SECONDS / 60:.0f} min (see the Slurm output)")
@@ -98,9 +96,9 @@ def record_failed_nodes(
 
 
 def _record_taken_nodes(history: History, attempt: AttemptDirectory, writer: EventWriter, start: SlurmStart) -> bool:
-    """Record nodes that were taken from the job, whose node programs Slurm has killed; False when none was.
+    """Record nodes that were taken from the job, whose node programs Slurm has killed; return False if there are none.
 
-    Nothing is wrong with them. The job starts again with as many nodes as it has asked for.
+    Nothing is wrong with them. The job restarts with as many nodes as it asks for.
     """
     silent = _silent(history, attempt.number)
     taken = [host for host in taken_hosts(start) if host in silent] if silent else []
@@ -111,7 +109,7 @@ def _record_taken_nodes(history: History, attempt: AttemptDirectory, writer: Eve
 
 
 def _silent(history: History, number: int) -> dict[str, Event]:
-    """The nodes of an attempt that have started, and never signed off: that event, by the host."""
+    """Return the nodes of an attempt that have started but never signed off: by host, the event of the start."""
     finished = {event.get("node") for event in history.of_attempt(number, NODE_FINISHED)}
     started = [event for event in history.of_attempt(number, NODE_STARTED) if event.get("node") not in finished]
     return {short_name(event["host"]): event for event in started if event.get("host")}
@@ -120,10 +118,10 @@ def _silent(history: History, number: int) -> dict[str, Event]:
 def _record_killed_node(
     history: History, attempt: AttemptDirectory, writer: EventWriter, job_step: RunningJobStep
 ) -> None:
-    """Record the node whose program was the first to end, and could not sign off.
+    """Record the node whose program was the first to end without signing off.
 
-    A signal has ended it, or an error of its own, which storage that fails everywhere may cause: then the node is not
-    suspected.
+    Either a signal ended it or an error of its own; the latter may be caused by storage that fails everywhere, so the
+    node is not suspected then.
     """
     first, request = job_step.output.first_to_end(), read_stop(attempt)
     if first is None or job_step.lost or (request is not None and request.reason in FINAL_REASONS):
@@ -143,15 +141,15 @@ def _record_killed_node(
 
 
 def _explained(history: History, number: int) -> bool:
-    """Whether an attempt has ended for a reason that explains why some of its nodes had not come up yet."""
+    """Whether an attempt ended for a reason that explains why some of its nodes had not come up yet."""
     waited = [event for event in history.of_attempt(number, NODE_FAILED) if not event.get("suspect")]
     return any(
         event["event"] != STOP_REQUESTED or not waited or event.get("reason") != TERMINATED
         for event in history.of_attempt(number, STOP_REQUESTED, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, HANG)
-        if event not in waited  # a node that the others waited for is just what is looked for
+        if event not in waited  # a node that the others waited for is the one to be found
     )
 
 
 def short_name(host: object) -> str:
-    """A host's name in Slurm's form; a node may know itself by its full name."""
+    """Return a host's name in Slurm's form; a node may know itself by its full name."""
     return str(host or "").split(".")[0]

@@ -1,7 +1,7 @@
-"""The node program, ``python -m cluster_ddp.launch.node --run DIR --attempt N -- torchrun ...``: one per node.
+"""The node program, one per node: ``python -m cluster_ddp.launch.node --run DIR --attempt N -- torchrun ...``.
 
-It applies the environment and reports it, starts torchrun, hands stop requests to its ranks, watches for hangs and for
-lost agents, and records what happened. Slurm, submitit, local and manual starts all go through it.
+It sets and reports the environment, starts torchrun, passes stop requests on to its ranks, watches for hangs and lost
+agents, and records what happened. Slurm, submitit, local and manual starts all use it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def main(arguments: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # what could not be printed must not become the exit status
+            except OSError:  # output that could not be printed must not become the exit status
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
-    """Record and print why this node cannot take part; where it cannot write, the keeper records it."""
+    """Record and print why this node cannot take part; if it cannot write, the keeper records it."""
     host, words = host_name(), explain(error, run)
     of_the_job = isinstance(error, OSError) and error.errno == errno.EMFILE and not node_allows_fewer_files()
     EventWriter(run, on_this_host("node")).write(
@@ -70,7 +70,7 @@ def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: Clust
         error=f"it cannot start: {words}",
         suspect=not of_the_job,
     )
-    say(f"cluster-ddp: node {host} cannot start: {words}")  # the last line is what the keeper tells
+    say(f"cluster-ddp: node {host} cannot start: {words}")  # the keeper reports the last line
     return 1 if isinstance(error, OSError) else error.exit_status
 
 

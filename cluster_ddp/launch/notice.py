@@ -1,6 +1,6 @@
-"""The notice of a run's end: the user's own command, with the run's status on its standard input.
+"""Notifies the user of a run's end: runs the user's own command, with the run's status on standard input.
 
-It changes nothing: its output is discarded, its time is limited, and a failure becomes a warning.
+It affects nothing else: its output is discarded, its time is limited, and a failure becomes a warning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def give_notice(run: RunDirectory, *, writer: str) -> None:
 
 
 def _wanted(run: RunDirectory) -> tuple[NotifySpec | None, RunStatus | None]:
-    """The notice that the job asks for, and the run's state if it calls for a notice that has not been given."""
+    """Return the notice that the job asks for, and the run's status if it calls for a notice not given yet."""
     from cluster_ddp.job import load_resolved  # loads pydantic, which most starts of a keeper do not need
 
     notify = load_resolved(run.job_file).notify
@@ -75,7 +75,7 @@ def _wanted(run: RunDirectory) -> tuple[NotifySpec | None, RunStatus | None]:
 
 
 def _run(command: str, status: RunStatus) -> str | None:
-    """Run the command until it ends or its time is up; returns what went wrong, None if nothing did."""
+    """Run the command until it ends or its time is up; return what went wrong, None if nothing did."""
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         told.write(json.dumps(status.to_json()).encode() + b"\n")
         told.seek(0)

@@ -1,4 +1,4 @@
-"""The TCP ports that ranks meet at: by Slurm job and attempt, or any free one; never an ephemeral port."""
+"""Chooses the TCP port that ranks meet at: by Slurm job and attempt, or any free one; never an ephemeral port."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.address import LOOPBACK
 
 FIRST_PORT = 20000
-PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may hold, begin at 32768
+PORTS = 12768  # up to 32767: the ephemeral ports, which anybody may use, begin at 32768
 TRIES = 256
-_CHANCE = random.SystemRandom()  # programs that are seeded alike must not get one port, nor find their numbers moved on
-_STRIDE = 1009  # between attempts, and between tries: far from the ports of the jobs with the next ids
+_CHANCE = random.SystemRandom()  # unseeded: equally seeded programs need different ports and unchanged random numbers
+_STRIDE = 1009  # between attempts, and between tries: far from the ports of jobs with the next ids
 
 
 class NoFreePort(ClusterDDPError):
@@ -22,12 +22,12 @@ class NoFreePort(ClusterDDPError):
 
 
 def job_port(slurm_job_id: int) -> int:
-    """The port of a Slurm job: every node derives the same one, and jobs that share a node rarely collide."""
+    """Return the port of a Slurm job: the same on every node, and rarely that of a job on the same node."""
     return FIRST_PORT + slurm_job_id % PORTS
 
 
 def attempt_port(slurm_job_id: int, attempt: int) -> int:
-    """The port of one attempt of a Slurm job: a different one for each attempt, and one that nobody listens on here.
+    """Return the port of one attempt of a Slurm job: a different one for each attempt, and one that is free here.
 
     Call it on the host that will listen, which is the first of the job's nodes.
     """
@@ -54,7 +54,7 @@ def is_free(port: int, host: str = "") -> bool:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port that nobody listens on at an address (empty: at any of this host's), or `NoFreePort`."""
+    """Return a port that is free at an address (empty: at any of this host's); raises `NoFreePort`."""
     for port in _CHANCE.sample(range(FIRST_PORT, FIRST_PORT + PORTS), TRIES):
         if is_free(port, host):
             return port

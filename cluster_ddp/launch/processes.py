@@ -1,8 +1,8 @@
-"""The processes of a node: which belong to an attempt, which are ranks, which are alive, and how they are ended.
+"""The processes of a node: which belong to an attempt, which are ranks, which are alive, and how to end them.
 
-Every process below the agent carries the path of the node's heartbeat in its environment. That path is unique, so
-scanning /proc for it finds them all: ranks that outlived their agent, and the workers that ranks started, however they
-were started.
+Every process below the agent has the path of the node's heartbeat file in its environment. That path is unique, so
+scanning /proc for it finds them all: ranks that outlived their agent, and the workers that ranks started, by whatever
+means.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _KILL_PAUSE_SECONDS = 0.05
-_KILL_SECONDS = 5.0  # a process stuck in the kernel cannot be ended by anyone
+_KILL_SECONDS = 5.0  # a process stuck in the kernel cannot be killed
 
 
 def present(*names: str) -> tuple[signal.Signals, ...]:
-    """The signals of these names, such as SIGUSR1, that exist on this platform."""
+    """Return the signals with these names, such as SIGUSR1, that exist on this platform."""
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
@@ -40,20 +40,20 @@ ASK_TO_END = present(
 
 @dataclass(frozen=True)
 class Process:
-    """A process that carries the mark of a heartbeat file."""
+    """A process marked with a heartbeat file."""
 
     pid: int
-    # torchrun starts each rank in a session of its own; what a rank starts is in the rank's session
+    # torchrun starts each rank in its own session; what a rank starts is in the rank's session
     leads_session: bool
     environment: dict[str, str]  # the environment it was started with
 
 
 def marked_processes(heartbeat: Path) -> list[Process]:
-    """All live processes that were started with the heartbeat in their environment; none where there is no /proc."""
+    """Find all live processes that were started with the heartbeat in their environment; none without /proc."""
     mark = f"{HEARTBEAT_VARIABLE}={heartbeat}".encode()
     found = []
     for entry in _pids():
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to read
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours to read
             raw = (_PROC / entry / "environ").read_bytes().split(b"\0")  # empty for a zombie
             if mark in raw:
                 pid = int(entry)
@@ -74,7 +74,7 @@ def _environment(raw: list[bytes]) -> dict[str, str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but was not yet waited for does not."""
+    """Whether a process runs; a zombie does not."""
     if not (_PROC / "self").exists():
         with contextlib.suppress(OSError):
             os.kill(pid, 0)
@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler of its own for a signal."""
+    """Whether a process has installed a handler for a signal."""
     with contextlib.suppress(OSError, ValueError):
         for line in (_PROC / str(pid) / "status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -97,13 +97,13 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal; a process that is already gone is fine."""
+    """Send a signal; it does not matter if the process is already gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def kill_all(heartbeat: Path, first: int | None = None) -> list[int]:
-    """End every process of a heartbeat file by SIGKILL, `first` (the agent) before all; the pids that are left."""
+    """Kill every process of a heartbeat file, `first` (the agent) before the others; return the pids that are left."""
     if first is not None:
         send(first, KILL)
     end = time.monotonic() + _KILL_SECONDS
@@ -117,7 +117,7 @@ def kill_all(heartbeat: Path, first: int | None = None) -> list[int]:
 
 
 def die_with_parent(parent: int | None = None, number: signal.Signals = KILL) -> None:
-    """Have the kernel send this process a signal when its parent ends (Linux; elsewhere nothing happens).
+    """Have the kernel send this process a signal when its parent ends (Linux; no effect elsewhere).
 
     Call it in the child. The kernel watches the thread that started the child, so start it from a thread that lives as
     long as the process.
@@ -125,10 +125,10 @@ def die_with_parent(parent: int | None = None, number: signal.Signals = KILL) ->
     Parameters
     ----------
     parent
-        Process id of the parent where the child knows it: the signal comes even if the parent has ended by now.
+        Process id of the parent, if the child knows it: then the signal comes even if the parent has already ended.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if parent is not None and os.getppid() != parent:  # it ended before the line above took effect
+    if parent is not None and os.getppid() != parent:  # it ended before the call above took effect
         os.kill(os.getpid(), number)

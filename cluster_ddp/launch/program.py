@@ -1,4 +1,4 @@
-"""What the node program does from start to end: start the agent, pass on stop requests, watch, record."""
+"""What the node program does: start the agent, pass on stop requests, watch for faults, and record how it ended."""
 
 from __future__ import annotations
 
@@ -41,19 +41,18 @@ _WATCHDOG_SECONDS = 1.0
 _NEWER_SECONDS = 2.0
 _STANDSTILL_SECONDS = 5.0
 _NAME_SECONDS = 120.0
-_AGENT_LOST_SECONDS = 60.0  # for ranks without an agent to save
+_AGENT_LOST_SECONDS = 60.0  # for ranks to save once their agent is gone
 
 
 class NodeProgram:
-    """Watches over one torchrun agent and its ranks, from start to end.
+    """Starts one torchrun agent and watches over it and its ranks until the end.
 
-    The constructor installs signal handlers, if asked to, and prepares everything that can fail; `start` starts the
-    agent, `watch` stays with it to the end.
+    The constructor prepares everything that can fail; `start` starts the agent, `watch` stays with it until the end.
 
     Parameters
     ----------
     command
-        The torchrun line with its placeholders.
+        The torchrun command line with its placeholders.
 
     Raises
     ------
@@ -124,12 +123,12 @@ class NodeProgram:
     def start(self) -> None:
         """Start the agent, and the reaper that ends it if this process dies.
 
-        Call it from a thread that lives to the end: the kernel ends the agent with it.
+        Call it from a thread that lives until the end: the kernel ends the agent together with that thread.
         """
         self._began = time.monotonic()
         agent_log = self._output.folder / AGENT_LOG
         self._agent = Agent(self._command, self._environment.variables, agent_log, self._survives)
-        # The agent takes a second to become more than one process.
+        # Only now: in its first second the agent is a single process, which the kernel ends together with this one.
         self._reaper = Reaper(self._heartbeat.path, self._attempt, self._output)
         self._relay = Relay(self._output.log)
         self._warnings = RankWarnings(self._record, self._host)
@@ -145,7 +144,7 @@ class NodeProgram:
         self._record(events.NODE_STARTED, procs=self._procs, pid=os.getpid(), script=not self._trains_a_task)
 
     def watch(self) -> int:
-        """Watch until the agent and all ranks have ended: 0 when the ranks did what was asked, 1 when they failed."""
+        """Watch until the agent and all ranks have ended; return 0 if the ranks did what was asked, else 1."""
         try:
             while not self._tick():
                 time.sleep(TICK_SECONDS)
@@ -156,16 +155,16 @@ class NodeProgram:
         return self._finish()
 
     def _tick(self) -> bool:
-        """Look at everything once; True when all has ended."""
+        """Check everything once; return True when everything has ended."""
         self._note_a_standstill()
-        agent_status = self._agent.poll()  # before the ranks: those that are alive now have outlived it
+        agent_status = self._agent.poll()  # before the ranks: any that are alive now have outlived it
         gone = self._ranks.poll()
         self._forced_end.note(gone)
         self._sign_of_life.give()
         self._pass_on_output()
         if len(self._ranks.seen) >= self._procs:
             self._report.begin()
-        # Ranks that this program ended have not failed.
+        # Ranks that this program ended did not fail.
         if self._outcome is None and not self._forced_end.has_stopped_script:
             self._failures.note(gone, agent_ended=agent_status is not None)
         self._stopping.poll()
@@ -185,9 +184,9 @@ class NodeProgram:
             self._warnings.take(line)
 
     def _end_if_due(self) -> None:
-        """End what does not end by itself after a hang, a stop request or a completion, in this order.
+        """End what does not end by itself after a hang, a stop request or completion, in this order.
 
-        A hang comes first, whoever noticed it: ranks that hang cannot save.
+        A hang comes first, no matter which node noticed it: ranks that hang cannot save.
         """
         stop_asked = self._stopping.reason is not None
         if self._superseded():
@@ -211,7 +210,7 @@ class NodeProgram:
                 self._end(DONE)
 
     def _note_a_standstill(self) -> None:
-        """Slurm may suspend the job: the ranks have stood still as this process has, and do not hang."""
+        """Do not count time for which this process stood still: if Slurm suspends the job, the ranks do not hang."""
         now, before = time.monotonic_ns(), self._ticked
         self._ticked = now
         if now - before > _STANDSTILL_SECONDS * 1e9:
@@ -250,7 +249,7 @@ class NodeProgram:
         self._end(HUNG)
 
     def _stop_without_agent(self) -> None:
-        """Ranks without an agent can still save: all of them stop, here and on the other nodes."""
+        """Stop all ranks, here and on the other nodes, once the agent is gone: they can still save without it."""
         if not self._agent_lost:
             self._agent_lost = True
             self._stopping.ask(AGENT_LOST, grace=self._agent_lost_grace)
@@ -262,8 +261,8 @@ class NodeProgram:
     def _finish(self) -> int:
         agent_status = self._agent.poll()
         if self._outcome is None:
-            # Status comes from the heartbeat: torchrun turns everything into 0 or 1, and a rank that has done its work
-            # may still abort while Python shuts down.
+            # The outcome comes from the heartbeat: torchrun turns everything into 0 or 1, and a rank that has done its
+            # work may still abort while Python shuts down.
             clean = agent_status == 0 or self._ranks.all_done() or self._forced_end.has_stopped_script
             self._outcome = FAILED if not clean else DONE if self._stopping.reason is None else STOPPED
         if self._outcome == FAILED and not self._ranks.seen:
@@ -287,7 +286,7 @@ class NodeProgram:
         return status
 
     def _record_agent_failure(self, agent_status: int | None) -> None:
-        """An agent that gave up before there were ranks: only its log says why."""
+        """Record why an agent gave up before there were ranks, which only its log shows."""
         failure = agent_failure(self._output.folder / AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
@@ -307,6 +306,6 @@ def _own_address(spec: JobSpec, command: Sequence[str]) -> str:
     master = option(command, "--rdzv-endpoint").rpartition(":")[0].strip("[]") or LOOPBACK
     nodes = int(option(command, "--nnodes").rpartition(":")[2])
     interface = os.environ.get("NCCL_SOCKET_IFNAME") or spec.network.socket_ifname
-    if nodes > 1:  # not to the end of join_timeout, for which the others wait for this one
+    if nodes > 1:  # do not use up join_timeout, for which the others wait for this node
         wait_for_name(master, min(_NAME_SECONDS, spec.launch.join_timeout / 2))
     return local_address(master, nodes=nodes, interface=interface)

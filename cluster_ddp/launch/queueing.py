@@ -1,7 +1,7 @@
-"""Having the job queued again: tried until it is accepted, refused, or the allocation is nearly over.
+"""Requeues the job: retried until it is accepted, refused, or the allocation is nearly over.
 
 There is no hurry while the allocation lasts. Slurm's controller may be away for minutes (a failover, a restart), and
-giving up the requeue would end a run that wanted to go on.
+giving up the requeue would end a run that was meant to continue.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _REFUSALS = 3  # a controller that has just started may refuse what it accepts a
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 15.0  # a controller that comes back after the time limit grants KillWait, 30 s by default
 _ASIDE_SECONDS = 5.0  # for an answer that is not essential
-_ANSWER_SECONDS = 60.0  # a busy site may take 40 s for one
-_NOT_ALLOWED = "presently disabled"  # what Slurm says of a job that may not be requeued
+_ANSWER_SECONDS = 60.0  # on a busy site an answer may take 40 s
+_NOT_ALLOWED = "presently disabled"  # what Slurm says about a job that may not be requeued
 _INSTEAD = " (where jobs may not be requeued, `cluster-ddp submit --chain N` queues several for one run)"
 _UNSURE = (None, TERMINATED)
 _QUEUED = {REQUEUED, NODE_FAILURE}
 
 
 class RequeueFailed(ClusterDDPError):
-    """The job could not be queued again."""
+    """The job could not be requeued."""
 
 
 def queue_again(
@@ -42,39 +42,39 @@ def queue_again(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Have the job queued again; False when its owner has cancelled or stopped it meanwhile.
+    """Requeue the job; return False if its owner has cancelled or stopped it meanwhile.
 
     A requeue would bring a cancelled job back.
 
     Parameters
     ----------
     known
-        Why the allocation ends, as far as that is certain by now. Where it is not, the job is queued again only after
-        Slurm has confirmed that it was not cancelled: a Slurm that does not answer would not queue it either.
+        Returns why the allocation ends, as far as is certain by now. If it is not, the job is requeued only after Slurm
+        has confirmed that it was not cancelled: a Slurm that does not answer would not requeue it either.
     until
-        When to give up, on the clock, as far as that is known by now.
+        Returns when to give up, on the clock, as far as is known by now.
     delayed
         Called once, with the reason, if the first try fails.
     unwanted
-        Whether a person has meanwhile asked that the run not go on.
+        Whether a person has meanwhile asked that the run not continue.
 
     Raises
     ------
     RequeueFailed
-        It was refused, there was no answer in all that time, or nobody can ask here.
+        It was refused, there was no answer in all that time, or Slurm's commands are missing here.
     """
     refusals, pause, said = 0, _FIRST_PAUSE, "Slurm's controller does not answer"
     endless = clock() + ENDLESS_SECONDS
     while True:
-        patient = known() in _UNSURE and pause > _FIRST_PAUSE  # only after `delayed` has said what it waits for
+        patient = known() in _UNSURE and pause > _FIRST_PAUSE  # only after `delayed` has reported what it waits for
         now = allocation.why_it_ends(_ANSWER_SECONDS if patient else _ASIDE_SECONDS)
         why = known()
         if CANCEL in (now, why) or unwanted():
             return False
-        if _QUEUED & {now, why}:  # by Slurm itself, or by a call that timed out and had been accepted
+        if _QUEUED & {now, why}:  # by Slurm itself, or by a call that timed out but was accepted
             return True
         if now is None and (missing := allocation.missing_command()):
-            refusals, said = refusals + 1, missing  # which may be away with its storage for a moment
+            refusals, said = refusals + 1, missing  # the command may be away with its storage for a moment
         elif now is not None or why not in _UNSURE:
             try:
                 allocation.queue_again()

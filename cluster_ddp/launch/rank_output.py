@@ -1,10 +1,10 @@
-"""What the ranks and the agent of a node print: written to files on the node's own disk, gathered into the node's log.
+"""Gathers what the ranks and the agent of a node print, from files on the node's own disk into the node's log.
 
-torchrun wants a file for each stream of each rank. Those lie in a temporary folder of the node, where printing waits
-for no network and does not fill the quota of files; the node program copies what is new to shared storage, about once a
-second, as whole lines that say who printed them.
+torchrun needs a file for each stream of each rank. These are in a temporary folder of the node, where printing waits
+for no network and does not use up the file quota; about once a second, the node program copies new whole lines, marked
+with who printed them, to shared storage.
 
-The relay also shows the important part where the node program itself prints: torchrun, rank 0, and warnings.
+The relay also prints the important part with the node program's own output: torchrun, rank 0, and warnings.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from cluster_ddp.run.node_log import LogLine
 from cluster_ddp.run.storage import Storage, closing, open_append
 
 AGENT_LOG = "agent.log"
-_GATHERED = "gathered.json"  # how far each file was copied, for whoever takes over from a node program that was killed
+_GATHERED = "gathered.json"  # how far each file was copied, for the reaper of a killed node program
 _WRITE_SECONDS = 1.0
 _MOST_WAITING = 4 << 20  # characters that may wait while the storage accepts none
-_KEPT_BYTES = 64 << 10  # of what was copied: its end says why a rank died
+_KEPT_BYTES = 64 << 10  # of what was copied: the end says why a rank died
 _FREED_BYTES = 1 << 20  # at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
@@ -83,13 +83,13 @@ class RankOutput:
 
     @classmethod
     def prepare(cls, log: Path) -> RankOutput:
-        """Make the node's log on shared storage, and its own folder, for its owner alone.
+        """Create the node's log on shared storage and its own folder, both only for their owner.
 
         Raises
         ------
         OSError
-            This node may not write to the run, or has no room on its own disk. Full shared storage does not
-            count: what is printed waits for room.
+            This node may not write to the run, or has no space on its own disk. Full shared storage is no error: output
+            waits until there is space.
         """
         try:
             _append(log, b"")
@@ -99,7 +99,7 @@ class RankOutput:
         return cls(log, Path(tempfile.mkdtemp(prefix="cluster-ddp-")))
 
     def gather(self, *, rest: bool = False) -> list[LogLine]:
-        """What was printed since the last call; with `rest`, now that all have ended, also unfinished lines."""
+        """Return what was printed since the last call; with `rest`, once all have ended, also unfinished lines."""
         self.exits.read()
         for folder, rank in self.exits.folders.items():
             self._follow(folder / "stdout.log", rank, is_error=False)
@@ -126,7 +126,7 @@ class RankOutput:
         data = "".join(f"{line}\n" for line in self._waiting).encode(errors="replace")
         try:
             _append(self.log, data)
-        except OSError as error:  # it is tried again
+        except OSError as error:  # it is retried
             if not self._failed:
                 say(f"cluster-ddp: cannot write what the ranks print to {self.log}: {error.strerror or error}")
             self._failed = True
@@ -145,7 +145,7 @@ class RankOutput:
             draft.replace(self.folder / _GATHERED)
 
     def _place_noted(self) -> dict[str, int]:
-        """How far the files were gathered by a node program that was killed; nothing in a new folder."""
+        """Return how far a killed node program had gathered the files; empty in a new folder."""
         with contextlib.suppress(OSError, ValueError):
             place: dict[str, int] = json.loads((self.folder / _GATHERED).read_text())
             return place
@@ -153,13 +153,13 @@ class RankOutput:
 
 
 def _append(path: Path, data: bytes) -> None:
-    storage, fd = Storage(), open_append(path)  # opened each time: others see what is written when it is closed
+    storage, fd = Storage(), open_append(path)  # opened each time: others see what was written only once it is closed
     with closing(storage, fd):
         storage.write(fd, data)
 
 
 def _free_beginning(path: Path, length: int) -> bool:
-    """Free the space of the first bytes of a file, which read as zeros from then on; returns whether that worked."""
+    """Free the space of the first bytes of a file, which then read as zeros; return whether that worked."""
     call = _fallocate()
     if call is None:
         return False
@@ -172,7 +172,7 @@ def _free_beginning(path: Path, length: int) -> bool:
 
 @functools.cache
 def _fallocate() -> Any:
-    """Linux's system call of that name; None elsewhere."""
+    """Return Linux's system call of that name; None elsewhere."""
     try:
         call = ctypes.CDLL(None).fallocate64 if sys.platform == "linux" else None
     except (AttributeError, OSError):
@@ -182,28 +182,28 @@ def _fallocate() -> Any:
     return call
 
 
-_MAX_WARNINGS = 20  # of one node and attempt, each text once
+_MAX_WARNINGS = 20  # per node and attempt, each text once
 _MAX_LENGTH = 500
-# Lines of this package, but not those in which a rank says why it ends; and Python warnings that this package made.
+# Lines of this package, except those in which a rank says why it ends; and Python warnings issued by this package.
 _OWN = re.compile(r"cluster[-_]ddp: (?!rank \d+)(?P<text>.+)")
 _PYTHONS = re.compile(r"\S*/cluster_ddp/\S+\.py:\d+: \w*Warning: (?P<text>.+)")
 
 
 class Relay:
-    """Passes on what torchrun prints, to standard error, and what rank 0 prints if it is one of ours."""
+    """Passes on to standard error what torchrun prints, and what rank 0 prints if it is one of ours."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
 
     def show(self, line: LogLine) -> None:
-        """Pass a line on if people are to see it at once."""
+        """Pass a line on if people should see it immediately."""
         if line.by_torchrun and not self._stderr_is_the_log():
             pass_on(line.text, sys.stderr)
         elif line.rank == 0 and not line.is_error:
             pass_on(line.text, sys.stdout)
 
     def _stderr_is_the_log(self) -> bool:
-        """Whether what this process prints goes to the node's log anyway, as in a local run."""
+        """Whether this process's output goes to the node's log anyway, as in a local run."""
         try:
             return os.path.samestat(os.fstat(sys.stderr.fileno()), self._log.stat())
         except (OSError, ValueError):
@@ -211,7 +211,7 @@ class Relay:
 
 
 class RankWarnings:
-    """Finds the warnings of this node's ranks, shows each once, and has `record` write an event for it."""
+    """Finds the warnings of this node's ranks, shows each once, and calls `record` to write an event for it."""
 
     def __init__(self, record: Callable[..., None], host: str) -> None:
         self._record = record

@@ -1,4 +1,4 @@
-"""The ranks of this node: found below the agent, matched with the heartbeat file, and the errors they died of."""
+"""The ranks of this node: finding them below the agent, matching them with the heartbeat file, reading their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.processes import is_alive, marked_processes
 from cluster_ddp.run.phase import Phase
 
-# How an error begins on standard error: Python's, or the trainer's own message, which may be of several lines.
+# How an error begins on standard error: Python's, or the trainer's own message, which may have several lines.
 _BEGINS_ERROR = re.compile(r"Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
 _OWN_PREFIX = re.compile(r"^cluster_ddp: rank \d+: ")
 _FOLLOWS = re.compile(r"cluster_ddp: rank \d+ ends because ")
@@ -29,10 +29,10 @@ class Rank:
     pid: int
     rank: int  # global rank
     local_rank: int
-    # stdout, stderr: its log files; None where the system does not tell
+    # stdout, stderr: its log files; None if the system does not reveal them
     stdout: Path | None
     stderr: Path | None
-    error_file: Path | None  # where a rank leaves its exception for torchrun, if it does
+    error_file: Path | None  # where a rank may leave its exception for torchrun
     since: float = field(default_factory=time.monotonic)  # `time.monotonic()` when it was first seen
 
 
@@ -42,7 +42,7 @@ class RankError:
 
     message: str  # a traceback, or the trainer's own message
     time: float  # Unix seconds when it was written
-    follows: bool = False  # it says itself that it ended because another rank had
+    follows: bool = False  # whether it says that it ended because a different rank had
 
 
 class LocalRanks:
@@ -53,8 +53,8 @@ class LocalRanks:
         self._procs = procs
         self._clock = clock
         self._living: dict[int, Rank] = {}
-        self.seen: dict[int, Rank] = {}  # all that there have been, by process id
-        self.none_since: float | None = None  # when the last living rank had ended; while there are some: None
+        self.seen: dict[int, Rank] = {}  # all ranks so far, by process id
+        self.none_since: float | None = None  # when the last living rank ended; None while any lives
 
     @property
     def living(self) -> list[Rank]:
@@ -77,7 +77,7 @@ class LocalRanks:
         return gone
 
     def add_unseen(self, pid: int, rank: int, local_rank: int, logs: Path) -> Rank:
-        """Add a rank that ended before it was ever seen alive; torchrun's log folders say where its logs are."""
+        """Add a rank that ended before it was ever seen alive; torchrun's log folder layout says where its logs are."""
         folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=lambda folder: folder.stat().st_mtime)
         stdout, stderr, error = (
             folders[-1] / name if folders else None for name in ("stdout.log", "stderr.log", "error.json")
@@ -86,25 +86,25 @@ class LocalRanks:
         return self.seen[pid]
 
     def slots(self) -> list[RankSlot]:
-        """The slots of the ranks that are alive; a rank that died leaves its last step and phase in its slot."""
+        """The slots of the living ranks; a rank that died leaves its last step and phase in its slot."""
         return [slot for slot in self._heartbeat.slots if slot.pid in self._living]
 
     def unregistered(self) -> list[Rank]:
-        """The ranks that are alive but do not use the heartbeat file: not yet, or never in case of a script."""
+        """The living ranks that do not use the heartbeat file: not yet, or never in the case of a script."""
         return [rank for rank in self.living if self.phase(rank) is None]
 
     def phase(self, rank: Rank) -> Phase | None:
-        """What a rank says it is doing; None when it is not on the heartbeat file."""
+        """Return what a rank says it is doing; None if it has no heartbeat."""
         slot = self._heartbeat.slots[rank.local_rank]
         return slot.phase if slot.pid == rank.pid else None
 
     def step(self, rank: Rank) -> int | None:
-        """The last step that a rank finished; None before the first, and for a rank that is not on the heartbeat."""
+        """Return the last step that a rank finished; None before the first, and for a rank without a heartbeat."""
         slot = self._heartbeat.slots[rank.local_rank]
         return slot.step if slot.pid == rank.pid and slot.step >= 0 else None
 
     def all_done(self) -> bool:
-        """Whether every rank of the node said that its work is done."""
+        """Whether every rank of the node has said that its work is done."""
         return all(slot.pid and slot.phase is Phase.DONE for slot in self._heartbeat.slots)
 
 
@@ -125,7 +125,7 @@ def _find(heartbeat: Path) -> Iterable[Rank]:
 
 
 def _file_behind(pid: int, descriptor: int, usual: Path | None) -> Path | None:
-    """What a process writes to; where it usually does, if the process is just ending."""
+    """Return the file a process writes to, or `usual` if the process is just ending."""
     path = usual
     with contextlib.suppress(OSError):
         path = Path(f"/proc/{pid}/fd/{descriptor}").readlink()
@@ -133,7 +133,7 @@ def _file_behind(pid: int, descriptor: int, usual: Path | None) -> Path | None:
 
 
 def read_error(rank: Rank) -> RankError | None:
-    """The error of a dead rank: from its error file, else the end of its stderr if that holds one."""
+    """Read the error of a dead rank: from its error file, else from the end of its stderr if there is one."""
     if rank.error_file is not None and (found := _from_error_file(rank.error_file)):
         return found
     if rank.stderr is None:
@@ -150,7 +150,7 @@ def read_error(rank: Rank) -> RankError | None:
 
 
 def _from_error_file(path: Path) -> RankError | None:
-    """torchrun's form: ``{"message": text}`` or ``{"message": {"message": text, "extraInfo": {"timestamp": ...}}}``."""
+    """Read torchrun's ``{"message": text}`` or ``{"message": {"message": text, "extraInfo": {"timestamp": ...}}}``."""
     try:
         message: Any = json.loads(path.read_bytes())["message"]
         moment = path.stat().st_mtime

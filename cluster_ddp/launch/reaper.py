@@ -1,10 +1,9 @@
 """``python -m cluster_ddp.launch.reaper HEARTBEAT ATTEMPT LOG FOLDER``: cleans up after a killed node program.
 
-The reaper ends whatever is left. It is a child of the node program and waits at the other end of a pipe. A
-node program that ends normally says so; when the pipe closes without that, the node program was killed, and the reaper
-ends its agent and ranks. Ranks with a heartbeat got SIGTERM from the kernel when their agent died; they get a
-moment to save, shorter than it takes to start the run again. Others are ended at once. What they printed last goes to
-the node's log.
+The reaper is a child of the node program and waits at the other end of a pipe. A node program that ends normally says
+so; if the pipe closes without that, the node program was killed, and the reaper ends its agent and ranks. Ranks with a
+heartbeat got SIGTERM from the kernel when their agent died; they get a moment to save, shorter than a restart of the
+run takes. Others are ended immediately. What they printed last goes to the node's log.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Reaper:
         return self._process.pid
 
     def dismiss(self) -> None:
-        """Dismiss the reaper: nothing is left to end."""
+        """Dismiss the reaper: there is nothing left to end."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(_IN_ORDER)
 
@@ -75,7 +74,7 @@ def _end(heartbeat: Path) -> None:
 
 
 def _rescue(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
-    """Keep what the node program can no longer copy to shared storage."""
+    """Save the output that the node program can no longer copy to shared storage."""
     from cluster_ddp.launch import hang_dump
     from cluster_ddp.launch.rank_output import RankOutput
     from cluster_ddp.process import limit_umask
@@ -90,7 +89,7 @@ def _rescue(heartbeat: Path, attempt: Path, log: Path, folder: Path) -> None:
 
 
 def _ranks_on(heartbeat: Path) -> set[int]:
-    # Only now: a reaper that is never needed should cost nothing.
+    # Imported only now: a reaper that is never needed should cost nothing.
     from cluster_ddp.launch.heartbeat import (
         HeartbeatFile,
     )

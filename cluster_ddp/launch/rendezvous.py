@@ -1,14 +1,14 @@
-"""Where torchrun's agents meet: torch's own c10d rendezvous, signed, at stores that listen only where they have to.
+"""The rendezvous of torchrun's agents: torch's own c10d rendezvous, with signatures and restricted listening addresses.
 
-torch's store knows no passwords, and the state that the agents of a run exchange there is a pickle: whoever reaches the
-port could run code as the run's owner. So every state carries a signature by the attempt's key, which lies in the
-attempt's folder for its owner alone, and one without it is refused before it is unpickled. The address at which the
-ranks meet is signed, too.
+torch's store has no authentication, and the state that the agents of a run exchange there is a pickle: whoever reaches
+the port could run code as the run's owner. So every state is signed with the attempt's key, which is in the attempt's
+folder and readable only by its owner, and a state without a valid signature is refused before it is unpickled. The
+address at which the ranks meet is signed, too.
 
-The ranks meet at a store of the agent whose ranks come first, a new one each time that they are started: restarted
-ranks would hang on the keys of the dead ones. It listens on this node's own address only. The agents' store does so
-where all of them are on this machine; else on all addresses, as torch makes it, since the name by which the others look
-for this node may lead them to any of these.
+The ranks meet at a store of the agent with the first ranks, a new one each time they are started: restarted ranks would
+hang on the keys of the dead ones. It listens only on this node's own address. So does the agents' store if all agents
+are on this machine; otherwise it listens on all addresses, as torch's does, since the name by which the others look up
+this node may resolve to any of them.
 
 This runs inside the agent, and is the only file of this package that imports torch's rendezvous.
 """
@@ -46,17 +46,17 @@ from cluster_ddp.run.reading import read_file
 
 SIGNED = "c10d-signed"
 _SIGNATURE_BYTES = 32
-_STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # what is signed, so that one cannot be passed off as another
+_STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # signed too: no kind of message can pass for a different one
 _ADDRESS_NAME = "cluster_ddp.address"
 _STORE_SECONDS = 60  # torch's own read_timeout
-_BACKLOG = 2048  # torch's own: all ranks may come at once
-# Signs of life that a node may miss until the others leave it out: 150 years of them. They tell the time by their own
-# clocks: without a node whose clock is 15 s behind, or that stood still for so long, the others would train alone.
+_BACKLOG = 2048  # torch's own: all ranks may connect at once
+# Signs of life that a node may miss before the others drop it: 150 years' worth. Nodes judge that by their own clocks:
+# if a node's clock is 15 s behind, or it stood still for that long, the others would train without it.
 _MISSED = 10**9
 
 
 def sign_rendezvous(argv: list[str], key_file: Path) -> None:
-    """Have the torchrun that this process becomes meet the others by the signed rendezvous instead of c10d.
+    """Make the torchrun that this process becomes use the signed rendezvous instead of c10d.
 
     Parameters
     ----------
@@ -81,21 +81,21 @@ def sign_rendezvous(argv: list[str], key_file: Path) -> None:
 
 
 class Signer:
-    """Signs what the agents of one attempt tell each other, and accepts nothing else."""
+    """Signs what the agents of one attempt send each other, and accepts nothing else."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def digest(self, what: bytes, message: bytes) -> bytes:
-        """A separate signature for each kind of message."""
+        """Compute the signature, which differs for each kind of message."""
         return hmac.digest(self._key, what + b"\0" + message, "sha256")
 
     def signed(self, what: bytes, message: bytes) -> bytes:
-        """The message behind its signature."""
+        """Return the message, preceded by its signature."""
         return self.digest(what, message) + message
 
     def checked(self, what: bytes, data: bytes) -> bytes:
-        """The message that was signed.
+        """Verify the signature and return the message.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class Signer:
 
 
 class SignedBackend(RendezvousBackend):
-    """torch's backend, whose states carry a signature."""
+    """torch's backend, with signed states."""
 
     def __init__(self, backend: C10dRendezvousBackend, signer: Signer) -> None:
         self._backend = backend
@@ -152,7 +152,7 @@ class Rendezvous(DynamicRendezvousHandler):
         if info.world_size != self.settings.min_nodes:
             raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} {HAVE_MET}")
         if info.rank == 0:
-            self._ranks_store = None  # the one before closes
+            self._ranks_store = None  # closes the previous one
             self._ranks_store = store = _listening_store(self.address, 0)
             info.store.set(_ADDRESS_NAME, self.signer.signed(_ADDRESS, f"{self.address} {store.port}".encode()).hex())
         told = self.signer.checked(_ADDRESS, bytes.fromhex(info.store.get(_ADDRESS_NAME).decode()))
@@ -191,7 +191,7 @@ def _store(host: str, port: int, *, is_host: bool) -> TCPStore:
 
 
 def _listening_store(address: str, port: int) -> TCPStore:
-    """A store that listens on one address only; port 0 is any that is free."""
+    """Return a store that listens on one address only; port 0 means any free one."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

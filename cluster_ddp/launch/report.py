@@ -1,4 +1,4 @@
-"""The environment report of one node of an attempt: what it looked like, without secrets."""
+"""The environment report of one node of an attempt: its hardware, software and settings, without secrets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EnvironmentReport:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Write it, with the ranks that are known by now; only the first call does."""
+        """Write it, with the ranks known by now; only the first call has an effect."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="environment-report", daemon=True)
             self._thread.start()
@@ -57,7 +57,7 @@ class EnvironmentReport:
             for rank in sorted(self._ranks.seen.values(), key=lambda rank: rank.local_rank)
         ]
         content = report(self._environment, node_rank=self._node_rank, ranks=ranks, command=self._command)
-        with contextlib.suppress(OSError):  # a full disk must not end the training
+        with contextlib.suppress(OSError):  # a full disk must not end training
             write_json(Storage(), self._file, content)
 
 

@@ -21,23 +21,23 @@ _TERM_SECONDS = 5.0
 
 
 class RunningJobStep:
-    """A step that runs. What it prints is passed on.
+    """A running step, whose output is passed on.
 
     Parameters
     ----------
     command
-        srun, or the node program where there is no Slurm.
+        srun, or the node program if there is no Slurm.
     nodes
         How many node programs it runs.
     parent
-        This process, with which the step ends: an srun left behind may cancel the step of the job's next start.
+        This process, with which the step ends: an srun left behind could cancel the step of the job's next start.
 
     Attributes
     ----------
     output
         What it printed.
     lost
-        The ranks of the nodes that no longer gave a sign of life, for which it was ended.
+        The ranks of the nodes that stopped giving signs of life, because of which it was ended.
     unstarted
         Whether it was ended because no node program had come up in time.
 
@@ -51,7 +51,7 @@ class RunningJobStep:
         self, command: Sequence[str], environment: Mapping[str, str], attempt: AttemptDirectory, nodes: int, parent: int
     ) -> None:
         def prepare() -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the keeper may ignore it by now
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the keeper may be ignoring it by now
             die_with_parent(parent)
 
         self._process = subprocess.Popen(
@@ -77,15 +77,16 @@ class RunningJobStep:
 
     @property
     def killed_by(self) -> str | None:
-        """The signal that has ended srun itself, such as SIGKILL; None where none has, or it was ended here."""
+        """The signal that ended srun itself, such as SIGKILL; None if none did, or if this process ended it."""
         status = self._process.poll()
         return signal.Signals(-status).name if status is not None and status < 0 and not self._ended_here else None
 
     def has_ended(self) -> bool:
-        """Whether it is over. One that waits for a node that has died silently is ended here.
+        """Whether it is over. A step that waits for a node that died silently is ended here.
 
-        So is one whose node programs have all signed off: srun then waits for nothing but Slurm's controller. And so is
-        one in which none has come up: Slurm may wait with the step for another one to end, and Python for its disk.
+        So is a step whose node programs have all signed off: srun is then only waiting for Slurm's controller. And so
+        is one in which none has come up: Slurm may hold the step until a different one ends, and Python may be waiting
+        for its disk.
         """
         if self._process.poll() is None and not self.lost:
             self.lost = self._silent.look()
@@ -97,7 +98,7 @@ class RunningJobStep:
         return True
 
     def _never_begins(self) -> bool:
-        """Whether no node program has come up for too long, or could hear that the run was asked to stop."""
+        """Whether no node program has come up for too long, so that none could notice a stop request either."""
         if self._silent.any_began:
             return False
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""Whether the node programs of an attempt are alive, as their keeper can tell from shared storage.
+"""Determines from shared storage whether the node programs of an attempt are alive, for the keeper.
 
-Each node program leaves a file in the attempt, touches it every few seconds, and removes it when it signs
-off. Slurm alone does not tell: for the task of a node that was rebooted within SlurmdTimeout, or whose slurmstepd was
-killed, srun waits forever.
+Each node program creates a file in the attempt, touches it every few seconds, and removes it when it signs off. Slurm
+alone does not suffice: if a node was rebooted within SlurmdTimeout, or its slurmstepd was killed, srun waits for its
+task forever.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cluster_ddp.run.reading import open_regular
 from cluster_ddp.run.storage import open_append
 
 TOUCH_SECONDS = 5.0
-SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a file half a minute late
-SIGNED_OFF_SECONDS = 30.0  # after all have: srun may wait for Slurm's controller, which is away
+SILENT_SECONDS = 60.0  # after another node has signed off; network storage may show a touch half a minute late
+SIGNED_OFF_SECONDS = 30.0  # after all have: srun may be waiting for Slurm's controller, which is away
 _LOOK_SECONDS = 5.0
 _WATCHED_SECONDS = 4 * TOUCH_SECONDS
 
@@ -35,7 +35,7 @@ class SignOfLife:
         """Touch the file, if it is time to."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + TOUCH_SECONDS
-            with contextlib.suppress(OSError):  # a full disk must not end the training
+            with contextlib.suppress(OSError):  # a full disk must not end training
                 fd = open_append(self._file)
                 try:
                     os.utime(fd)
@@ -49,7 +49,7 @@ class SignOfLife:
 
 
 def gives_sign_of_life(attempt: AttemptDirectory, nodes: int) -> bool:
-    """Whether any node program of an attempt still touches its file; watches for a while."""
+    """Watch for a while whether any node program of an attempt still touches its file."""
     files = [attempt.alive_file(node) for node in range(nodes)]
     before = {file: moment for file in files if (moment := touched_at(file)) is not None}
     deadline = time.monotonic() + _WATCHED_SECONDS
@@ -61,7 +61,7 @@ def gives_sign_of_life(attempt: AttemptDirectory, nodes: int) -> bool:
 
 
 def touched_at(file: Path) -> int | None:
-    """When a file was last touched, in ns by the server's clock; None when it cannot be opened."""
+    """Return when a file was last touched, in ns by the server's clock; None if it cannot be opened."""
     try:
         return _touched_at(file)
     except OSError:
@@ -77,12 +77,12 @@ def _touched_at(file: Path) -> int:
 
 
 class SilentNodes:
-    """Finds the nodes that give no sign of life any more though others have signed off.
+    """Finds the nodes that no longer give signs of life although others have signed off.
 
     Parameters
     ----------
     ended
-        The nodes that are known to have ended, whether they have signed off or not.
+        The nodes that are known to have ended, whether or not they have signed off.
     """
 
     def __init__(
@@ -98,22 +98,22 @@ class SilentNodes:
         self._clock = clock
         self._next = 0.0
         self._began: set[int] = set()
-        self._touched: dict[int, tuple[int, float]] = {}  # what the file said, and since when on our own clock
+        self._touched: dict[int, tuple[int, float]] = {}  # the file's time, and since when by our own clock
         self._first_end: float | None = None
         self._last_end: float | None = None
 
     @property
     def all_signed_off(self) -> bool:
-        """Whether all nodes have signed off, as of the last look, and a while ago."""
+        """Whether all nodes had signed off at the last look, and some time ago."""
         return self._last_end is not None and self._clock() - self._last_end > SIGNED_OFF_SECONDS
 
     @property
     def any_began(self) -> bool:
-        """Whether any node has given a sign of life so far, as of the last look."""
+        """Whether any node had given a sign of life by the last look."""
         return bool(self._began)
 
     def look(self) -> list[int]:
-        """The ranks of the nodes that are to be given up; none as long as nobody has signed off."""
+        """Return the ranks of the nodes to give up on; empty as long as none has signed off."""
         now = self._clock()
         if now < self._next:
             return []
@@ -133,7 +133,7 @@ class SilentNodes:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # the storage is away: nothing can be told
+            return True  # the storage is away: nothing is known
         self._began.add(node)
         if self._touched.get(node, (0, 0.0))[0] != moment:
             self._touched[node] = moment, now

@@ -1,6 +1,6 @@
-"""``python -m cluster_ddp.launch.start_torchrun``: torchrun, with all its arguments.
+"""``python -m cluster_ddp.launch.start_torchrun``: runs torchrun, with all its arguments.
 
-Its agents sign what they tell each other, and record how ranks end. It is up sooner than torchrun itself: the ranks
+Its agents sign their messages to each other and record how ranks end. It starts faster than torchrun itself: the ranks
 start only after the agent has imported torch, so time saved here is saved at each resume.
 """
 
@@ -18,14 +18,14 @@ from cluster_ddp.run.directory import RunDirectory
 
 
 def main() -> None:
-    """Be torchrun."""
+    """Run torchrun in this process."""
     with gc_paused():
         from torch.distributed import run
 
         from cluster_ddp.launch.rendezvous import sign_rendezvous
     attempt = RunDirectory(Path(os.environ[RUN_VARIABLE])).attempt(int(os.environ[ATTEMPT_VARIABLE]))
     sign_rendezvous(sys.argv, attempt.rendezvous_key)
-    if not trains_a_task(sys.argv):  # a script can import the modules beside it, as when it is run by itself
+    if not trains_a_task(sys.argv):  # a script can import the modules next to it, as when it is run directly
         os.environ.pop(SAFE_PATH_VARIABLE, None)
         sys.argv = script_set_apart(sys.argv)
     record_exits(Path(option(sys.argv, "--log-dir")))

@@ -1,7 +1,7 @@
 """The stop requests of one node: where they come from, how they combine, and how long they wait.
 
-They come by signal, by the attempt's stop file, or from the node program. Each is passed to the ranks through the
-heartbeat; levels only rise. A second signal, or a grace too short for anything else, means: save at once.
+They come by signal, from the attempt's stop file, or from the node program. Each is passed to the ranks through the
+heartbeat; the level only rises. A second signal, or a grace too short for anything else, means: save immediately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cluster_ddp.run.stopfile import (
 
 SHORT_GRACE_SECONDS = 15.0
 _FILE_POLL_SECONDS = 0.5
-# Slurm may repeat a signal that stands for one event: to the step, and to srun, which passes it on.
+# Slurm may repeat a signal for a single event: to the step, and to srun, which passes it on.
 _SAME_EVENT_SECONDS = 2.0
 
 
@@ -40,7 +40,7 @@ class Stopping:
     Parameters
     ----------
     share
-        Leave a stop file for the other nodes when a signal asks this one: where no batch script does.
+        Whether a signal to this node leaves a stop file for the other nodes: if no batch script does that.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Stopping:
         self.deadline: float | None = None
 
     def listen(self) -> None:
-        """Take signals from now on. The handlers only note them; `poll` acts."""
+        """Handle signals from now on. The handlers only note them; `poll` acts."""
         for number in self._reasons:
             signal.signal(number, lambda given, _frame: self._signals.append((signal.Signals(given), self._clock())))
 
     def poll(self) -> None:
-        """Act on the signals and on the stop file, which is read twice a second."""
+        """Act on signals and on the stop file, which is read twice a second."""
         arrived, self._signals = self._signals, []
-        # Of signals that came together, those that tell why come first: SIGTERM may overtake the warning it follows.
+        # Of signals that arrived together, the informative ones go first: SIGTERM may overtake the warning it follows.
         for number, moment in sorted(arrived, key=lambda arrival: self._reasons[arrival[0]] == TERMINATED):
             self._signalled(number, moment)
         now = self._clock()
@@ -93,11 +93,11 @@ class Stopping:
             self._poll_file()
 
     def ask(self, reason: str, *, grace: float | None = None, step: int | None = None) -> None:
-        """Have the whole attempt stop, for a reason that the node program has found itself."""
+        """Stop the whole attempt, for a reason that the node program has found itself."""
         self._take(self._leave_file(StopRequest(reason, SAVE_AND_END, grace, self._by)), step=step)
 
     def tell_others(self) -> None:
-        """Leave the request for the other nodes, unless somebody has: a signal may have reached this node alone."""
+        """Pass the request on to the other nodes, unless somebody has: a signal may have reached only this node."""
         if self.reason is not None and read_stop(self._attempt) is None:
             self._leave_file(StopRequest(self.reason, self.level, None, self._by))
 
@@ -108,7 +108,7 @@ class Stopping:
 
     @property
     def signalled_at(self) -> float | None:
-        """When the last signal came to this process, on the monotonic clock; None when none has come."""
+        """When this process last received a signal, in monotonic time; None if it has not."""
         last = self._signals[-1] if self._signals else self._last_signal
         return None if last is None else last[1]
 
@@ -118,7 +118,7 @@ class Stopping:
         return self.deadline is not None and self._clock() > self.deadline
 
     def waited(self) -> float:
-        """Seconds since the first request; 0 when there was none."""
+        """Return the seconds since the first request; 0 if there was none."""
         return 0.0 if self.since is None else self._clock() - self.since
 
     def _signalled(self, number: signal.Signals, moment: float) -> None:
@@ -138,11 +138,12 @@ class Stopping:
                 self._attempt, reason=request.reason, level=request.level, grace=request.grace, by=request.by
             )
         except OSError:
-            return request  # the storage is full or gone: this node stops at least
+            return request  # the storage is full or gone: at least this node stops
 
     def _poll_file(self) -> None:
-        # Opening the folder makes an NFS client ask the server whether anything in it has changed; it may remember for
-        # a minute that there was no such file. Listing it does so, too, at a cost that grows with the nodes.
+        # Opening the folder makes an NFS client ask the server whether anything in it has changed; otherwise it may
+        # cache for a minute that there was no such file. Listing the folder would do the same, at a cost that grows
+        # with the nodes.
         try:
             os.close(os.open(self._attempt.path, os.O_RDONLY | os.O_DIRECTORY))
         except OSError:
@@ -176,5 +177,5 @@ class Stopping:
 
 
 def _outranks(new: str, old: str) -> bool:
-    """A signal alone does not tell why; a later request may, and a person's decision beats everything."""
+    """Whether a request replaces another: a signal alone gives no reason, a later one may; a person's always wins."""
     return new != old and (old == TERMINATED or new in FINAL_REASONS) and old not in FINAL_REASONS

@@ -1,9 +1,9 @@
-"""The one builder of torchrun's command line, whatever starts the run (sbatch, submitit, local, by hand).
+"""The only builder of torchrun's command line, whatever starts the run (sbatch, submitit, local, by hand).
 
-What differs from node to node stands in the line as a placeholder, ``{is_host}``, ``{local_addr}`` and ``{log_dir}``,
-which the node program fills in. Options that came after torch 2.4 (which signals the agent handles, how long it waits
-for ranks that it ends) are not in the line: the node program sets them as ``PET_...`` variables, which a torchrun that
-does not know them ignores.
+What differs from node to node is a placeholder in the command line, ``{is_host}``, ``{local_addr}`` and ``{log_dir}``,
+which the node program fills in. Options newer than torch 2.4 (which signals the agent handles, how long it waits for
+ranks that it ends) are not in the command line: the node program sets them as ``PET_...`` variables, which a torchrun
+that does not know them ignores.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PER_NODE = ("--rdzv-conf=", "--local-addr=", "--log-dir=")
 def torchrun_command(
     spec: JobSpec, *, run_directory: str, nodes: int | str, procs: int | str, rdzv_id: str, endpoint: str
 ) -> list[str]:
-    """The torchrun line of a run, with the placeholders of what only a node knows.
+    """Build the torchrun command line of a run, with placeholders for what only a node knows.
 
     Parameters
     ----------
     run_directory, rdzv_id, endpoint
-        Strings that go into the line as they are; for a batch script they may hold shell variables.
+        Strings that go into the command line unchanged; for a batch script they may contain shell variables.
 
     Returns
     -------
@@ -62,9 +62,9 @@ def _target(spec: JobSpec, run_directory: str) -> list[str]:
 
 
 def fill_in(command: Sequence[str], *, is_host: bool, local_addr: str, log_dir: str) -> list[str]:
-    """The command that this node runs: placeholders replaced, and torchrun run by this interpreter.
+    """Return the command that this node runs: placeholders replaced, and torchrun run by this interpreter.
 
-    Only torchrun's own options are touched: an argument of the user's script may hold braces of its own.
+    Only torchrun's own options are changed: an argument of the user's script may contain braces.
     """
     values = {"{is_host}": str(int(is_host)), "{local_addr}": local_addr, "{log_dir}": log_dir}
     filled = list(command)
@@ -73,13 +73,13 @@ def fill_in(command: Sequence[str], *, is_host: bool, local_addr: str, log_dir: 
             for placeholder, value in values.items():
                 filled[index] = filled[index].replace(placeholder, value)
     if filled[0] == TORCHRUN:
-        # The `torchrun` that PATH finds may belong to another environment than the one this program runs in.
+        # The `torchrun` on PATH may belong to a different environment than this program's.
         filled[:1] = [sys.executable, "-m", START_MODULE]
     return filled
 
 
 def option(command: Sequence[str], name: str) -> str:
-    """The value of an option of torchrun's, such as ``--nproc-per-node``; a `ValueError` when the command has none."""
+    """Return the value of one of torchrun's options, such as ``--nproc-per-node``; raises `ValueError` if missing."""
     for argument in command[: _options_end(command)]:
         if argument.startswith(f"{name}="):
             return argument[len(name) + 1 :]
@@ -87,22 +87,23 @@ def option(command: Sequence[str], name: str) -> str:
 
 
 def trains_a_task(command: Sequence[str]) -> bool:
-    """Whether the ranks are this package's trainer, which knows the heartbeat; else they are the user's own script."""
+    """Whether the ranks are this package's trainer, which uses the heartbeat, or else the user's own script."""
     end = _options_end(command)
     return list(command[end : end + 2]) == ["-m", TRAIN_MODULE]
 
 
 def script_set_apart(command: Sequence[str]) -> list[str]:
-    """The command with ``--`` before the user's script.
+    """Return the command with ``--`` before the user's script.
 
-    Else torchrun refuses an argument of the script that may stand for several options of its own, such as ``--log``.
+    Otherwise torchrun refuses an argument of the script that abbreviates several of torchrun's options, such as
+    ``--log``.
     """
     end = _options_end(command)
     return [*command[:end], "--", *command[end:]]
 
 
 def _options_end(command: Sequence[str]) -> int:
-    """Index of the first argument that is not one of torchrun's own ``--name=value`` options."""
+    """Return the index of the first argument that is not one of torchrun's own ``--name=value`` options."""
     index = 1
     while index < len(command) and command[index].startswith("--"):
         index += 1

@@ -1,4 +1,4 @@
-"""Whether the run directory was removed or renamed under its training, whose work would then be lost."""
+"""Detects that the run directory was removed or renamed during training, whose work would then be lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _LOOK_SECONDS = 10.0
-_GONE_SECONDS = 60.0  # network storage may deny for a while that something exists
+_GONE_SECONDS = 60.0  # network storage may claim for a while that something does not exist
 
 
 class RunWatch:
@@ -16,7 +16,7 @@ class RunWatch:
     Raises
     ------
     OSError
-        It is not there from the beginning.
+        It is missing from the beginning.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class RunWatch:
         self._gone_since: float | None = None
 
     def has_vanished(self) -> bool:
-        """Whether it has been away for a minute, while its storage was there."""
+        """Whether it has been missing for a minute, while its storage was there."""
         now = self._clock()
         if now >= self._next:
             self._next = now + _LOOK_SECONDS
@@ -35,7 +35,7 @@ class RunWatch:
         return self._gone_since is not None and now - self._gone_since >= _GONE_SECONDS
 
     def _is_gone(self) -> bool:
-        """Storage that is not mounted, or does not answer, says nothing about the run."""
+        """Whether it is missing; storage that is not mounted, or does not respond, says nothing about the run."""
         try:
             self._folder.lstat()
         except FileNotFoundError:

@@ -2,16 +2,16 @@
 
 Nothing here imports torch: login nodes, the node program and the ranks all use it.
 
-directory, runs, storage, reading, lock           the folder of a run, and how its files are read and written
+directory, runs, storage, reading, lock           the run's folder, and how its files are read and written
 record, via, jobs, unnoted                        which run it is, how it is started, its Slurm jobs
-code, start_failed.sh                             what it was made with
+code, start_failed.sh                             the copy of its code; reporting a start that failed
 attempt, attempt_record, liveness                 its attempts, at most one of them alive
 events, digest, condense, node_log                what happened
-phase, node_outcome, stopfile                     the words for what ranks do, how nodes end, why training stops
-history, lineage, metrics, goodput                what follows from all of that together
+phase, node_outcome, stopfile                     words for what ranks do, how nodes end, why training stops
+history, lineage, metrics, goodput                what can be computed from all of that
 ending, decision, undecided                       how an attempt ended, and what follows
 run_state, state, unfinished, remarks, status,    where the run stands, and why, for people
 remembered
 sweep, sweep_status                               many runs as one
-errors                                            what can be wrong with a run
+errors                                            the errors of a run
 """

@@ -1,4 +1,4 @@
-"""Attempts: each allocation and each local start of a run is one, and only one of a run is alive at a time."""
+"""Beginning and resuming attempts: each allocation or local start of a run is one, and only one is alive at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cluster_ddp.run.record import add_slurm_job, update_record
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
 
-KEY_BYTES = 32  # of the key by which the nodes of an attempt know each other
+KEY_BYTES = 32  # of the key with which the nodes of an attempt authenticate each other
 
 
 def begin_attempt(
@@ -34,31 +34,31 @@ def begin_attempt(
     job_alive: Callable[[str], bool | None] | None = None,
     another_runs: Callable[[str], bool] | None = None,
 ) -> AttemptDirectory:
-    """Begin the next attempt of a run, or get back the one that this allocation has begun already.
+    """Begin the next attempt of a run, or return the one that this allocation has already begun.
 
     Parameters
     ----------
     slurm_job_id, restart_count
-        The allocation, when Slurm gave it.
+        The allocation, if it is Slurm's.
     host
-        What people call this machine.
+        The name of this machine, for people.
     pid
-        The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of
-        it), the supervisor of a local start. Its end is taken for the attempt's.
+        The process on this machine that lives as long as the attempt: the batch script (not a short-lived child of it),
+        or the supervisor of a local start. When it ends, the attempt counts as ended.
     job_alive
-        Asks Slurm whether another job is still alive; None when it cannot tell. Called only when the
-        attempt before was begun by another job on another machine and has left no sign of its end.
+        Asks Slurm whether a different job is still alive; None if unknown. Called only when the previous attempt was
+        begun by a different job on a different machine and has left no sign of its end.
     another_runs
-        Asks Slurm whether a job is another run's: then this directory is a copy of that one, and what is alive is not
-        its own. Called only when the attempt before may be alive.
+        Asks Slurm whether a job belongs to a different run: then this directory is a copy of that one, and what is
+        alive is not its own. Called only when the previous attempt may be alive.
 
     Raises
     ------
     RunAlive
         Another attempt is alive, or may be.
     RunEnded
-        The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and nobody
-        has asked to resume it since.
+        The run was cancelled, is complete, has stalled, was stopped by a person or failed at start-up, and nobody has
+        asked to resume it since.
     RunError
         The run's folder cannot be written.
     """
@@ -91,7 +91,7 @@ def begin_attempt(
             raise RunError(f"cannot begin an attempt in {run.attempts}: {error}") from error
         if published:
             break
-        # Another process was first. Its folder is looked up by name: a listing may be old on network storage.
+        # Another process was first. Its folder is looked up by name: a listing may be stale on network storage.
         history, last = read_history(run), read_attempt(run.attempt(number))
     if last is not None and decision is not None:
         record_decision(run.attempt(last.number), decision, writer=login_writer())
@@ -104,16 +104,16 @@ def begin_attempt(
 
 
 def _take_back_resume(history: History, alive: AttemptRecord) -> None:
-    """Let an attempt count again that was alive when a person resumed the run, since Slurm did not tell of its job.
+    """Revoke the resume of a run whose attempt turns out to be alive, which Slurm could not say when it was requested.
 
-    One that somebody has ended is only late.
+    An attempt that somebody has ended is only late.
     """
     if alive.number < history.first_number and history.stop_request is None and not history.cancels:
         EventWriter(history.run, login_writer()).write(events.RESUME_REFUSED, attempt=alive.number)
 
 
 def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
-    """Let a stop hold that a person has asked for while the attempt began, and that may have gone to the one before."""
+    """Apply to this attempt a person's stop request that went to the previous one while this one began."""
     asked = read_stop(last)
     if asked is None or asked.reason not in FINAL_REASONS:
         return
@@ -124,7 +124,7 @@ def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
 
 
 def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
-    """Whether an attempt is alive, as far as can be told without Slurm; None when it cannot."""
+    """Whether an attempt is alive, as far as can be determined without Slurm; None if unknown."""
     if record.ended is not None:
         return False
     alive = is_alive(record.process) if record.process is not None else False
@@ -136,21 +136,21 @@ def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:
 
 
 def is_earlier_start(last: AttemptRecord, slurm_job_id: str | None, restart_count: int) -> bool:
-    """Whether `last` belongs to an earlier start of the same job: Slurm restarts a job only when it has ended."""
+    """Whether `last` belongs to an earlier start of the same job: Slurm restarts a job only once it has ended."""
     return slurm_job_id is not None and last.slurm_job_id == slurm_job_id and last.restart_count < restart_count
 
 
 def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -> None:
-    """Record that a person wants the run to go on.
+    """Record that a person wants the run to continue.
 
-    It clears cancelled, stalled, failed and stopped, and the stall guard and the count of requeues start from zero. The
-    caller has made sure that no attempt is alive.
+    It clears cancelled, stalled, failed and stopped, and resets the stall guard and the count of requeues. The caller
+    has made sure that no attempt is alive.
 
     Parameters
     ----------
     seen
-        The run as it was before the caller made sure; by default as it is now. What has happened since is not
-        cleared: an attempt that somebody else has begun meanwhile counts, and a cancellation holds.
+        The run as it was before the caller made sure; by default as it is now. What has happened since is not cleared:
+        an attempt that somebody else has begun meanwhile counts, and a cancellation holds.
 
     Raises
     ------
@@ -164,10 +164,10 @@ def request_resume(run: RunDirectory, *, by: str, seen: History | None = None) -
 
 
 def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
-    """Give the attempt its number in one step, its record inside; False when another process has taken the number.
+    """Create the attempt's folder with its record in one step; return False if another process has taken the number.
 
-    A folder cannot be renamed onto one that is not empty, so only one of many wins, and none is ever seen without its
-    record.
+    A folder cannot be renamed onto one that is not empty, so only one process wins, and no folder is ever seen without
+    its record.
     """
     storage = Storage()
     draft = AttemptDirectory(run.attempts / f".begin-{os.urandom(6).hex()}")
@@ -186,7 +186,13 @@ def _publish(run: RunDirectory, record: AttemptRecord) -> bool:
 
 
 def _decide_late(history: History, last: AttemptRecord) -> Decision | None:
-    """Decide on an attempt killed before anyone could; None where that is done or forgiven, `RunEnded` if it stalls."""
+    """Decide on an attempt that was killed before its keeper could; None if that is done or was forgiven by a resume.
+
+    Raises
+    ------
+    RunEnded
+        The run stalls.
+    """
     if last.ended is not None or last.number < history.first_number:
         return None
     attempt = history.run.attempt(last.number)

@@ -14,38 +14,37 @@ from cluster_ddp.run.reading import as_size, as_time, as_whole, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 from cluster_ddp.slurm.states import is_job_id
 
-LAST_NUMBER = 999_999  # that an attempt can have
+LAST_NUMBER = 999_999  # the highest attempt number
 _NUMBER = re.compile(r"[0-9]{3,6}")
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """What is known about an attempt besides its events."""
+    """What is recorded about an attempt besides its events."""
 
     number: int  # 0 for the first attempt of the run
-    # begun, ended: Unix seconds. `ended` is None as long as the attempt has not been concluded; one that is
-    # killed never is
+    # begun, ended: Unix seconds. `ended` is None until the attempt is concluded, and stays None if it is killed
     begun: float
-    # The process that lives as long as the attempt: the batch script, the supervisor of a local start. None when its
+    # The process that lives as long as the attempt: the batch script, or the supervisor of a local start. None if its
     # record is damaged
     process: ProcessIdentity | None
     # slurm_job_id, restart_count: the allocation; Slurm counts restarts of the same job from 0
     slurm_job_id: str | None = None
     restart_count: int = 0
-    # nodes, procs: nodes and ranks per node; None when it was not known
+    # nodes, procs: nodes and ranks per node; None if not known
     nodes: int | None = None
     procs: int | None = None
     ended: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written, the process's fields beside the others."""
+        """Return the JSON form, with the process's fields next to the others."""
         value = asdict(self)
         value.update(value.pop("process") or {})
         return value
 
 
 def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
-    """The record of an attempt; what is missing or damaged in it counts as unknown."""
+    """Read the record of an attempt; what is missing or damaged in it counts as unknown."""
     value = read_json_object(attempt.record_file) or {}
     job_id = value.get("slurm_job_id")
     return AttemptRecord(
@@ -61,7 +60,7 @@ def read_attempt(attempt: AttemptDirectory) -> AttemptRecord:
 
 
 def list_attempts(run: RunDirectory) -> list[AttemptDirectory]:
-    """The attempts of a run by number; none where they cannot be listed."""
+    """List the attempts of a run by number; empty if they cannot be listed."""
     try:
         return [run.attempt(number) for number in attempt_numbers(run)]
     except OSError:
@@ -69,7 +68,7 @@ def list_attempts(run: RunDirectory) -> list[AttemptDirectory]:
 
 
 def attempt_numbers(run: RunDirectory) -> list[int]:
-    """The numbers of a run's attempts, ascending; none when it has no folder for them.
+    """Return the numbers of a run's attempts, ascending; empty if it has no folder for them.
 
     Raises
     ------
@@ -84,12 +83,12 @@ def attempt_numbers(run: RunDirectory) -> list[int]:
 
 
 def is_superseded(attempt: AttemptDirectory) -> bool:
-    """Whether a newer attempt of the run has begun: then this one, cut off perhaps, is to end without saving."""
+    """Whether a newer attempt of the run has begun: then this one, which may be cut off, has to end without saving."""
     return any(other.number > attempt.number for other in list_attempts(attempt.run))
 
 
 def end_attempt(attempt: AttemptDirectory) -> None:
-    """Note that an attempt is over: none of its processes will write to the run any more."""
+    """Record that an attempt is over: none of its processes will write to the run any more."""
     record = replace(read_attempt(attempt), ended=time.time())
     write_json(Storage(), attempt.record_file, record.to_json())
 

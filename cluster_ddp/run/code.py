@@ -1,7 +1,7 @@
-"""The code of a run as it was when the run was made (``launch.snapshot``): ``<run>/code`` and ``<run>/code.json``.
+"""The copy of the user's code made with the run (``launch.snapshot``): ``<run>/code`` and ``<run>/code.json``.
 
-It is what git knows of: the revision with local changes, and untracked files that are not ignored. The job keeps the
-paths that the user wrote; whoever starts a program of the run asks here where its copy is.
+It contains what git knows: the revision with local changes, and untracked files that are not ignored. The job keeps the
+paths that the user wrote; whatever starts a program of the run asks this module where the copy is.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _GIT_SECONDS = 60.0
 
 
 class Code(NamedTuple):
-    """What a snapshot will hold, determined before there is a run."""
+    """What a snapshot will contain, determined before there is a run."""
 
     root: Path  # of the git repository
     files: tuple[str, ...]  # relative to the root
     revision: str
-    changes: bytes  # as git diff has them
+    changes: bytes  # the output of git diff
 
 
 def find_code(near: Path, *, leave_out: Path) -> Code:
-    """Find out what to keep of the repository around `near`, but nothing in `leave_out`, where runs are made.
+    """Determine what to copy of the repository that contains `near`, except what is in `leave_out`, the runs folder.
 
     Raises
     ------
     RunError
-        There is no repository with a commit, git is missing, or there is too much to keep.
+        There is no repository with a commit, git is missing, or there is too much to copy.
     """
     root = Path(os.fsdecode(_git(near, "rev-parse", "--show-toplevel")).rstrip("\n"))
     revision = _git(root, "rev-parse", "HEAD").decode().strip()
@@ -54,7 +54,13 @@ def find_code(near: Path, *, leave_out: Path) -> Code:
 
 
 def keep_code(run: RunDirectory, code: Code) -> None:
-    """Copy the code into a run; `OSError` when the storage refuses."""
+    """Copy the code into a run.
+
+    Raises
+    ------
+    OSError
+        The storage refuses it.
+    """
     storage = Storage()
     for name in code.files:
         target = run.code / name
@@ -66,7 +72,7 @@ def keep_code(run: RunDirectory, code: Code) -> None:
 
 
 def kept_path(run: RunDirectory, path: str) -> str:
-    """Where the copy of a file or folder of the repository lies; the path itself where there is none."""
+    """Return the path of the copy of a file or folder of the repository; the path itself if there is no copy."""
     root = _kept(run).get("root")
     real = os.path.realpath(path)
     if not isinstance(root, str) or not f"{real}/".startswith(f"{root}/"):
@@ -76,13 +82,13 @@ def kept_path(run: RunDirectory, path: str) -> str:
 
 
 def kept_task(run: RunDirectory, task: str) -> str:
-    """The task with its file in the copy; `kept_search_path` finds one that is named by its module."""
+    """Return the task with its file in the copy; a task named by its module is found by `kept_search_path`."""
     file, colon, name = task.rpartition(":")
     return f"{kept_path(run, file)}:{name}" if colon and file.endswith(".py") else task
 
 
 def kept_search_path(run: RunDirectory, places: Iterable[str]) -> list[str]:
-    """The places where modules are looked for, in the copy where they lie in the repository."""
+    """Return the module search path, with places inside the repository replaced by those in the copy."""
     return [kept_path(run, place) if place else place for place in places]
 
 
@@ -92,7 +98,7 @@ def _kept(run: RunDirectory) -> dict[str, object]:
 
 
 def _names(root: Path, below: str = "") -> Iterator[str]:
-    """The files that git knows or would take, those of submodules too, as far as they are there."""
+    """List the files that git tracks or would add, including those of submodules that are checked out."""
     listed = _git(root / below, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
     for raw in filter(None, listed.split(b"\0")):
         name = os.path.join(below, os.fsdecode(raw))  # noqa: PTH118 - names, as git has them

@@ -1,4 +1,4 @@
-"""Concluding an attempt, and the digest: which of its events are kept so that every question still has its answer."""
+"""Concluding an attempt, and the digest: selecting the events to keep, so that every question can still be answered."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from cluster_ddp.run.reading import as_number, as_whole
 from cluster_ddp.run.storage import Storage, replace_file
 
 _FAILURES = (FAILED, RANK_FAILED, NODE_FAILED)
-_KEPT_FAILURES = 20  # of an attempt, beside those that decide
+_KEPT_FAILURES = 20  # of an attempt, besides the decisive ones
 _OF_MANY = (*_FAILURES, NODE_STARTED, NODE_FINISHED, STOP_REQUESTED, HANG, WARNING)
 
 
 def conclude(attempt: AttemptDirectory) -> str | None:
-    """Note that an attempt is over, and write the run's digest; why that cannot be noted, for people, else None."""
+    """Record that an attempt is over, and write the run's digest; return why that failed, for people, else None."""
     try:
         end_attempt(attempt)
         write_digest(attempt.run)
@@ -45,7 +45,7 @@ def conclude(attempt: AttemptDirectory) -> str | None:
 
 
 def write_digest(run: RunDirectory) -> None:
-    """Summarize the events of the attempts that are over; where that cannot be written, everything works without it."""
+    """Summarize the events of attempts that are over. If it cannot be written, everything works without it."""
     attempts = [read_attempt(attempt) for attempt in list_attempts(run)]
     over = {record.number for record in attempts if record.ended is not None or record is not attempts[-1]}
     found = read_whole_events(run)
@@ -55,7 +55,7 @@ def write_digest(run: RunDirectory) -> None:
 
 
 def condense(events: Iterable[Event], over: set[int]) -> Iterator[Event]:
-    """The events that matter, in their order; of attempts that are not over, all."""
+    """Yield the events that matter, in order; all events of attempts that are not over."""
     listed = list(events)
     many: dict[int, list[Event]] = {}
     for event in listed:
@@ -80,7 +80,7 @@ def _kept(events: list[Event]) -> Iterator[Event]:
 
 
 def _kept_failures(events: list[Event]) -> Iterator[Event]:
-    """Those that may be taken for the cause, of the whole attempt and since its ranks were last started; and a few."""
+    """Yield the possible causes, in the whole attempt and since its ranks last started, and a few more."""
     failures = [event for event in events if event["event"] in _FAILURES]
     last_start = max((i for i, event in enumerate(events) if event["event"] in (STARTED, RESUMED)), default=-1)
     for some in (failures, [event for event in events[last_start + 1 :] if event["event"] in _FAILURES]):
@@ -88,7 +88,7 @@ def _kept_failures(events: list[Event]) -> Iterator[Event]:
 
 
 def _kept_nodes(events: list[Event]) -> Iterator[Event]:
-    """One node for all that began and ended as they should, and each one that did not."""
+    """Yield one node for all that began and ended normally, and each one that did not."""
     started = [event for event in events if event["event"] == NODE_STARTED]
     finished = [event for event in events if event["event"] == NODE_FINISHED]
     signed_off = {event.get("node") for event in finished}
@@ -99,7 +99,7 @@ def _kept_nodes(events: list[Event]) -> Iterator[Event]:
 
 
 def _kept_stops(events: list[Event]) -> Iterator[Event]:
-    """Who asked first and last, with how much time; and what training itself says, which names no node."""
+    """Yield the first and last stop requests, those that state a grace, and training's own events (without a node)."""
     yield from (event for event in events if event.get("node") is None)
     yield from _ends([event for event in events if event.get("by")])
     yield from _ends([event for event in events if as_number(event.get("grace")) is not None])

@@ -1,4 +1,4 @@
-"""Decides what follows an attempt: done, another start, a stop, a failure or a stall. The keeper acts on it."""
+"""Decides what follows an attempt: done, a requeue, a stop, a failure or a stall. The keeper acts on it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _FINAL_ACTIONS: dict[Ending, Action] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why in plain words."""
+    """What to do, and why, in plain words."""
 
-    # done: training is complete. requeue: start again. stop: a person wanted it, or nobody knows who ended it. fail:
-    # starting again would fail again. stall: too many starts, or too many without a new checkpoint
+    # done: training is complete. requeue: restart it. stop: a person asked for it, or nobody knows who ended it. fail:
+    # a restart would fail again. stall: too many starts, or too many without a new checkpoint
     action: Action
     why: str
 
@@ -54,13 +54,13 @@ def decide(
     *,
     job_goes_on: Callable[[], bool] | None = None,
 ) -> Decision:
-    """Decide what follows an attempt that has ended: by the run's events, its stop file and its job file's limits.
+    """Decide what follows an attempt that has ended, from the run's events, its stop file and the limits in its job.
 
     Parameters
     ----------
     job_goes_on
-        Asks whether Slurm lets the attempt's job run on, or has ended it not for good. Called only when a SIGTERM ended
-        the attempt and its files do not say why: `scancel --signal=TERM` is no scancel.
+        Asks whether Slurm lets the attempt's job keep running, or ends it only for now. Called only when a SIGTERM
+        ended the attempt and its files do not say why: `scancel --signal=TERM` does not cancel the job.
     """
     history = read_history(run)
     outcome = outcome_of(history, attempt.number)
@@ -71,21 +71,21 @@ def decide(
     if outcome.ending in _FINAL_ACTIONS:
         return Decision(_FINAL_ACTIONS[outcome.ending], outcome.why)
     if outcome.stop_reason == TERMINATED and not (job_goes_on and job_goes_on()):
-        # If it was a preemption after all, Slurm starts the job again by itself; if it was scancel, nothing may.
+        # If it was a preemption after all, Slurm restarts the job by itself; if it was scancel, nothing may.
         return Decision("stop", "stopped by a SIGTERM of unknown origin")
     return _within_limits(history, attempt.number, outcome, _limits(run))
 
 
 def prepare_to_decide() -> None:
-    """Load what `decide` needs ahead of time: once Slurm has sent SIGTERM, every second counts."""
+    """Import what `decide` needs ahead of time: once Slurm has sent SIGTERM, every second counts."""
     _load_resolved()
 
 
 def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: str) -> None:
-    """Write the decision's event, if it has one, and that the attempt is over.
+    """Write the decision's event, if it has one, and record that the attempt is over.
 
-    Of the decisions, requeue and stall become events; the others have theirs from training. An event that cannot be
-    written (a full disk) is reported on standard error: the decision still holds.
+    Only requeue and stall have events of their own; for the others training has written one. An event that cannot be
+    written (disk full) is reported on standard error: the decision still holds.
     """
     names = {"requeue": events.REQUEUED, "stall": events.STALLED}
     if decision.action in names:
@@ -95,7 +95,7 @@ def record_decision(attempt: AttemptDirectory, decision: Decision, *, writer: st
 
 
 def _within_limits(history: History, number: int, outcome: AttemptOutcome, limits: RequeueSpec) -> Decision:
-    # The jobs of a chain are not requeues.
+    # Starts of further jobs of a chain are not requeues.
     counted = [record for record in history.attempts if history.first_number <= record.number <= number]
     requeues = sum(record.restart_count > 0 for record in counted)
     if requeues >= limits.max_requeues:
@@ -109,7 +109,7 @@ def _within_limits(history: History, number: int, outcome: AttemptOutcome, limit
 
 
 def _next_of_chain(history: History, number: int) -> str | None:
-    """The job that waits behind an attempt's own, for the same run; None when there is none."""
+    """Return the job that is queued behind the attempt's own for the same run; None if there is none."""
     own = next((record.slurm_job_id for record in history.attempts if record.number == number), None)
     try:
         job_ids = read_record(history.run).slurm_job_ids
@@ -140,6 +140,6 @@ def _limits(run: RunDirectory) -> RequeueSpec:
 
 
 def _load_resolved() -> Callable[[Path], JobSpec]:
-    from cluster_ddp.job import load_resolved  # loads pydantic, which beginning an attempt does without
+    from cluster_ddp.job import load_resolved  # loads pydantic, which is not needed to begin an attempt
 
     return load_resolved

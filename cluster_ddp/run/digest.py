@@ -1,8 +1,8 @@
-"""The events of ended attempts that matter, in one small file: `events/digest.json`.
+"""The digest of a run's events, `events/digest.json`: those events of ended attempts that matter, in one small file.
 
-An attempt of many nodes leaves thousands of lines in hundreds of files, which say few things many times. When it has
-ended, the lines that matter are written to this file (`condense`), with how far each file was read; whoever reads the
-run's events reads it and what has been appended since. Losing it costs only time: the event files stay as they are, and
+An attempt of many nodes leaves thousands of lines in hundreds of files, most of them repetitions. When it has ended,
+the lines that matter are written to this file (`condense`), together with how far each file was read; readers of the
+run's events read it and what has been appended since. Losing it costs only time: the event files stay as they are, and
 a digest that does not match them is ignored.
 """
 
@@ -20,18 +20,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Digest:
-    """The events of a run up to some place in each file."""
+    """The events of a run up to some position in each file."""
 
     events: tuple[dict[str, Any], ...] = ()
-    places: Mapping[str, int] = field(default_factory=dict)  # bytes of each file, by its name, that are in `events`
+    places: Mapping[str, int] = field(default_factory=dict)  # by file name: the bytes of it that `events` covers
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the JSON form."""
         return {"format": FORMAT, "places": dict(self.places), "events": list(self.events)}
 
 
 def read_digest(path: Path) -> Digest:
-    """The digest of a run; an empty one when there is none that can be used."""
+    """Read the digest of a run; empty if there is none that can be used."""
     try:
         value = parse_object(read_file(path, MAX_LINES))
     except OSError:

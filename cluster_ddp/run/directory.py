@@ -1,4 +1,4 @@
-"""The layout of a run on shared storage. All file names in its folder are defined here."""
+"""The layout of a run on shared storage. All file names in a run's folder are defined here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from cluster_ddp.run.errors import RunError
 
 MANIFEST = "manifest.json"  # of a checkpoint, in its folder
-SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that holds its runs
+SWEEP_RECORD = "sweep.json"  # of a sweep, in the folder that contains its runs
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
 
 class _Inside:
-    """A name in a folder, as an attribute of the class that stands for the folder; computed once."""
+    """A path inside a folder, as an attribute of the class for that folder; computed once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,16 +32,16 @@ class _Inside:
 
 @dataclass(frozen=True)
 class AttemptDirectory:
-    """One allocation or one local start of a run: `<run>/attempts/NNN`."""
+    """The folder of an attempt, that is of one allocation or one local start of a run: `<run>/attempts/NNN`."""
 
     path: Path
 
     record_file = _Inside("attempt.json")  # who began it, where and when
-    origin_file = _Inside("origin.json")  # the checkpoint that it goes on from, written before it trains
-    stop_file = _Inside("stop")  # exists when training is to save and end
-    final_stop_file = _Inside("stop.final")  # and this one as well when a person has asked for it
+    origin_file = _Inside("origin.json")  # the checkpoint that it continues from, written before it trains
+    stop_file = _Inside("stop")  # exists when training should save and end
+    final_stop_file = _Inside("stop.final")  # exists as well when a person has asked for it
     nodes_file = _Inside("nodes.json")  # which arrivals it began with, and the port they meet at
-    rendezvous_key = _Inside("rendezvous.key")  # by which its nodes know each other; readable by its owner alone
+    rendezvous_key = _Inside("rendezvous.key")  # with which its nodes authenticate each other; readable by its owner
 
     @property
     def run(self) -> RunDirectory:
@@ -49,22 +49,22 @@ class AttemptDirectory:
 
     @property
     def number(self) -> int:
-        """0 for the first attempt."""
+        """The attempt's number; 0 for the first."""
         return int(self.path.name)
 
     def stacks_file(self, rank: int) -> Path:
-        """The stacks of a rank's threads, where it was asked for them."""
+        """The stacks of a rank's threads, if they were requested."""
         return self.path / f"stacks-rank{rank}.txt"
 
     def report_file(self, node: int | str) -> Path:
         return self.path / f"environment-{node}.json"
 
     def log_file(self, node_rank: int) -> Path:
-        """All that one node printed, each line with the rank that printed it."""
+        """Everything that one node printed, each line with the rank that printed it."""
         return self.path / f"node-{node_rank}.log"
 
     def alive_file(self, node_rank: int) -> Path:
-        """Touched by the node program as long as it lives, and gone when it has signed off."""
+        """Touched by the node program as long as it lives, and removed when it signs off."""
         return self.path / f"node-{node_rank}.alive"
 
     def old_logs(self, node_rank: int) -> Path:
@@ -78,7 +78,7 @@ class AttemptDirectory:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run's folder on shared storage and the names in it."""
+    """A run's folder on shared storage and the paths in it."""
 
     path: Path
 
@@ -86,11 +86,11 @@ class RunDirectory:
     script = _Inside("job.sbatch")  # exactly what was submitted to Slurm
     resume_file = _Inside("resume.json")  # who resumed it last; changed by one call of `resume` at a time
     record_file = _Inside("run.json")  # the run's identity; a folder is a run when this file exists
-    events = _Inside("events")  # a file for each writer
+    events = _Inside("events")  # one file per writer
     digest_file = _Inside("events/digest.json")  # the events of ended attempts that matter
     metrics_file = _Inside("metrics.jsonl")  # written by rank 0
     attempts = _Inside("attempts")
-    arrivals = _Inside("arrivals")  # the nodes that wait for the others, where no Slurm starts them all
+    arrivals = _Inside("arrivals")  # the nodes that wait for the others, in a start without Slurm
     checkpoints = _Inside("checkpoints")
     wandb = _Inside("wandb")  # wandb's own files
     code = _Inside("code")  # the user's code as it was when the run was made (launch.snapshot)
@@ -104,25 +104,25 @@ class RunDirectory:
 
     @property
     def sweep_id(self) -> str | None:
-        """The sweep that the run is an element of; None for a run of its own."""
+        """The sweep that the run is an element of; None for a separate run."""
         folder = self.path.parent
         return folder.name if os.path.lexists(folder / SWEEP_RECORD) else None
 
     def attempt(self, number: int) -> AttemptDirectory:
-        """The attempt of that number, whether it exists or not."""
+        """Return the attempt with that number, whether or not it exists."""
         return AttemptDirectory(self.attempts / f"{number:03d}")
 
     def script_mode(self) -> int:
-        """The mode of the batch script, which may be run: by its group where that shares the run."""
+        """The mode of the batch script: executable by its owner, and by the group if that shares the run."""
         return 0o770 if self.path.stat().st_mode & stat.S_IWGRP else 0o700
 
     def refuse_links(self) -> None:
-        """Make sure that what is written to the run, or removed from it, lies in it.
+        """Make sure that what is written to the run, or removed from it, is inside it.
 
         Raises
         ------
         RunError
-            A link stands in place of one of its folders, or of an attempt's.
+            One of its folders, or of an attempt's, is a link.
         """
         links = [folder for folder in (self.events, self.attempts, self.checkpoints) if folder.is_symlink()]
         if not links:
@@ -135,23 +135,23 @@ class RunDirectory:
             )
 
     def exists(self) -> bool:
-        """Whether this folder holds a run; one whose record cannot be read is a run too."""
+        """Whether this folder contains a run, even one whose record cannot be read."""
         return os.path.lexists(self.record_file)
 
 
 def step_name(step: int) -> str:
-    """The folder of the complete checkpoint of a step; nothing else in ``<run>/checkpoints`` begins with ``step-``."""
+    """The name of a complete checkpoint's folder; nothing else in ``<run>/checkpoints`` begins with ``step-``."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a complete checkpoint by its folder's name; None for any other name."""
+    """Return the step of a complete checkpoint from its folder's name; None for any other name."""
     found = _CHECKPOINT.fullmatch(name)
     return int(found.group(1)) if found and name == step_name(int(found.group(1))) else None
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, ascending; empty when the folder does not exist."""
+    """Return the steps of the complete checkpoints in a folder, ascending; empty if the folder does not exist."""
     try:
         names = os.listdir(checkpoints)  # noqa: PTH208 - only the names are wanted
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Classifies how an attempt ended, from the run's events and the attempt's stop file. Nothing else does."""
+"""Classifies how an attempt ended, from the run's events and the attempt's stop file. No other module does."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from cluster_ddp.run.stopfile import (
     read_stop,
 )
 
-# The reasons for a stop, the one that explains most first. A SIGTERM reaches every process at once, so the ranks may
-# have stopped for "terminated" before the batch script found out what it meant and said so in the stop file. Ranks
-# whose agent was killed get one from the kernel, too.
+# The reasons for a stop, the most informative first. A SIGTERM reaches every process at once, so the ranks may have
+# stopped for "terminated" before the batch script learned what it meant and wrote that to the stop file. Ranks whose
+# agent was killed also get a SIGTERM, from the kernel.
 _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_LOST)
 
-# Errors that a program gets from its surroundings: a peer that died, the network, the machine. Starting again helps,
-# unlike after an error of the program itself.
+# Errors caused from outside the program: a peer that died, the network, the machine. A restart helps, unlike after an
+# error of the program itself.
 _SURROUNDINGS = re.compile(
     r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
     r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
@@ -61,14 +61,14 @@ _PROGRAM = re.compile(
 )
 
 
-# A block of `join_run` without a loop knows no other phases.
+# A block of `join_run` without a loop has no other phases.
 _BEFORE_TRAINING = (Phase.STARTING.word, Phase.READY.word, Phase.EVALUATING.word)
 
 LONGEST_START_SECONDS = 600.0
 
 
 class Ending(enum.Enum):
-    """How an attempt ended: in words, the state it leaves the run in, and whether only a person starts it again."""
+    """How an attempt ended: a description, the state it leaves the run in, and whether only a person may restart it."""
 
     COMPLETED = "is complete", RunState.COMPLETED, True
     CANCELLED = "was cancelled", RunState.CANCELLED, True
@@ -89,16 +89,16 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended, and why in plain words."""
+    """How an attempt ended, and why, in plain words."""
 
     ending: Ending
     why: str
-    stop_reason: str | None = None  # what asked it to stop, one of `stopfile.REASONS`; None when nothing did
-    settled: bool = False  # an event of the run has decided it, even if parts of the attempt are still alive
+    stop_reason: str | None = None  # what asked it to stop, one of `stopfile.REASONS`; None if nothing did
+    settled: bool = False  # an event of the run decides it, even if parts of the attempt are still alive
 
 
 def outcome_of(history: History, number: int) -> AttemptOutcome:
-    """How an attempt ended. For one that is still alive: how it would have ended were it gone now.
+    """Return how an attempt ended; for one that is still alive, how it would have ended if it died now.
 
     Everything that needs to know how a run ended calls this function: `status`, the decision about a requeue, and the
     refusal to begin another attempt.
@@ -129,7 +129,7 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
         return AttemptOutcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
-    if (lost := _lost_nodes(history, number)) and not own_fault:  # what the other nodes' ranks say follows from it
+    if (lost := _lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence
         return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
         comes_back = any(event.get("comes_back") is True for event in failures)
@@ -143,16 +143,16 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
 
 
 def outcome_so_far(history: History) -> AttemptOutcome | None:
-    """How the run stands since the last `resume` it; None when it has not begun an attempt since."""
+    """Return the outcome of the last attempt since the last `resume`; None if none has begun since."""
     if history.cancelled is None and history.current_attempt is None:
         return None
     return outcome_of(history, history.last.number if history.last is not None else 0)
 
 
 def refuse_ended(history: History) -> None:
-    """Raise `RunEnded` for a run that only a person may start again.
+    """Raise `RunEnded` for a run that only a person may restart.
 
-    Cheap: it does not load the job, so the stall guard is what was recorded, not judged again.
+    Cheap: it does not load the job, so it uses the recorded verdict of the stall guard instead of computing it again.
     """
     outcome = outcome_so_far(history)
     if outcome is None or not outcome.ending.final:
@@ -169,15 +169,15 @@ def refuse_ended(history: History) -> None:
 
 
 def failures_of(history: History, number: int) -> list[Event]:
-    """What failed in an attempt since training last (re)started in it, in the order it happened."""
+    """Return what failed in an attempt since training last (re)started in it, in the order it happened."""
     failures: list[Event] = []
     first = True
     for event in history.of_attempt(number, STARTED, RESUMED, FAILED, RANK_FAILED, NODE_FAILED):
         if event["event"] in (FAILED, RANK_FAILED, NODE_FAILED):
             failures.append(event)
             continue
-        # The ranks were restarted inside the allocation and it went on; but what failed at a later step did so after
-        # the first start, by whatever clock: those of the hosts may differ.
+        # The ranks were restarted inside the allocation and training continued. A failure at a later step happened
+        # after the first start, whatever its time stamp: the clocks of the hosts may differ.
         begun = as_whole(event.get("step")) or 0
         failures = [failed for failed in failures if first and (as_whole(failed.get("step")) or 0) > begun]
         first = False
@@ -185,7 +185,7 @@ def failures_of(history: History, number: int) -> list[Event]:
 
 
 def what_failed(history: History, number: int) -> str | None:
-    """What has gone wrong in an attempt since training last (re)started in it, in one line; None where nothing has."""
+    """Describe in one line what failed in an attempt since training last (re)started in it; None if nothing did."""
     failures = failures_of(history, number)
     if hangs := history.of_attempt(number, HANG):
         return str(hangs[-1].get("reason"))
@@ -199,22 +199,22 @@ def _lost_nodes(history: History, number: int) -> str:
 
 
 def _has_failed_afterwards(history: History, number: int) -> bool:
-    """Whether the program of an attempt whose training was complete has failed in what it did next.
+    """Whether the program failed in what it did after its training was complete.
 
-    That is another block of `join_run`; what goes wrong as the ranks of a complete training end does not count.
+    That is another block of `join_run`; errors while the ranks of a complete training shut down do not count.
     """
     return any(event.get("phase") in _BEFORE_TRAINING for event in failures_of(history, number))
 
 
 def root_failure(failures: list[Event]) -> Event:
-    """The failure that the others most likely follow from."""
+    """Return the failure that most likely caused the others."""
     return causes_of(failures)[0]
 
 
 def causes_of(failures: list[Event]) -> list[Event]:
-    """What the failures may follow from, the most likely first; none where there are none.
+    """Return the likely causes among the failures, the most likely first; empty if there are no failures.
 
-    The program's own error, then a node that did not come up, then a kill, then the first.
+    The order: the program's own error, a node that did not come up, a kill, then the first failure.
     """
     own = [event for event in failures if not _is_surroundings(event)]
     nodes = [event for event in failures if event["event"] == NODE_FAILED and event.get("suspect")]
@@ -223,7 +223,7 @@ def causes_of(failures: list[Event]) -> list[Event]:
 
 
 def describe_failure(event: Event) -> str:
-    """A failure in one line, with where it was: rank, node or host, step."""
+    """Describe a failure in one line, with its place: rank, node or host, step."""
     rank, node, step = event.get("rank"), event.get("host") or event.get("node"), as_whole(event.get("step"))
     where = [f"rank {rank}"] if rank is not None else []
     where += [f"on {node}"] if isinstance(node, str) else [f"on node {node}"] if node is not None else []
@@ -235,7 +235,7 @@ def describe_failure(event: Event) -> str:
 
 
 def _last_words(error: str) -> str:
-    """The first line, and the next where it introduces that; of a traceback, those below its last frame."""
+    """Return the first line, and the next if the first introduces it; of a traceback, what follows its last frame."""
     lines = error.splitlines()
     last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
     begin = 0
@@ -255,14 +255,14 @@ def _is_surroundings(event: Event) -> bool:
 
 
 def comes_from_outside(error: str) -> bool:
-    """Whether an error is one that a program gets from its surroundings, such as a peer that died."""
+    """Whether an error was caused from outside the program, such as by a peer that died."""
     return not _PROGRAM.search(error) and bool(_SURROUNDINGS.search(error))
 
 
 def _has_progressed(history: History, number: int) -> bool:
     """Whether any attempt since the last `resume`, up to this one, finished a step.
 
-    Of a script that reports nothing: whether one ran for longer than a start takes.
+    For a script that reports nothing: whether one ran for longer than a start takes.
     """
     logged = history.metrics.steps
     numbers = range(history.first_number, number + 1)
@@ -284,7 +284,7 @@ def _finished_a_step(history: History, number: int, logged: int | None) -> bool:
 
 
 def _follows_a_failure(stop_reason: str, events: list[Event], failures: list[Event]) -> bool:
-    """Whether nobody wanted that stop: what was left of the attempt was ended because a part of it had failed."""
+    """Whether nobody asked for the stop: the rest of the attempt was ended because a part of it had failed."""
     names = {event["event"] for event in events}
     if stop_reason in (TERMINATED, NODE_FAILURE, AGENT_LOST) and names & {NODE_FAILED, NODE_LOST, NODE_TAKEN}:
         return True
@@ -292,7 +292,7 @@ def _follows_a_failure(stop_reason: str, events: list[Event], failures: list[Eve
 
 
 def _stop_reason(history: History, number: int, events: list[Event]) -> tuple[str | None, str]:
-    """Why the attempt was to stop, and who said so; None when nothing asked it to."""
+    """Return why the attempt was asked to stop, and by whom; the reason is None if nothing asked it to."""
     said: dict[str, Any] = {}
     for event in events:
         if event["event"] == STOPPED:
@@ -300,7 +300,7 @@ def _stop_reason(history: History, number: int, events: list[Event]) -> tuple[st
         elif event["event"] == PREEMPTED:
             said.setdefault(PREEMPTION, None)
     request = read_stop(history.run.attempt(number))
-    if request is not None and request.reason != HANG:  # a hang ends the other nodes by the stop file, too
+    if request is not None and request.reason != HANG:  # a hang also ends the other nodes by the stop file
         said[request.reason] = request.by
     if not said:
         return None, ""

@@ -1,4 +1,4 @@
-"""What can be wrong with a run."""
+"""The errors of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RunError(ClusterDDPError):
 
 
 class RunNotFound(RunError):
-    """No run, or more than one, goes by the name given."""
+    """No run, or more than one, matches the given name."""
 
 
 class RunAlive(RunError):
@@ -20,19 +20,19 @@ class RunAlive(RunError):
 
 
 class RunGone(RunError):
-    """The directory of a run has vanished under its training."""
+    """The directory of a run has vanished while it was training."""
 
     exit_status = 4
 
 
 class ElementWithdrawn(RunError):
-    """The sweep of an element was stopped or cancelled before the element had begun."""
+    """The sweep of an element was stopped or cancelled before the element began."""
 
-    exit_status = 76  # as of a run that only a person may start again
+    exit_status = 76  # the same as for a run that only a person may restart
 
 
 class RunEnded(RunError):
-    """The run is completed, cancelled, stalled or failed; only a person's `resume` starts it again."""
+    """The run is completed, cancelled, stalled or failed; only a person's `resume` restarts it."""
 
     def __init__(self, message: str, state: str) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Everything that happens to a run: one JSON line per event, one file per writer and host, merged by readers.
 
-The files lie on shared storage, where appends of several hosts to one file are not atomic, and an attempt may live on
-elsewhere while the next one runs. So no two hosts write to one file; on one host appends are atomic. A reader takes
-what it can and skips torn or damaged lines.
+The files are on shared storage, where appends from several hosts to one file are not atomic, and an attempt may still
+be alive elsewhere while the next one runs. So no two hosts write to the same file; on one host appends are atomic. A
+reader skips torn or damaged lines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from cluster_ddp.run.storage import Storage, open_lines
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
 
-# The names of all events. `started` and `resumed` (rank 0 of training) carry step, world_size, total_steps;
-# `checkpoint` step, samples; `stopped` step, reason; `completed` step; `failed` step (or null), rank, node, error,
-# phase; `rank-failed` rank, node, host, error, and signal when one killed it;
-# `node-failed` host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
-# agent gave up before there were ranks); `resume-requested` the last attempt
-# before it, and cancels: how many `cancelled` there were; `resume-refused` the attempt that was alive all the same;
-# `host-suspected` the last attempt before it, host and
-# slurm_job_id: Slurm has given the job a host that failed more than once, and the job was asked to avoid it.
+# The names of all events. Their fields:
+# started, resumed (by rank 0 of training): step, world_size, total_steps
+# checkpoint: step, samples
+# stopped: step, reason
+# completed: step
+# failed: step (or null), rank, node, error, phase
+# rank-failed: rank, node, host, error, and signal if one killed it
+# node-failed: host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
+#     agent gave up before there were ranks)
+# resume-requested: the last attempt before it, and cancels: how many `cancelled` there were
+# resume-refused: the attempt that turned out to be alive
+# host-suspected: the last attempt before it, host and slurm_job_id: Slurm gave the job a host that failed more than
+#     once, and the job was asked to avoid it
 SUBMITTED = "submitted"
 STARTED = "started"
 RESUMED = "resumed"
@@ -39,7 +44,7 @@ STOP_REQUESTED = "stop-requested"
 PREEMPTED = "preempted"
 REQUEUED = "requeued"
 START_FAILED = "start-failed"  # by the batch script: slurm_job_id, restart_count, host, reason, queued (again?)
-REQUEUE_DELAYED = "requeue-delayed"  # reason: Slurm does not answer; the keeper goes on trying
+REQUEUE_DELAYED = "requeue-delayed"  # reason: Slurm does not answer; the keeper keeps trying
 REQUEUE_FAILED = "requeue-failed"  # reason
 STOPPED = "stopped"
 STALLED = "stalled"
@@ -55,15 +60,15 @@ RANK_FAILED = "rank-failed"
 HANG = "hang"
 CHECKPOINT_FAILED = "checkpoint-failed"
 CHECKPOINT_DAMAGED = "checkpoint-damaged"
-REMOVAL_FAILED = "removal-failed"  # name, reason: a checkpoint that is no longer kept takes up room
-CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the save before was still being written
+REMOVAL_FAILED = "removal-failed"  # name, reason: a checkpoint that should be gone still takes up space
+CHECKPOINT_SKIPPED = "checkpoint-skipped"  # step, reason: the previous save was still being written
 RESUME_REQUESTED = "resume-requested"
 RESUME_REFUSED = "resume-refused"
 HOST_SUSPECTED = "host-suspected"
-NOTIFIED = "notified"  # state, error: the command of notify: has run, and what went wrong with it (or null)
+NOTIFIED = "notified"  # state, error: the command of notify: was run; what went wrong with it (or null)
 WARNING = "warning"  # rank, host, message: training continues, but the user should know
 
-# The values that others compute with, compare or look up; a value of another kind is treated as missing.
+# The values that are computed with, compared or looked up; one of a wrong type is treated as missing.
 _WHOLE = frozenset({"step", "samples", "total_steps", "world_size", "rank", "cancels"})
 _PLAIN = frozenset(
     {"node", "host", "signal", "reason", "error", "by", "phase", "outcome", "via", "slurm_job_id", "training"}
@@ -76,7 +81,7 @@ class EventWriter:
     Parameters
     ----------
     writer
-        Names the file, and differs from host to host: `on_this_host`, or `login_writer` where people call commands.
+        Names the file, and differs from host to host: `on_this_host`, or `login_writer` for commands called by people.
     """
 
     def __init__(self, run: RunDirectory, writer: str) -> None:
@@ -86,8 +91,8 @@ class EventWriter:
     def write(self, event: str, *, attempt: int | None = None, **fields: Any) -> bool:
         """Append one event and wait until it is durable.
 
-        Training must go on when the storage is full, so an error of the storage is not raised: this warns on
-        standard error and returns False.
+        Training must continue when the storage is full, so a storage error is not raised: this warns on standard error
+        and returns False.
         """
         line = json.dumps({"time": time.time(), "event": event, "attempt": attempt, **fields}, default=str)
         try:
@@ -99,19 +104,19 @@ class EventWriter:
 
 
 def on_this_host(role: str) -> str:
-    """The name under which processes of this role write events on this host, which no other host uses."""
-    import socket  # not for a dry run
+    """Return the name under which processes of this role write events on this host, and on no other."""
+    import socket  # not needed for a dry run
 
     return f"{role}-{socket.gethostname()}"
 
 
 def login_writer() -> str:
-    """The name under which commands that people call on this host write events."""
+    """Return the name under which commands called by people on this host write events."""
     return on_this_host("login")
 
 
 def caller() -> str:
-    """Who called a command, for events and stop requests; in a container a user may have only a number."""
+    """Return who called a command, for events and stop requests; in a container a user may have only a number."""
     import getpass
     import socket
 
@@ -123,22 +128,22 @@ def caller() -> str:
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """All events of a run that matter, merged by time. What cannot be read, or is not an event, is skipped.
+    """Read all events of a run that matter, merged by time. What cannot be read, or is not an event, is skipped.
 
-    Of attempts that are over, what many nodes said alike may appear once: see `cluster_ddp.run.condense`.
+    For attempts that are over, what many nodes reported alike may appear once: see `cluster_ddp.run.condense`.
     """
     whole, torn = _read(run, read_digest(run.digest_file))
     return sorted([*whole.events, *torn], key=_time)
 
 
 def read_whole_events(run: RunDirectory) -> Digest:
-    """The events as from `read_events`, without lines that are still being written, and how far each file was read."""
+    """Read the events as `read_events` does, except lines still being written, and how far each file was read."""
     whole, _ = _read(run, read_digest(run.digest_file))
     return Digest(tuple(sorted(whole.events, key=_time)), whole.places)
 
 
 def _read(run: RunDirectory, digest: Digest) -> tuple[Digest, list[dict[str, Any]]]:
-    """The digest brought up to date, and the events in lines without an end."""
+    """Read the updated digest, and the events in lines that do not end yet."""
     try:
         names = sorted(os.listdir(run.events))  # noqa: PTH208 - only the names are wanted
     except OSError:
@@ -153,7 +158,7 @@ def _read(run: RunDirectory, digest: Digest) -> tuple[Digest, list[dict[str, Any
             data, begin = read_on(run.events / name, places.get(name, 0), MAX_LINES)
         except OSError:
             continue
-        if begin is None:  # the digest is of other files than these
+        if begin is None:  # the digest belongs to different files
             return _read(run, Digest())
         end = data.rfind(b"\n") + 1
         places[name] = begin + end
@@ -177,7 +182,7 @@ def _is_event(value: dict[str, Any]) -> bool:
 
 
 def _known(event: dict[str, Any]) -> dict[str, Any]:
-    """The event without values of a kind that this package never writes."""
+    """Return the event without values of types that this package never writes."""
     strange = [
         name
         for name, value in event.items()

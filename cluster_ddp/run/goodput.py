@@ -14,16 +14,16 @@ from cluster_ddp.run.history import History
 class Goodput:
     """Seconds over all attempts.
 
-    Of a script that reports nothing only the script knows what it kept: productive and lost are None then.
+    Only a script itself knows what it kept: if it reports nothing, productive and lost are None.
     """
 
-    # Training whose result a checkpoint holds; in an attempt that is alive, all training so far
+    # Training whose result is in a checkpoint; in an attempt that is alive, all training so far
     productive_seconds: float | None
-    # Starting up, work after the last checkpoint (it had to be done again), and what came after training had ended
+    # Start-up, work after the last checkpoint (which had to be repeated), and the time after training had ended
     lost_seconds: float | None
     running_seconds: float  # both
     waiting_seconds: float  # in the queue: no attempt was alive
-    ratio: float | None  # productive / (productive + lost); None before there is any
+    ratio: float | None  # productive / (productive + lost); None as long as both are 0
 
 
 def goodput_of(history: History, *, created: float | None, alive: bool) -> Goodput:
@@ -32,7 +32,7 @@ def goodput_of(history: History, *, created: float | None, alive: bool) -> Goodp
     Parameters
     ----------
     created
-        When the run was made (Unix seconds), when that is known; waiting counts from there.
+        When the run was made (Unix seconds), if known; waiting counts from then.
     """
     productive = lost = waiting = 0.0
     free_since = created
@@ -53,7 +53,7 @@ def goodput_of(history: History, *, created: float | None, alive: bool) -> Goodp
 
 
 def _end_of(history: History, record: AttemptRecord) -> float:
-    """When an attempt ended; of one that was killed, its last sign of life."""
+    """Return when an attempt ended; if it was killed, its last sign of life."""
     if record.ended is not None:
         return max(record.ended, record.begun)
     signs = [float(event["time"]) for event in history.of_attempt(record.number)]
@@ -62,7 +62,7 @@ def _end_of(history: History, record: AttemptRecord) -> float:
 
 
 def _productive(history: History, record: AttemptRecord, end: float, *, going_on: bool) -> float:
-    """Seconds of an attempt from each (re)start of training in it to the last checkpoint before the next one."""
+    """Return the seconds from each (re)start of training in an attempt to the last checkpoint before the next one."""
     productive = 0.0
     training_since: float | None = None
     kept_until = 0.0

@@ -1,4 +1,4 @@
-"""A run's events and attempts, read once and put in order: what states, decisions and goodput are computed from."""
+"""A run's events and attempts, read once and ordered: what states, decisions and goodput are computed from."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class History:
 
     @property
     def current_attempt(self) -> AttemptRecord | None:
-        """The last attempt, unless it was resumed since."""
+        """The last attempt, unless the run was resumed since."""
         return self.last if self.last is not None and self.last.number >= self.first_number else None
 
     @cached_property
     def stop_request(self) -> StopRequest | None:
-        """What the last attempt was asked to do, by anybody."""
+        """The stop request of the last attempt, from anybody."""
         return read_stop(self.run.attempt(self.last.number)) if self.last is not None else None
 
-    # What people asked for is ordered by what they had seen, not by time: the clocks of two hosts may differ by more
-    # than lies between a `cancel` on one and a `resume` on the other.
+    # People's requests are ordered by what they had seen, not by time: the clocks of two hosts may differ by more than
+    # the time between a `cancel` on one and a `resume` on the other.
 
     @cached_property
     def resume_requests(self) -> tuple[Event, ...]:
@@ -66,14 +66,14 @@ class History:
 
     @cached_property
     def cancels(self) -> tuple[Event, ...]:
-        """The events of all cancellations, those that a person has taken back included."""
+        """The events of all cancellations, including those that a person has revoked."""
         return tuple(event for event in self.events if event["event"] == CANCELLED)
 
     @cached_property
     def first_number(self) -> int:
-        """Number of the first attempt since the last `resume`; those before it are forgiven.
+        """Number of the first attempt since the last `resume`; earlier ones are forgiven.
 
-        A request counts for nothing whose start has found the attempt before it alive.
+        A `resume` whose start found the previous attempt alive does not count.
         """
         seen = [event["attempt"] for event in self.resume_requests if event.get("attempt") is not None]
         for event in self.events:
@@ -83,24 +83,24 @@ class History:
 
     @cached_property
     def cancelled(self) -> Event | None:
-        """The event of the owner's cancellation, unless it was resumed since."""
+        """The event of the owner's cancellation, unless the run was resumed since."""
         taken_back = max(map(self._cancels_taken_back, self.resume_requests), default=0)
         return self.cancels[-1] if len(self.cancels) > taken_back else None
 
     def _cancels_taken_back(self, request: Event) -> int:
         count = as_whole(request.get("cancels"))
-        if count is None:  # by a version that did not count them
+        if count is None:  # written by a version that did not count them
             count = sum(cancel["time"] < request["time"] for cancel in self.cancels)
         return count
 
     @cached_property
     def lineage(self) -> Lineage:
-        """What counts of each attempt."""
+        """Which work of each attempt counts."""
         return read_lineage(self.run)
 
     @cached_property
     def metrics(self) -> LatestMetrics:
-        """What was measured last."""
+        """The latest metrics."""
         return read_latest(self.run.metrics_file, self.lineage)
 
     def counts(self, event: Event) -> bool:
@@ -110,12 +110,12 @@ class History:
 
     @cached_property
     def last_saved(self) -> int | None:
-        """The last step that was saved and belongs to the run; None before the first, and after a new beginning."""
+        """The last step that was saved and belongs to the run; None before the first, and after a fresh start."""
         saved = (event for event in self.events if event["event"] == CHECKPOINT and self.counts(event))
         return max((step for event in saved if (step := as_whole(event.get("step"))) is not None), default=None)
 
     def of_attempt(self, number: int, *names: str) -> list[Event]:
-        """The events of one attempt by time; only those of the given names, if any are given."""
+        """Return the events of one attempt by time; only those with the given names, if any are given."""
         return [event for event in self._by_attempt.get(number, ()) if not names or event["event"] in names]
 
     @cached_property
@@ -128,20 +128,20 @@ class History:
 
     @cached_property
     def reports_nothing(self) -> bool:
-        """Whether it is a script that knows nothing of this package: its steps and checkpoints are its own affair."""
+        """Whether it is a script that does not use this package, and so reports no steps or checkpoints."""
         if any(event["event"] in (STARTED, RESUMED) for event in self.events):
             return False
         return any(event["event"] == NODE_STARTED and event.get("script") for event in self.events)
 
     def ran_for(self, number: int) -> float:
-        """Seconds from the start of an attempt's first node to the last event; 0 if none has started."""
+        """Return the seconds from the start of an attempt's first node to the last event; 0 if none has started."""
         started = [float(event["time"]) for event in self.of_attempt(number, NODE_STARTED)]
         return float(self.of_attempt(number)[-1]["time"]) - min(started) if started else 0.0
 
     def ran_on(self) -> list[tuple[int, Event]]:
-        """Attempts that were still alive after a newer one had begun: the number, and the last event of each such node.
+        """Find attempts that were still alive after a newer one had begun: the number, and each such node's last event.
 
-        Those since the last `resume`, and the last attempt before that.
+        Covers the attempts since the last `resume`, and the last one before it.
         """
         numbers = (record.number for record in self.attempts if record.number >= self.first_number - 1)
         return [
@@ -152,10 +152,10 @@ class History:
         ]
 
     def current(self, name: str) -> Event | None:
-        """The last event of that name of the latest attempt, unless it was resumed since.
+        """Return the last event with that name of the latest attempt, unless the run was resumed since.
 
-        What an earlier attempt says once another has begun does not count: a node that is cut from Slurm's controller
-        trains on while its job has been started elsewhere.
+        What an earlier attempt reports once a newer one has begun does not count: a node that is cut off from Slurm's
+        controller keeps training while its job has been started elsewhere.
         """
         since = max(self.first_number, self.last_number or 0)
         found = (event for event in reversed(self.events) if event["event"] == name)
@@ -163,10 +163,10 @@ class History:
         return next((event for event in found if event.get("attempt") in counted), None)
 
     def attempts_without_progress(self, upto: int) -> int:
-        """How many attempts, counted back from `upto`, ended without a checkpoint of a new step.
+        """Count back from `upto` how many attempts ended without a checkpoint of a new step.
 
-        Attempts before the last `resume` do not count; nor does a checkpoint of step 0. A script that
-        reports nothing counts as having made progress in an attempt that it was asked to end.
+        Attempts before the last `resume` do not count; nor does a checkpoint of step 0. A script that reports nothing
+        counts as having made progress in an attempt that it was asked to end.
         """
         idle = 0
         saved: set[int] = set()
@@ -195,7 +195,7 @@ def read_history(run: RunDirectory, known: Iterable[AttemptRecord] = ()) -> Hist
     Parameters
     ----------
     known
-        Records that were read a moment ago. Those of attempts that are over are not read again: they stay as they are.
+        Records that were read a moment ago. Those of attempts that are over do not change and are not read again.
     """
     over = {record.number: record for record in known if record.ended is not None}
     attempts = tuple(over.get(attempt.number) or read_attempt(attempt) for attempt in list_attempts(run))

@@ -1,4 +1,4 @@
-"""The Slurm jobs of a run: those noted in its folder, those that are surely its own, and the current one."""
+"""The Slurm jobs of a run: those noted in its folder, those that certainly belong to it, and the current one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What a run's folder says about its Slurm jobs, read before squeue is asked about those of many runs at once."""
+    """What a run's folder says about its Slurm jobs, read before squeue is called once for many runs."""
 
     run: RunDirectory
-    record: RunRecord | None  # None when run.json cannot be read
-    unreadable: str | None  # why it cannot be
+    record: RunRecord | None  # None if run.json cannot be read
+    unreadable: str | None  # why run.json cannot be read
     attempts: tuple[AttemptRecord, ...]
-    unnoted: Unnoted | None = None  # set where whoever submitted it was killed, or had no clear answer
-    found: tuple[str, ...] = ()  # the jobs that squeue knows by that: see `cluster_ddp.run.unnoted`
+    unnoted: Unnoted | None = None  # set if the process that submitted it was killed, or got no clear answer
+    found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.unnoted`
 
     @property
     def slurm_job_ids(self) -> list[str]:
@@ -33,7 +33,7 @@ class KnownRun:
 
 
 def know(run: RunDirectory) -> KnownRun:
-    """Read which Slurm jobs a run has: what to ask squeue about."""
+    """Read which Slurm jobs a run has, to query squeue for them."""
     attempts = tuple(read_attempt(attempt) for attempt in list_attempts(run))
     try:
         record = read_record(run)
@@ -43,15 +43,15 @@ def know(run: RunDirectory) -> KnownRun:
 
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:
-    """Every Slurm job of a run: what to ask squeue about before `describe`."""
+    """Return every Slurm job of a run, to query squeue for them before `describe`."""
     return know(run).slurm_job_ids
 
 
 def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[list[SlurmJob], list[SlurmJob]]:
-    """The jobs noted in a run that wait in Slurm's queue or hold nodes: those surely its own, and the others.
+    """Return the noted jobs that are queued or hold nodes: those that certainly belong to the run, and the others.
 
-    What is noted in a folder proves nothing: somebody may have copied it, or written it. A job is the run's when its
-    comment, which only its owner and Slurm's administrators can set, names this run.
+    A note in a folder proves nothing: somebody may have copied or written it. A job belongs to the run if its comment,
+    which only its owner and Slurm's administrators can set, names the run.
     """
     known = know(run)
     own = names_in_comments(run, known.record if is_mine(run.record_file) else None)
@@ -64,7 +64,7 @@ def living_jobs(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob]) -> tuple[
 
 
 def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob | None:
-    """Of the run's own jobs (a chain has several): the one that runs, else the next to start, else the latest."""
+    """Return the running one of the run's own jobs (a chain has several), else the next to start, else the latest."""
     jobs = _own_jobs(known, slurm_jobs)
     for states in (ACTIVE, WAITING):
         for job in jobs:
@@ -74,7 +74,7 @@ def current_job(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> SlurmJob
 
 
 def _own_jobs(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
-    """The run's own jobs that Slurm knows; a job id that Slurm has given to another run since is not one."""
-    own = {None, *names_in_comments(known.run, known.record)}  # no run: submitted by hand
+    """Return the run's own jobs that Slurm knows, without ids that Slurm has since reused for a different run."""
+    own = {None, *names_in_comments(known.run, known.record)}  # None: submitted by hand
     told = ((job_id, slurm_jobs[job_id]) for job_id in known.slurm_job_ids if job_id in slurm_jobs)
     return [job._replace(job_id=job_id) for job_id, job in told if run_in_comment(job.comment) in own]

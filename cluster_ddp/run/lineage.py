@@ -1,11 +1,11 @@
-"""What counts of each attempt: a run is one line of training, however many of its attempts are alive at once.
+"""Which work of each attempt counts: a run is one line of training, even if several attempts are alive at once.
 
-An attempt may train on after a newer one has begun: on a node that is cut from Slurm's controller but not from the
-storage, or on another machine. So every attempt records which checkpoint it goes on from before its ranks train, and
-what the attempts before it did beyond that place does not count, whenever they did it. Nothing else decides it: no
-clock, and not who happens to be alive.
+An attempt may keep training after a newer one has begun: on a node that is cut off from Slurm's controller but not from
+the storage, or on a different machine. So every attempt records which checkpoint it continues from before its ranks
+train, and what earlier attempts did beyond that step does not count, whenever they did it. Nothing else decides this:
+no clock, and not which attempt happens to be alive.
 
-What does not count never counts again: places are only added, and moved back.
+What does not count never counts again: origins are only added, or moved back.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from cluster_ddp.run.directory import MANIFEST, AttemptDirectory, RunDirectory, 
 from cluster_ddp.run.reading import as_whole, open_regular, read_json_object
 from cluster_ddp.run.storage import Storage, write_json
 
-_BEGINNING = -1  # the place of an attempt that goes on from no checkpoint: one of step 0 lies beyond it
-_HEAD_BYTES = 4096  # of a manifest: the lines that say whose it is come before those that may be long
+_BEGINNING = -1  # the place of an attempt that continues from no checkpoint; even step 0 is beyond it
+_HEAD_BYTES = 4096  # of a manifest: the lines that name its attempt precede those that may be long
 _ATTEMPT = re.compile(rb'^ "attempt": (\d{1,6}),$', re.MULTILINE)
 _AFTER_ATTEMPT = re.compile(rb'^ "world_size": ', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that an attempt goes on from.
+    """The checkpoint that an attempt continues from.
 
     Attributes
     ----------
     step
-        Its step; None when the attempt began with none.
+        Its step; None if the attempt began without a checkpoint.
     digest
-        That of its manifest.
+        The digest of its manifest.
     """
 
     step: int | None
@@ -51,16 +51,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where the attempts of a run go on from, as far as they have recorded it; by default all counts.
+    """Where the attempts of a run continue from, as far as recorded; by default everything counts.
 
     Attributes
     ----------
     origins
-        By the attempt's number. One that has not begun to train yet, or that an older version of this package has
-        begun, has none.
+        By attempt number. Missing for an attempt that has not begun to train yet, or that an older version of this
+        package has begun.
     unsigned
-        Whose a checkpoint is that does not name its attempt, as those of older versions do not: the latest that has
-        recorded no origin.
+        The attempt to which checkpoints that name none, as those of older versions, are attributed: the latest without
+        a recorded origin.
     """
 
     origins: Mapping[int, Origin] = field(default_factory=dict)
@@ -71,14 +71,14 @@ class Lineage:
         return self.left_by(attempt, step) is None
 
     def left_by(self, attempt: int | None, step: int) -> int | None:
-        """The newest attempt that went on from a place before this step of an older one; None when it counts."""
+        """Return the newest attempt that continues from before this step of an older one; None if the step counts."""
         number = self.unsigned if attempt is None else attempt
         return max(
             (newer for newer, origin in self.origins.items() if newer > number and step > origin.place), default=None
         )
 
     def why_abandoned(self, attempt: int | None, step: int) -> str:
-        """Why something does not count, in plain words; empty when it counts."""
+        """Say in plain words why something does not count; empty if it counts."""
         newer = self.left_by(attempt, step)
         if newer is None:
             return ""
@@ -89,7 +89,7 @@ class Lineage:
 
 
 def read_lineage(run: RunDirectory) -> Lineage:
-    """The lineage of a run as it is recorded now."""
+    """Read the lineage of a run as recorded now."""
     numbers = [attempt.number for attempt in list_attempts(run)]
     found = {number: read_origin(run.attempt(number)) for number in numbers}
     origins = {number: origin for number, origin in found.items() if origin is not None}
@@ -97,7 +97,7 @@ def read_lineage(run: RunDirectory) -> Lineage:
 
 
 def read_origin(attempt: AttemptDirectory) -> Origin | None:
-    """What an attempt goes on from; None as long as it has not said so."""
+    """Read what an attempt continues from; None until it has recorded that."""
     value = read_json_object(attempt.origin_file)
     if value is None or "step" not in value:
         return None
@@ -108,10 +108,10 @@ def read_origin(attempt: AttemptDirectory) -> Origin | None:
 
 
 def record_origin(attempt: AttemptDirectory, origin: Origin, storage: Storage) -> None:
-    """Record what an attempt goes on from, before it trains; durable when it returns.
+    """Record what an attempt continues from, before it trains; durable on return.
 
-    Ranks that are restarted within the attempt go on from what it has saved itself, and leave the record as it is; only
-    when that was damaged, so that they go further back, does the place move back.
+    Ranks that are restarted within the attempt continue from its own checkpoints and leave the record as it is. The
+    origin moves back only if those are damaged and the ranks have to go further back.
 
     Raises
     ------
@@ -124,25 +124,25 @@ def record_origin(attempt: AttemptDirectory, origin: Origin, storage: Storage) -
 
 
 def steps_that_count(checkpoints: Path, lineage: Lineage) -> list[int]:
-    """The steps of the complete checkpoints that belong to the run, ascending; empty when there is no such folder.
+    """Return the steps of the complete checkpoints that belong to the run, ascending; empty if there is no such folder.
 
-    One whose manifest cannot be read counts, until somebody reads all of it.
+    A checkpoint whose manifest cannot be read counts until somebody reads all of it.
     """
     return [step for step in steps_in(checkpoints) if _may_count(checkpoints, step, lineage)]
 
 
 def last_step_that_counts(checkpoints: Path, lineage: Lineage) -> int | None:
-    """The last of `steps_that_count`, found without looking at those before it; None when there is none."""
+    """Return the last of `steps_that_count` without looking at earlier ones; None if there is none."""
     return next((step for step in reversed(steps_in(checkpoints)) if _may_count(checkpoints, step, lineage)), None)
 
 
 def attempt_in(checkpoint: Path) -> int | None:
-    """The attempt that a checkpoint's manifest names; None when it names none.
+    """Return the attempt that a checkpoint's manifest names; None if it names none.
 
     Raises
     ------
     OSError
-        The manifest cannot be read, or its beginning is not that of one.
+        The manifest cannot be read, or does not begin like one.
     """
     fd, _ = open_regular(checkpoint / MANIFEST)
     try:
@@ -156,7 +156,7 @@ def attempt_in(checkpoint: Path) -> int | None:
 
 
 def _may_count(checkpoints: Path, step: int, lineage: Lineage) -> bool:
-    """Whether a checkpoint belongs to the run, by the first bytes of its manifest where its step does not tell."""
+    """Whether a checkpoint belongs to the run, reading the start of its manifest if its step does not decide that."""
     try:
         return lineage.counts(-1, step) or lineage.counts(attempt_in(checkpoints / step_name(step)), step)
     except OSError:

@@ -1,7 +1,7 @@
-"""Whether a process that was recorded some time ago, perhaps on another machine, still exists.
+"""Whether a process that was recorded some time ago, perhaps on a different machine, still exists.
 
 A process id alone says little: ids are reused, machines restart, containers number their own processes. So the machine
-(by its boot), the id's namespace and the moment the process started are written down with it.
+(by its boot), the id's namespace and the start time of the process are recorded with it.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from cluster_ddp.run.reading import as_time
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME_FIELD = 22  # of /proc/<pid>/stat, counted from 1: clock ticks since boot
 _FIRST_FIELD_AFTER_NAME = 3
-_CLAIM_SECONDS = 300.0  # after which one from a host that cannot be seen is considered dead
+_CLAIM_SECONDS = 300.0  # after which the claim of an unreachable host expires
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, identified for all time: no other process ever has the same values."""
+    """Identifies a process for all time: no other process ever has the same values."""
 
     host: str
     pid: int
-    boot_id: str  # names this boot of this machine; empty where the system has no such thing
-    namespace: str  # of process ids; empty where the system has none
-    started: str  # when the process started, in the system's own form; empty when there was no such process
+    boot_id: str  # identifies this boot of this machine; empty if the system has no boot ids
+    namespace: str  # of process ids; empty if the system has none
+    started: str  # start time of the process, in the system's own format; empty if there was no such process
 
 
 def identify(pid: int, host: str | None = None) -> ProcessIdentity:
-    """The identity of a process on this machine; `host` is what people call the machine."""
+    """Return the identity of a process on this machine; `host` is the machine's name for people."""
     return ProcessIdentity(host or os.uname().nodename, pid, _boot_id(), _namespace(), _start_time(pid))
 
 
 def identity_name(process: ProcessIdentity) -> str:
-    """A process as a part of a file's name, which `parse_identity` reads back."""
+    """Encode a process as part of a file name, to be read back by `parse_identity`."""
     return "~".join((process.host, str(process.pid), process.namespace, process.started, process.boot_id))
 
 
 def parse_identity(name: str) -> ProcessIdentity | None:
-    """The process that a part of a file's name stands for; None when it stands for none."""
+    """Decode a process from part of a file name; None if it is not one."""
     parts = name.split("~")
     if len(parts) != 5 or not parts[1].isdecimal():
         return None
@@ -51,7 +51,7 @@ def parse_identity(name: str) -> ProcessIdentity | None:
 
 
 def read_identity(value: dict[str, Any]) -> ProcessIdentity | None:
-    """An identity from its JSON form; None when it is not one."""
+    """Read an identity from its JSON form; None if it is not one."""
     pid = value.get("pid")
     texts = [value.get(name) for name in ("host", "boot_id", "namespace", "started")]
     if not isinstance(pid, int) or not all(isinstance(text, str) for text in texts):
@@ -61,12 +61,12 @@ def read_identity(value: dict[str, Any]) -> ProcessIdentity | None:
 
 
 def is_alive(process: ProcessIdentity) -> bool | None:
-    """Whether the process still exists; None when that cannot be told from here."""
+    """Whether the process still exists; None if that cannot be determined from here."""
     if not process.started:
         return False
     if process.boot_id != _boot_id():
         same_machine = process.host == os.uname().nodename
-        return False if same_machine else None  # this machine has restarted since, or it is another one
+        return False if same_machine else None  # this machine has restarted since, or it is a different one
     if process.namespace != _namespace():
         return None
     if not process.boot_id and process.host != os.uname().nodename:
@@ -75,12 +75,12 @@ def is_alive(process: ProcessIdentity) -> bool | None:
 
 
 def claim() -> dict[str, Any]:
-    """This process as the one that works on something from now on, in JSON form."""
+    """Return a claim, in JSON form, that this process is working on something from now on."""
     return {**asdict(identify(os.getpid())), "since": time.time()}
 
 
 def is_claimed(claim: dict[str, Any] | None) -> bool:
-    """Whether the process of a `claim` is still working; on a host that cannot be seen, a claim lasts some minutes."""
+    """Whether the process of a `claim` is still working; a claim from an unreachable host expires after minutes."""
     process = read_identity(claim or {})
     if claim is None or process is None:
         return False
@@ -109,13 +109,13 @@ def _start_time(pid: int) -> str:
         return "" if Path("/proc/self/stat").exists() else _start_time_by_ps(pid)
     except OSError:
         return ""
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    fields = stat.rpartition(")")[2].split()  # the name before it may contain spaces and brackets
     state, started = fields[0], fields[_START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME]
-    return "" if state in "ZX" else started  # a zombie does nothing any more
+    return "" if state in "ZX" else started  # a zombie no longer does anything
 
 
 def _start_time_by_ps(pid: int) -> str:
-    """Where there is no /proc (macOS)."""
+    """Return the start time on a system without /proc (macOS)."""
     import subprocess
 
     command = ["ps", "-o", "lstart=", "-p", str(pid)]

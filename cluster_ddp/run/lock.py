@@ -1,13 +1,13 @@
-"""Changing a small file that several machines change: whoever holds its lock, and only then, replaces it.
+"""Changing a small file that several machines change: only the holder of its lock replaces it.
 
-The lock is a folder with one file in it, which names its holder and is at the same time the draft of the new content.
+The lock is a folder with one file in it, which names the holder and is also the draft of the new content.
 
-- It is taken by renaming a folder of one's own onto it, which works only while it is empty or does not exist.
-- It is given up, and the new content put in place, by one rename of the draft onto the file.
-- It is taken from a holder by removing the draft, by its name: nobody's lock but that holder's can be removed so.
+- It is taken by renaming a new folder onto it, which works only while it is empty or does not exist.
+- It is released, and the new content published, by one rename of the draft onto the file.
+- It is taken away from a holder by removing the draft by its name, which affects no other holder's lock.
 
-So no clocks need to agree, and a lock may be taken from a holder that is only slow: its rename then finds no draft, the
-file stays as the others have made it, and it begins again.
+So no clocks need to agree, and a lock may be taken from a holder that is merely slow: its rename then finds no draft,
+the file keeps the content written by others, and it starts over.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.liveness import ProcessIdentity, identify, identity_name, is_alive, parse_identity
 from cluster_ddp.run.storage import Storage, closing
 
-PATIENCE_SECONDS = 30.0  # seconds that a change waits for its turn
-SLOW_SECONDS = 5.0  # seconds after which the lock is taken from the same holder, alive or not
+PATIENCE_SECONDS = 30.0  # seconds that a change waits for the lock
+SLOW_SECONDS = 5.0  # seconds after which the lock is taken from a holder, alive or not
 _PAUSE = 0.01
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _LOST = (errno.ENOENT, errno.ESTALE)
@@ -35,18 +35,18 @@ class LockHeld(RunError):
 
 
 def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]) -> None:
-    """Replace a file by what `change` makes of it, while nobody else changes it.
+    """Replace a file by the result of `change`, while nobody else changes it.
 
     Parameters
     ----------
     change
-        Reads the file and returns its new content; None leaves the file as it is. Called again when the lock was lost
+        Reads the file and returns its new content; None leaves the file as it is. Called again if the lock was lost
         meanwhile.
 
     Raises
     ------
     LockHeld
-        Others have held the lock all the time; the message says who has it, and since when.
+        Others held the lock all the time; the message names the holder, and since when.
     OSError
         The folder cannot be written.
     """
@@ -71,13 +71,14 @@ def change_file(storage: Storage, path: Path, change: Callable[[], bytes | None]
             with contextlib.suppress(OSError):
                 storage.unlink(draft)
             with contextlib.suppress(OSError):
-                lock.rmdir()  # unless the next one has it already
+                lock.rmdir()  # unless the next holder has it already
 
 
 def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
-    """Wait for the lock and take it; the draft inside it, and the descriptor that it is written by.
+    """Wait for the lock and take it; return the draft inside it and a descriptor for writing it.
 
-    The draft is open from the start: opened by its name, it might be created in a lock that by now belongs to another.
+    The draft is opened before the lock is taken: opening it by name later could create it in a lock that by then
+    belongs to somebody else.
     """
     name = f"{identity_name(identify(os.getpid()))}~{os.urandom(6).hex()}"
     own = lock.with_name(f"{lock.name}-{os.urandom(6).hex()}")
@@ -112,7 +113,7 @@ def _take(storage: Storage, lock: Path, deadline: float) -> tuple[Path, int]:
 
 
 def _holder(lock: Path) -> str:
-    """The draft in the lock, by its name; empty when nobody has it."""
+    """Return the name of the draft in the lock; empty if nobody holds it."""
     try:
         return next(iter(os.listdir(lock)), "")  # noqa: PTH208 - only the name is wanted
     except OSError:

@@ -1,4 +1,4 @@
-"""The latest values in `metrics.jsonl`, which rank 0 may be writing at this moment."""
+"""Reads the latest values in `metrics.jsonl`, which rank 0 may be writing at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from cluster_ddp.run.lineage import Lineage
 from cluster_ddp.run.reading import as_number, as_time, as_whole, parse_lines, parse_object, read_tail
 
-# A long run's file is too long to be read every time; this much of its end holds tens of thousands of lines.
+# The file of a long run is too long to be read every time; this much of its end contains tens of thousands of lines.
 _TAIL_BYTES = 4 << 20
 # A row as `MetricsFile` writes it.
 _ROW = re.compile(
@@ -26,15 +26,14 @@ Row = dict[str, Any]
 
 @dataclass
 class LatestMetrics:
-    """Where training is and what it measured last."""
+    """Where training is, and what it measured last."""
 
     # step, samples: of the latest line that counts; None before the first
     step: int | None = None
     samples: int | None = None
     attempt: int = -1
-    values: dict[str, float] = field(default_factory=dict)  # latest value of each metric; NaN when it was not finite
-    # steps, times: of each attempt that the end of the file tells of: the highest step and the latest time (Unix
-    # seconds)
+    values: dict[str, float] = field(default_factory=dict)  # latest value of each metric; NaN if it was not finite
+    # steps, times: highest step and latest time (Unix seconds) of each attempt in the end of the file
     steps: dict[int, int] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
 
@@ -42,7 +41,7 @@ class LatestMetrics:
 def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
     """Read the end of a metrics file.
 
-    What an attempt has logged beyond the place that a later one goes on from does not count.
+    What an attempt has logged beyond the step that a later one continues from does not count.
     """
     try:
         data = read_tail(path, _TAIL_BYTES)
@@ -62,7 +61,7 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
         for key, value in row.items():
             if key in _POSITION:
                 continue
-            if type(value) is float and -sys.float_info.max <= value <= sys.float_info.max:  # nearly all of them
+            if type(value) is float and -sys.float_info.max <= value <= sys.float_info.max:  # the usual case
                 latest.values[key] = value
             elif value is None:
                 latest.values[key] = math.nan  # it was not finite
@@ -72,10 +71,10 @@ def read_latest(path: Path, lineage: Lineage) -> LatestMetrics:
 
 
 def _telling(data: bytes, lineage: Lineage) -> list[Row]:
-    """The rows that decide what is latest, found from the end while parsing as few of them as possible.
+    """Return the rows that decide what is latest, found from the end while parsing as few as possible.
 
-    None where that is not sure: only in a file in which every row is of a later step, or attempt, than the one before
-    do those at the end decide, and only what the names of all metrics are tells when enough of it is read.
+    Empty if that is not certain. The last rows decide only if each row has a later (attempt, step) than the one before;
+    they suffice once every metric named in the file has a value.
     """
     found = _ROW.findall(data)
     places = [(int(attempt), int(step)) for _, step, attempt in found]

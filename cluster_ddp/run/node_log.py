@@ -1,7 +1,7 @@
-"""The form of a node's log: each line says who printed it, so that the output of one rank can be picked out.
+"""The format of a node's log: each line says who printed it, so that the output of one rank can be selected.
 
-A node has one file, `attempts/NNN/node-<N>.log`, for all that its ranks and its torchrun print: files, not bytes, are
-what a large run would have too many of. Lines without a mark are the node program's own.
+A node has one file, `attempts/NNN/node-<N>.log`, for everything that its ranks and its torchrun print, because a large
+run would have too many files otherwise. Lines without a mark are the node program's own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ class LogLine:
     """A line of a node's log."""
 
     text: str
-    rank: int | None = None  # global rank; None for what torchrun and the node program print
-    is_error: bool = False  # it was printed on standard error; of ranks only
+    rank: int | None = None  # global rank; None for torchrun and the node program
+    is_error: bool = False  # whether it was printed on standard error; for ranks only
     by_torchrun: bool = False
 
     def marked(self) -> str:
-        """The line as it stands in the log."""
+        """Return the line as it is written to the log."""
         if self.by_torchrun:
             return f"[torchrun] {self.text}"
         return self.text if self.rank is None else f"[rank {self.rank}{' err' if self.is_error else ''}] {self.text}"
 
 
 def parse_line(line: str) -> LogLine:
-    """A line of a node's log, taken apart."""
+    """Parse a line of a node's log."""
     found = _MARKED.fullmatch(line)
     if found is None:
         return LogLine(line)

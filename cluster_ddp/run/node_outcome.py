@@ -1,4 +1,4 @@
-"""How a node has ended: the `outcome` of the event `node-finished`."""
+"""How a node ended: the values of `outcome` in the event `node-finished`."""
 
 DONE = "done"
 STOPPED = "stopped"

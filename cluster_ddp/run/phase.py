@@ -1,4 +1,4 @@
-"""What a rank is doing: in its heartbeat as a number, in events as a word."""
+"""What a rank is doing: a number in its heartbeat, a word in events."""
 
 from __future__ import annotations
 

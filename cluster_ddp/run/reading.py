@@ -1,7 +1,7 @@
-"""The one reader of a run's files, which may come from a stranger, another version, a broken disk or a live writer.
+"""The only reader of a run's files, which may be foreign, damaged, of a different version, or just being written.
 
-Only regular files are read, never through a link and never longer than their kind can be; a named pipe, a device or a
-sparse file of terabytes is refused before a byte is read. Values have known types and ranges, so that code that
+Only regular files are read, never through a link and never beyond the maximum length of their kind; a named pipe, a
+device or a sparse file of terabytes is refused before a byte is read. Values have known types and ranges, so code that
 computes with them or prints them needs no further checks.
 """
 
@@ -18,20 +18,20 @@ from typing import Any
 from cluster_ddp.run.storage import open_without_links
 
 MAX_RECORD = 1 << 20  # bytes of run.json, attempt.json and the stop file
-MAX_LINES = 16 << 20  # bytes of a file of lines that are read, its end: the events of a hundred thousand checkpoints
+MAX_LINES = 16 << 20  # bytes read from the end of a file of lines: the events of a hundred thousand checkpoints
 _MAX_LINE = 1 << 20  # bytes of a line
-_OBJECT_LINE = re.compile(rb"^[ \t]*\{[^\n]{4,%d}\}[ \t\r]*$" % _MAX_LINE, re.MULTILINE)  # `{"a":1}` at the least
-_LATEST = 253_370_764_800  # Unix seconds, the beginning of 9999: what the C library can turn into a date
+_OBJECT_LINE = re.compile(rb"^[ \t]*\{[^\n]{4,%d}\}[ \t\r]*$" % _MAX_LINE, re.MULTILINE)  # at least `{"a":1}`
+_LATEST = 253_370_764_800  # Unix seconds, the start of the year 9999: what the C library can convert to a date
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """The descriptor of a regular file, opened for reading without following links, and its size in bytes."""
+    """Open a regular file for reading without following links; return its descriptor and its size in bytes."""
     fd = open_without_links(path, os.O_RDONLY)
     return fd, os.fstat(fd).st_size
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file; `OSError` when it has more than `limit`."""
+    """Return all bytes of a regular file; raises `OSError` if it has more than `limit`."""
     fd, size = open_regular(path)
     try:
         data = _read(fd, size, limit + 1) if size <= limit else b""
@@ -43,7 +43,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_tail(path: Path, limit: int) -> bytes:
-    """The whole lines in the last `limit` bytes of a regular file."""
+    """Return the whole lines in the last `limit` bytes of a regular file."""
     fd, size = open_regular(path)
     try:
         if size <= limit:
@@ -55,10 +55,10 @@ def read_tail(path: Path, limit: int) -> bytes:
 
 
 def read_on(path: Path, place: int, limit: int) -> tuple[bytes, int | None]:
-    """What was appended to a file of lines since it was read up to `place`, and where that begins.
+    """Return what was appended to a file of lines since it was read up to `place`, and where that begins.
 
-    None when no line ends at `place`, or the file is shorter: it is not the one that was read. Of more than `limit`
-    bytes the last ones are read.
+    The latter is None if no line ends at `place`, or the file is shorter: it is not the file that was read. If more
+    than `limit` bytes were appended, only the last ones are read.
     """
     fd, size = open_regular(path)
     try:
@@ -76,7 +76,7 @@ def read_on(path: Path, place: int, limit: int) -> tuple[bytes, int | None]:
 
 
 def _read(fd: int, expected: int, limit: int) -> bytes:
-    """The bytes up to the end, at most `limit`; where they are as many as expected, with one call of the system."""
+    """Return the bytes up to the end, at most `limit`; with a single system call if there are as many as expected."""
     data = os.read(fd, min(limit, expected + 1))
     while len(data) != expected and len(data) < limit and (piece := os.read(fd, min(limit - len(data), 1 << 20))):
         data += piece
@@ -84,23 +84,23 @@ def _read(fd: int, expected: int, limit: int) -> bytes:
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """The objects among lines of JSON.
+    """Parse lines of JSON and return the objects.
 
-    Torn lines, damaged lines and lines that are not objects are skipped: the writer may have died, or be in the
-    middle of a line.
+    Torn lines, damaged lines and lines that are not objects are skipped: the writer may have died, or be in the middle
+    of a line.
     """
     lines = _OBJECT_LINE.findall(data)
     try:  # all at once, which takes a third of the time
         values = json.loads((b"[%s]" % b",".join(lines)).decode())
     except (ValueError, RecursionError):
         values = []
-    if len(values) != len(lines):  # a damaged one is among them
+    if len(values) != len(lines):  # one of them is damaged
         values = [parse_object(line) for line in lines]
     return [value for value in values if isinstance(value, dict)]
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file of the size of a record; None when it is missing, damaged or something else."""
+    """Read the object in a JSON file no larger than a record; None if it is missing, damaged or something else."""
     try:
         return parse_object(read_file(path, MAX_RECORD))
     except OSError:
@@ -108,7 +108,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def parse_object(data: bytes) -> dict[str, Any] | None:
-    """The JSON object that `data` holds, or None."""
+    """Parse `data` as a JSON object; None if it is not one."""
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -117,22 +117,22 @@ def parse_object(data: bytes) -> dict[str, Any] | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A number that can be computed with, as a float; None for anything else, infinities and NaN included."""
+    """Return a number that can be computed with, as a float; None for anything else, including infinities and NaN."""
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return float(value) if usable else None
 
 
 def as_time(value: Any) -> float | None:
-    """A moment in Unix seconds, from 1970 to the year 9999; None for anything else."""
+    """Return a time in Unix seconds, from 1970 to the year 9999; None for anything else."""
     moment = as_number(value)
     return moment if moment is not None and 0 <= moment < _LATEST else None
 
 
 def as_whole(value: Any) -> int | None:
-    """A step, a count, a number of something: an integer from 0 to 2**63 - 1; None for anything else."""
+    """Return a step or a count: an integer from 0 to 2**63 - 1; None for anything else."""
     return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def as_size(value: Any) -> int | None:
-    """A number of nodes, or of ranks on a node: an integer from 1 to 2**16; None for anything else."""
+    """Return a number of nodes, or of ranks per node: an integer from 1 to 2**16; None for anything else."""
     return value if type(value) is int and 0 < value <= 1 << 16 else None

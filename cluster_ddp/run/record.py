@@ -1,4 +1,4 @@
-"""The run's identity, `run.json`: small, replaced as a whole, the same from the first submission to the end."""
+"""The run's identity, `run.json`: small, replaced as a whole, and kept from the first submission to the end."""
 
 from __future__ import annotations
 
@@ -27,53 +27,53 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("cluster_ddp", "torch", "submitit", "numpy", "safetensors", "xxhash", "wandb")
 _GIT_SECONDS = 5.0
-_COMMENT = "cluster_ddp "  # begins the comment of a job of ours; the run's id follows
+_COMMENT = "cluster_ddp "  # begins the comment of our jobs; the run's id follows
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What does not follow from the job file: which run it is and what it was made with."""
+    """What cannot be derived from the job file: which run it is and what it was made with."""
 
     id: str
     name: str
     created: float  # Unix seconds
-    via: str  # how it is started: a way of `cluster_ddp.run.via`
+    via: str  # how it is started: one of the ways in `cluster_ddp.run.via`
     wandb_id: str
     # Every Slurm job that was submitted for the run, the latest last. A requeued job keeps its id
     slurm_job_ids: tuple[str, ...] = ()
-    # Commit of the user's code at submission, with `-dirty` when it had changes; None outside git
+    # Commit of the user's code at submission, with `-dirty` if it had changes; None outside git
     git_revision: str | None = None
-    # Of Python and the packages that matter, where the run was submitted
+    # Of Python and relevant packages, where the run was submitted
     versions: dict[str, str] = field(default_factory=dict)
-    # nodes, procs: nodes and ranks per node of the last attempt; of the job file before the first. None: decided on the
-    # node
+    # nodes, procs: nodes and ranks per node of the last attempt; before the first, those of the job file. None: decided
+    # on the node
     nodes: int | None = None
     procs: int | None = None
-    global_batch: int | None = None  # samples per step, resolved at the first attempt and kept for the life of the run
-    # The process that gives a job to a batch system, and since when, until the job's id is noted. Once that process is
-    # gone, the job may be in the queue or not
+    global_batch: int | None = None  # samples per step, fixed by the first attempt for the life of the run
+    # The process that submits a job to a batch system, and since when, until the job's id is noted. If that process is
+    # gone, the job may or may not be in the queue
     submitting: dict[str, Any] | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a process is giving a job of the run to a batch system."""
+        """Whether a process is submitting a job of the run to a batch system."""
         return is_claimed(self.submitting)
 
 
 @dataclass(frozen=True)
 class Unnoted:
-    """How squeue knows a job that may have been submitted for a run, and whose id nobody has noted."""
+    """How squeue shows a job that may have been submitted for a run, but whose id nobody has noted."""
 
-    names: frozenset[str]  # the run's or the sweep's, one of which its comment gives
+    names: frozenset[str]  # of the run or the sweep; its comment contains one of them
     task: int | None = None  # of the sweep's array
-    noted_arrays: frozenset[str] = frozenset()  # of the sweep, which begin with other elements
+    noted_arrays: frozenset[str] = frozenset()  # of the sweep, which begin with different elements
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
 
 
 def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
-    """The record of a run that is about to be made."""
+    """Make the record of a new run."""
     procs = spec.launch.procs_per_node
     return RunRecord(
         id=run_id,
@@ -90,12 +90,12 @@ def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
 
 
 def read_record(run: RunDirectory) -> RunRecord:
-    """The record of a run.
+    """Read the record of a run.
 
     Raises
     ------
     RunError
-        It cannot be read or is not what this package wrote, or the run has a link in place of a folder.
+        It cannot be read or was not written by this package, or one of the run's folders is a link.
     """
     run.refuse_links()
     try:
@@ -148,7 +148,7 @@ def update_record(run: RunDirectory, **changes: Any) -> None:
 
 
 def add_slurm_job(run: RunDirectory, job_id: str) -> None:
-    """Note another Slurm job of the run, which is no longer being submitted then; see `update_record`."""
+    """Note a further Slurm job of the run, which ends its submission; see `update_record`."""
     _change(
         run,
         lambda record: (
@@ -160,19 +160,19 @@ def add_slurm_job(run: RunDirectory, job_id: str) -> None:
 
 
 def announce_submission(run: RunDirectory) -> None:
-    """Note that this process is about to give a job of the run to a batch system, until its id is noted."""
+    """Note that this process is about to submit a job of the run to a batch system, until the job's id is noted."""
     update_record(run, submitting=claim())
 
 
 def slurm_comment(run_id: str) -> str:
-    """The comment of a run's Slurm jobs, by which they are recognised: Slurm reuses job ids."""
+    """Return the comment of a run's Slurm jobs, which identifies them: Slurm reuses job ids."""
     return f"{_COMMENT}{run_id}"
 
 
 def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
-    """What the comment of a job may call this run: its folder's name, its sweep's, and the id that it was made with.
+    """Return the names of this run in job comments: its folder's name, its sweep's, and the id that it was made with.
 
-    A person may have renamed the folder since. The jobs of a copy beside the original are the original's.
+    A person may have renamed the folder since. The jobs of a copy next to the original belong to the original.
     """
     names = {run.id} | ({run.sweep_id} if run.sweep_id else set())
     if record is not None and not os.path.lexists(run.path.parent / record.id / run.record_file.name):
@@ -181,9 +181,9 @@ def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
 
 
 def unnoted_job(run: RunDirectory, record: RunRecord) -> Unnoted | None:
-    """How to recognise a job whose submitter was killed while submitting it; None where that did not happen.
+    """Return how to recognize a job whose submitter was killed while submitting it; None if that did not happen.
 
-    The name of an element, which its own job's comment gives, may be that of one of another sweep as well.
+    The name of an element, which its own job's comment contains, may also be used in a different sweep.
     """
     if record.submitting is None or record.busy or run.sweep_id is not None:
         return None
@@ -191,7 +191,7 @@ def unnoted_job(run: RunDirectory, record: RunRecord) -> Unnoted | None:
 
 
 def run_in_comment(comment: str) -> str | None:
-    """The run that the comment of a Slurm job names, before the job file's own comment; None when it names none."""
+    """Return the run that the comment of a Slurm job names, in front of the job file's own comment; None if none."""
     words = comment.removeprefix(_COMMENT).split() if comment.startswith(_COMMENT) else []
     return words[0] if words else None
 
@@ -206,13 +206,13 @@ def _change(run: RunDirectory, change: Callable[[RunRecord], RunRecord]) -> None
 
 
 def code_folder(spec: JobSpec) -> Path:
-    """Where the user's code is, according to the job file."""
+    """Return where the user's code is, according to the job file."""
     source = spec.script or (spec.task or "").rpartition(":")[0]
     return Path(source).parent if os.sep in str(source) else Path.cwd()
 
 
 def _git_revision(folder: Path) -> str | None:
-    import subprocess  # only where a run is made: most processes that use this module never do that
+    import subprocess  # needed only where a run is made, which most processes that use this module do not do
 
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -223,8 +223,8 @@ def _git_revision(folder: Path) -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that matter, here; a package that is not installed is omitted."""
-    import importlib.metadata  # slow to load, and only needed where a run or an attempt is made
+    """Return the versions of Python and relevant packages here, without packages that are not installed."""
+    import importlib.metadata  # slow to load, and needed only where a run or an attempt is made
 
     versions = {"python": "{}.{}.{}".format(*sys.version_info[:3])}
     for package in _PACKAGES:

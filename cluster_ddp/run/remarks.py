@@ -1,4 +1,4 @@
-"""What a user should know about a run besides its state: warnings, and what has failed in it."""
+"""What a user should know about a run besides its state: warnings, and what failed in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_WARNINGS = 10
 
 
 def warnings_of(history: History) -> tuple[str, ...]:
-    """What training warned about since the last `resume`, each once, the latest last."""
+    """Return what training warned about since the last `resume`, each text once, the latest last."""
     warned = [event for event in history.events if event["event"] == WARNING]
     current = [event for event in warned if (as_whole(event.get("attempt")) or 0) >= history.first_number]
     messages = [str(event.get("message")) for event in current]
@@ -25,7 +25,7 @@ def warnings_of(history: History) -> tuple[str, ...]:
 
 
 def _ran_on(history: History) -> list[str]:
-    """Which nodes still ran an attempt after a newer one had begun, which the attempt could not help."""
+    """Name the nodes that kept running an attempt after a newer one had begun, which it could not prevent."""
     told = []
     for number, event in history.ran_on():
         until = moment(float(event["time"]))
@@ -36,7 +36,7 @@ def _ran_on(history: History) -> list[str]:
 
 
 def last_failure(history: History) -> str | None:
-    """The attempt, rank, host and error of the last failure since the last `resume`, if there was one."""
+    """Describe the last failure since the last `resume` with its attempt, rank, host and error; None without one."""
     for record in reversed(history.attempts):
         if record.number >= history.first_number and (failed := what_failed(history, record.number)):
             return f"attempt {record.number}: {failed}"
@@ -44,5 +44,5 @@ def last_failure(history: History) -> str | None:
 
 
 def moment(seconds: float) -> str:
-    """A time in Unix seconds as people write it, in their own zone."""
+    """Format a time in Unix seconds for people, in the local time zone."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -1,6 +1,6 @@
-"""The states of the ended runs of a folder, in the user's cache, so that listing many need not read them all again.
+"""A cache, per user, of the states of a folder's ended runs, so that listing many need not read them all again.
 
-Each is kept with a mark of every file and folder that its state was read from, and is valid only while these are
+Each state is kept with a mark of every file and folder that it was read from, and is valid only while these are
 unchanged. The cache can be deleted at any time; only the next listing takes longer.
 """
 
@@ -33,8 +33,8 @@ from cluster_ddp.slurm.states import SlurmJob
 _FORMAT = 1
 _MAX_BYTES = 256 << 20  # a hundred thousand runs
 _ENDED = (RunState.COMPLETED, RunState.FAILED, RunState.STALLED, RunState.STOPPED, RunState.CANCELLED)
-# What has changed a moment ago may change again without changing its mark: some file systems count whole seconds,
-# and the clock of another may be late.
+# What changed a moment ago may change again without changing its mark: some file systems count whole seconds, and
+# another host's clock may be late.
 _REST_SECONDS = 600.0
 
 Marks = dict[str, list[int] | None]
@@ -42,7 +42,7 @@ Marks = dict[str, list[int] | None]
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run that ended for good and has not changed since, as a `KnownRun` is one that has to be read."""
+    """A run that ended for good and has not changed since; used like a `KnownRun`, but need not be read."""
 
     run: RunDirectory
     slurm_job_ids: list[str]
@@ -50,12 +50,12 @@ class EndedRun:
 
 
 class EndedRuns:
-    """The ended runs of one folder that a person has looked at before.
+    """The ended runs of one folder that the user has listed before.
 
     Parameters
     ----------
     folder
-        What holds the runs: a runs folder, or that of a sweep.
+        The folder that contains the runs: a runs folder, or that of a sweep.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,11 +68,11 @@ class EndedRuns:
         return _read(self._file, self._header)
 
     def know(self, run: RunDirectory) -> KnownRun | EndedRun:
-        """What to ask squeue about; read from the run only where necessary."""
+        """Return what to query squeue for, reading from the run only if necessary."""
         return self._recall(run) or know(run)
 
     def describe(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-        """Say where a run stands (see `cluster_ddp.run.status.describe`), and remember it if it has ended."""
+        """Return the status of a run (see `cluster_ddp.run.status.describe`), and remember it if the run has ended."""
         alone = _is_alone(known.slurm_job_ids, slurm_jobs)
         if isinstance(known, EndedRun):
             return known.status if alone else describe_known(know(known.run), slurm_jobs)
@@ -82,13 +82,13 @@ class EndedRuns:
         return status
 
     def summarize(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
-        """Say in short where a run stands; too little is read for this to be remembered."""
+        """Return the short status of a run, which reads too little to be remembered."""
         if isinstance(known, KnownRun):
             return summarize_known(known, slurm_jobs)
         return self.describe(known, slurm_jobs)
 
     def save(self, looked_at: Sequence[RunDirectory]) -> None:
-        """Write the cache, without runs that no longer exist; it does not matter if it cannot be written."""
+        """Write the cache, without runs that no longer exist; failing to write it does not matter."""
         if not self._changed:
             return
         names = {run.path.name for run in looked_at}
@@ -106,7 +106,7 @@ class EndedRuns:
                 return None
             return EndedRun(run, kept["slurm_job_ids"], _status_from(kept["status"]))
         except (KeyError, TypeError, ValueError):
-            return None  # kept by another revision of this version, whose statuses have other fields
+            return None  # written by a different revision of this version, whose statuses have different fields
 
     def _keep(self, known: KnownRun, status: RunStatus) -> None:
         marks = _marks_of(known.run)
@@ -134,7 +134,7 @@ def _cache_folder() -> Path:
 
 
 def _read(file: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """The runs in a cache that this version has written for this folder; none when it is damaged or not ours."""
+    """Return the runs in a cache that this version wrote for this folder; empty if it is damaged or not ours."""
     try:
         data = read_file(file, _MAX_BYTES) if is_mine(file) else b""
     except OSError:
@@ -147,9 +147,10 @@ def _read(file: Path, header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marks_of(run: RunDirectory) -> Marks:
-    """A mark of all that a run's state is read from, by the path in the run.
+    """Return a mark of everything that a run's state is read from, by the path in the run.
 
-    What lies in an attempt's folder, or a checkpoint's, is never written in place, so that the folder tells.
+    The contents of an attempt's or a checkpoint's folder are never written in place, so the mark of the folder
+    suffices.
     """
     paths = [run.record_file, run.metrics_file, run.checkpoints, run.attempts, run.events]
     with contextlib.suppress(OSError):
@@ -160,7 +161,7 @@ def _marks_of(run: RunDirectory) -> Marks:
 
 
 def _mark(path: str) -> list[int] | None:
-    """When a file was changed, its length and which it is; None when there is none."""
+    """Return when a file was changed, its length and its identity; None if there is none."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -173,7 +174,7 @@ def _are_as_marked(root: str, marks: Marks) -> bool:
 
 
 def _to_json(status: RunStatus) -> dict[str, Any]:
-    """All of a status; numbers that are not finite stay what they are, which only Python's own JSON can."""
+    """Convert a whole status to JSON; numbers that are not finite are kept, which only Python's own JSON can do."""
     return {**vars(status), "record": vars(status.record), "goodput": vars(status.goodput)}
 
 

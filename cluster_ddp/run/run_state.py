@@ -1,4 +1,4 @@
-"""The states of a run, as people see them."""
+"""The states of a run, as shown to people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class RunState(str, enum.Enum):
-    """Where a run stands."""
+    """The state of a run."""
 
     PENDING = "PENDING"
     HELD = "HELD"

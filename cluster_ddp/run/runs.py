@@ -1,4 +1,4 @@
-"""Making a run's folder with its job and its batch script, and finding runs by path, id or prefix."""
+"""Creating a run's folder with its job and its batch script, and finding runs by path, id or prefix."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _START_FAILED_SOURCE = Path(__file__).with_name("start_failed.sh")
 
 
 def runs_dir_of(spec: JobSpec | None) -> Path:
-    """The folder that holds the runs: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute.
+    """Return the runs folder: the job's `runs_dir`, else $CLUSTER_DDP_RUNS, else ./runs; absolute.
 
-    Without a job, that of the site file.
+    Without a job, the site file's `runs_dir` is used.
     """
     chosen = (spec.runs_dir if spec is not None else None) or os.environ.get(RUNS_VARIABLE)
     if not chosen and spec is None and site_file() is not None:
@@ -42,12 +42,17 @@ def runs_dir_of(spec: JobSpec | None) -> Path:
 def create_run(
     spec: JobSpec, *, runs_dir: Path, via: str, script: str | None, folder: str | None = None
 ) -> RunDirectory:
-    """Make the folder of a new run and everything in it that is known before it starts; or a `RunError`.
+    """Create the folder of a new run and everything in it that is known before it starts.
 
     Parameters
     ----------
     folder
         Its name; by default the job's name, the time and four digits that no other run has.
+
+    Raises
+    ------
+    RunError
+        It cannot be created.
     """
     from cluster_ddp.run.storage import Storage
 
@@ -66,7 +71,7 @@ def create_run(
 
 
 def keep_script(storage: Storage, script: Path, text: str, *, mode: int) -> None:
-    """Write a batch script, and beside it `start-failed.sh`, which it calls."""
+    """Write a batch script, and next to it `start-failed.sh`, which it calls."""
     from cluster_ddp.run.storage import replace_file
 
     replace_file(storage, script.with_name(START_FAILED), _START_FAILED_SOURCE.read_bytes(), mode=mode & 0o660)
@@ -74,17 +79,17 @@ def keep_script(storage: Storage, script: Path, text: str, *, mode: int) -> None
 
 
 def share_with_group(folder: Path) -> None:
-    """Let the group of a folder change what is in it, now and later."""
+    """Let the group of a folder change its contents, now and later."""
     folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXG | stat.S_ISGID)
 
 
 def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, bool]:
-    """The run of that very folder, and whether it was made here: of several machines one makes it, the others find it.
+    """Return the run in exactly that folder, and whether it was made here: one of several machines makes it.
 
     Raises
     ------
     RunError
-        The folder cannot be made, or holds something else.
+        The folder cannot be made, or contains something else.
     """
     from cluster_ddp.run.storage import Storage
 
@@ -97,7 +102,7 @@ def make_or_join(spec: JobSpec, path: Path, *, via: str) -> tuple[RunDirectory, 
             limit_umask()
             storage.mkdir(draft.path)
             _fill(storage, draft, spec, run_id=run.id, via=via, script=None, code=code)
-            storage.rename(draft.path, path)  # fails when the other has come first: it is not empty then
+            storage.rename(draft.path, path)  # fails if a different machine was first, as the folder is then not empty
             storage.fsync_dir(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -116,7 +121,7 @@ def _cannot_make(runs_dir: Path, error: OSError) -> RunError:
 
 
 def _code_of(spec: JobSpec, runs_dir: Path) -> Code | None:
-    """What a run is to keep of the user's code; None where it is to use what is there when it starts."""
+    """Return the user's code that a run is to copy; None if it uses the code as it is at each start."""
     if not spec.launch.snapshot:
         return None
     from cluster_ddp.run.code import find_code
@@ -135,7 +140,7 @@ def _fill(
     script: str | None,
     code: Code | None,
 ) -> None:
-    from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do without
+    from cluster_ddp.job import dump_resolved  # loads pydantic, which most users of this module do not need
     from cluster_ddp.run.record import new_record, write_record
     from cluster_ddp.run.storage import replace_file
 
@@ -160,12 +165,12 @@ def _new_folder(storage: Storage, runs_dir: Path, name: str) -> RunDirectory:
         try:
             storage.mkdir(run.path)
         except FileExistsError:
-            continue  # made by another in the same second: draw again
+            continue  # made by somebody else in the same second: draw again
         return run
 
 
 def list_runs(folder: Path) -> list[RunDirectory]:
-    """The runs in a folder, the oldest first; none when the folder does not exist."""
+    """List the runs in a folder, the oldest first; empty if the folder does not exist."""
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir()]
     except OSError:
@@ -175,12 +180,12 @@ def list_runs(folder: Path) -> list[RunDirectory]:
 
 
 def find_run(text: str, runs_dir: Path) -> RunDirectory:
-    """The run that `text` names: a run directory, a run id, or a unique prefix of one.
+    """Return the run that `text` names: a run directory, a run id, or a unique prefix of one.
 
     Raises
     ------
     RunNotFound
-        None is meant, or more than one; the message lists what is there.
+        No run, or more than one, matches; the message lists what is there.
     """
     if not text.strip():
         raise RunNotFound("no run given: give a run directory, a run id or a unique prefix of one")
@@ -188,7 +193,7 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
     if at_path.exists():
         return at_path
     if os.sep in text:
-        in_sweep = RunDirectory(runs_dir / text)  # an element, by its sweep's name and its own
+        in_sweep = RunDirectory(runs_dir / text)  # an element, as its sweep's name and its own
         if in_sweep.exists() and not text.startswith(("~", os.pardir)):
             return in_sweep
         _refuse_sweep(at_path.path)
@@ -213,12 +218,12 @@ def find_run(text: str, runs_dir: Path) -> RunDirectory:
 
 
 def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
-    """The run that `text` names, for a command that changes it, and whose files are to be as the run shares them.
+    """Return the run that `text` names, for a command that changes it, and set the umask to suit the run.
 
     Raises
     ------
     RunError
-        As `find_run` says, or a link stands in place of one of its folders.
+        As for `find_run`, or one of the run's folders is a link.
     """
     run = find_run(text, runs_dir)
     run.refuse_links()
@@ -227,7 +232,7 @@ def find_run_to_change(text: str, runs_dir: Path) -> RunDirectory:
 
 
 def _refuse_sweep(folder: Path) -> None:
-    """Raise when a sweep is in a folder, for a command that takes one run."""
+    """Raise if a folder contains a sweep, for a command that takes one run."""
     if not os.path.lexists(folder / SWEEP_RECORD):
         return
     elements = list_runs(folder)
@@ -239,7 +244,7 @@ def _refuse_sweep(folder: Path) -> None:
 
 
 def _refuse_not_begun(folder: Path) -> None:
-    """Raise when an element of a sweep may be meant that has no run yet."""
+    """Raise if a folder that does not exist may be an element of a sweep that has not started."""
     sweep = folder.parent
     if os.path.lexists(sweep / SWEEP_RECORD):
         raise RunNotFound(
@@ -261,7 +266,7 @@ def _absolute(text: str) -> Path:
 
 
 def _created(run: RunDirectory) -> str:
-    """The time in the run's id, as a string that sorts; empty when a person renamed the folder."""
+    """Return the time in the run's id, as a string that sorts; empty if a person renamed the folder."""
     stamp = re.search(r"-(\d{8}-\d{6})-[0-9a-f]{4}$", run.id)
     return stamp.group(1) if stamp else ""
 

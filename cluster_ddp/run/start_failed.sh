@@ -1,17 +1,17 @@
 #!/bin/bash
 # bash start-failed.sh RUN_DIRECTORY again|once REASON
 #
-# What becomes of a start of a job that has failed before its keeper ran, maybe on a host where no Python starts, which is
-# why this is bash: an event of the run says so. With "again" Slurm is asked to queue the job again, since nobody else
-# can and another host may do better: this many times in a row.
+# Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
+# to requeue the job, since nothing else can and a different host may do better. It is bash because Python may not start
+# on this host. The limit on requeues in a row:
 tries=3
 
 run=$1 again=$2 reason=$3
 
-trap : USR1 USR2 HUP TERM # Slurm's signals must not end it half-way
-unset SLURM_TIME_FORMAT                # moments are compared
+trap : USR1 USR2 HUP TERM # Slurm's signals must not end this script half-way
+unset SLURM_TIME_FORMAT                # times are compared
 
-# A call of Slurm's commands; once more where a signal has ended it, since Slurm sends its SIGTERM to all of a job.
+# Calls a Slurm command; once more if a signal ended it, since Slurm sends its SIGTERM to all of a job.
 call() {
     local status
     for _ in 1 2; do
@@ -22,13 +22,13 @@ call() {
     return "$status"
 }
 
-# Whether a job, as Slurm shows it, is queued again already: by Slurm, or by a call that did not live to say so.
+# Whether a job, as Slurm shows it, was requeued already: by Slurm, or by a call that was killed before it returned.
 is_queued() {
     [[ $1 =~ Restarts=([0-9]+) ]] && ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
 }
 
-# Why Slurm ends this start, as it shows the job; nothing where it does not, or for good. A preemption may be that of an
-# earlier start.
+# Why Slurm ends this start, from how it shows the job; empty if it does not, or ends the job for good. A preemption may
+# belong to an earlier start.
 why_it_ends() {
     local began=''
     [[ $1 =~ StartTime=([0-9T:-]+) ]] && began=${BASH_REMATCH[1]}
@@ -41,7 +41,7 @@ why_it_ends() {
     fi
 }
 
-# Has Slurm queue this job again. When it accepts, it ends all of the job, and scontrol maybe before that can say so.
+# Requeues this job. When Slurm accepts that, it ends all of the job, possibly before scontrol can report success.
 requeue() {
     for _ in 1 2 3; do
         timeout 60 scontrol requeue "$task" && return
@@ -59,34 +59,34 @@ has_others() {
 }
 
 task=$SLURM_JOB_ID queued=false leave='' shown='' ends=''
-[[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its siblings
+[[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # not its sibling tasks
 by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
 
-# Which start of this job was the last in which an attempt has begun.
+# The last start of this job in which an attempt began.
 begun=0
 record=$(printf '%s\n' "$run"/attempts/*/attempt.json | sort -V | tail -n 1)
 [[ -f $record ]] && record=$(<"$record")
 [[ $record == *"\"slurm_job_id\": \"$task\""* && $record =~ \"restart_count\":\ ([0-9]+) ]] && begun=${BASH_REMATCH[1]}
 
 if [[ $again == again ]]; then
-    # To queue it again would bring back a job which its owner has cancelled meanwhile, so Slurm is asked first, for a
-    # few minutes if its controller is away.
+    # A requeue would bring back a job that its owner has cancelled meanwhile, so Slurm is asked first, for a few
+    # minutes if its controller is away.
     for slept in {0..12}; do
         shown=$(call scontrol show job -o "$task")
         answered=$? ends=$(why_it_ends "$shown")
         case $answered,$slept in
-            0,0) [[ $shown == *JobState=RUNNING* && ! $ends ]] || break ;; # no time is left
-            0,* | 127,*) break ;; # it has answered, or there is no scontrol here
+            0,0) [[ $shown == *JobState=RUNNING* && ! $ends ]] || break ;; # there is no time left
+            0,* | 127,*) break ;; # Slurm has answered, or there is no scontrol here
         esac
         sleep 10 &
-        wait $! # which a signal ends
+        wait $! # interrupted by a signal
     done
     if is_queued "$shown"; then
         queued=true
     elif ((${SLURM_RESTART_COUNT:-0} - begun <= tries)) && [[ $ends || $shown == *JobState=RUNNING* ]]; then
-        # It has failed here before by itself, and is kept from no host so far. Once it is queued, there may be no time
-        # to ask.
+        # Exclude this host if a start failed here before, not ended by Slurm, and the job excludes no host yet. This is
+        # determined before the requeue, after which there may be no time to ask Slurm.
         [[ ! $ends && $shown == *"ExcNodeList=(null)"* ]] && grep -sqv "$by_slurm" "$said" && has_others &&
             leave=$SLURMD_NODENAME
         requeue && queued=true
@@ -102,6 +102,6 @@ printf '{"time": %s, "event": "start-failed", "attempt": null, "slurm_job_id": "
     "\"host\": \"${SLURMD_NODENAME:-}\", \"queued\": $queued, \"reason\": \"${words//[[:cntrl:]]/ }\"" \
     >>"$said"
 
-# Only a job that waits in the queue is kept from a host.
+# Hosts can be excluded only while the job is in the queue.
 $queued && [[ -n $leave ]] && call scontrol update JobId="$task" ExcNodeList="$leave" &&
     echo "job.sbatch: $leave failed more than once: excluded from now on" >&2

@@ -1,4 +1,4 @@
-"""Which state a run is in, and why: its own events and what Slurm says of its job, weighed against each other."""
+"""Determines which state a run is in, and why, from its own events and from what Slurm says about its job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOCAL_START_SECONDS = 60.0
 def state_of(
     history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
-    """State and reason: what is final by the run's own events, then what is alive, then how the last attempt ended."""
+    """Return state and reason: what the run's events settle, else what is alive, else how the last attempt ended."""
     outcome = outcome_so_far(history)
     if outcome is not None and outcome.settled:
         return outcome.ending.state, None if outcome.ending is Ending.COMPLETED else outcome.why
@@ -45,7 +45,7 @@ def state_of(
 
 
 def _waiting(outcome: AttemptOutcome | None, job: SlurmJob, failed: str | None) -> tuple[RunState, str | None]:
-    """State and reason of a run in the queue: why it is there again, and what Slurm says it waits for."""
+    """Return state and reason of a run in the queue: why it was requeued, and what Slurm says it is waiting for."""
     said = in_words(job.reason)
     if job.starts is not None:
         said = f"{said or 'in the queue'}; Slurm expects it to start at {moment(job.starts)}"
@@ -58,7 +58,7 @@ def _waiting(outcome: AttemptOutcome | None, job: SlurmJob, failed: str | None) 
 def _without_slurm(
     history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
-    """The state of a run that Slurm is no part of or knows no living job of, or where it could not be asked."""
+    """Return state and reason of a run without Slurm, or whose job Slurm does not know, or could not be asked about."""
     last = history.current_attempt
     if last is None:
         if not ids and _should_have_begun(history, record):
@@ -88,7 +88,7 @@ def _without_slurm(
 
 
 def _should_have_begun(history: History, record: RunRecord | None) -> bool:
-    """Whether a local run was started a while ago: its attempt begins a moment later, or never."""
+    """Whether a local run was started a while ago: its attempt begins within moments, or never."""
     if record is None or record.via != LOCAL:
         return False
     wished = max((float(event["time"]) for event in history.resume_requests), default=record.created)
@@ -118,10 +118,10 @@ def _never_began(
 def _ended(
     history: History, record: RunRecord | None, number: int, job: SlurmJob | None, *, answered: bool
 ) -> tuple[RunState, str | None]:
-    """State and reason once the last attempt is over, from how it ended and what Slurm made of that."""
+    """Return state and reason once the last attempt is over, from how it ended and what Slurm did then."""
     outcome: AttemptOutcome = outcome_of(history, number)
     cancelled = job is not None and job.state == "CANCELLED"
-    if not cancelled and (delayed := why_delayed(history)):  # killed while it tried
+    if not cancelled and (delayed := why_delayed(history)):  # the keeper was killed while retrying
         return RunState.FAILED, f"requeue failed: {delayed}. To continue: cluster-ddp resume {history.run.id}"
     requeued = history.of_attempt(number, events.REQUEUED)
     if requeued and not answered and history.attempts[-1].slurm_job_id:
@@ -129,9 +129,9 @@ def _ended(
     if job is not None and cancelled and requeued and outcome.ending is not Ending.STOPPED_BY_PERSON:
         return RunState.CANCELLED, f"Slurm job {job.job_id} was cancelled while it waited to continue"
     last = history.attempts[-1]
-    came_to_nothing = requeued and not outcome.ending.final  # since no other attempt has begun
+    came_to_nothing = requeued and not outcome.ending.final  # no further attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
-        # Newer Slurms call a job PREEMPTED that has once been so, however its last start has ended.
+        # Newer Slurm versions call a job PREEMPTED if it ever was, however its last start ended.
         storage = "" if job.state == "DEADLINE" else "The batch host may not have been able to use the run directory. "
         return RunState.LOST, (
             f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
@@ -165,7 +165,7 @@ def _ended(
 
 
 def _end_by_slurm(job: SlurmJob) -> str:
-    """The state in which Slurm has ended a job, with its reason where it has one."""
+    """Return the state in which Slurm ended a job, with its reason if there is one."""
     return f"{job.state} (Slurm: {job.reason})" if job.reason not in ("", "None") else job.state
 
 
@@ -181,7 +181,7 @@ def _unseen(job_id: str | None, host: str) -> str:
 
 
 def how_to_release(job: SlurmJob) -> str:
-    """Why Slurm holds a job, and who can release it, and how."""
+    """Say why Slurm holds a job, who can release it, and how."""
     why = job.state if job.reason in ("", "None") else job.reason
     if job.reason == "JobHeldAdmin":
         return f"an administrator holds Slurm job {job.job_id} ({why}); ask them for: scontrol release {job.job_id}"
@@ -189,18 +189,18 @@ def how_to_release(job: SlurmJob) -> str:
 
 
 def see_output(record: RunRecord | None, job_id: str) -> str:
-    """Where a job's output is, for people: the file's name in the run directory."""
+    """Say where a job's output is: the file's name in the run directory."""
     output = QUEUED.get(record.via if record is not None else SBATCH, QUEUED[SBATCH])
     return f"(see {output.format(job=job_id)})"
 
 
 def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
-    """State and reason of a run of which no job is known: it is being submitted, or its submission was cut off.
+    """Return state and reason of a run without a known job: it is being submitted, or its submission was cut off.
 
     Parameters
     ----------
     answered
-        Whether Slurm could be asked.
+        Whether Slurm could be queried.
     """
     if record.busy:
         return RunState.PENDING, "not submitted yet"
@@ -213,12 +213,12 @@ def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:
 
 
 def failed_start(history: History, record: RunRecord | None, job_id: str, *, queued: bool) -> str | None:
-    """Why the latest start of a job has failed before its attempt began; None when it has not.
+    """Return why the latest start of a job failed before its attempt began; None if it did not.
 
     Parameters
     ----------
     queued
-        Whether to look for one after which the job was queued again, or for one that was the last.
+        Whether to look for a failed start after which the job was requeued, or for one that was the last.
     """
     failed = _latest_failed(history, job_id)
     if failed is None or bool(failed.get("queued")) is not queued:
@@ -229,7 +229,7 @@ def failed_start(history: History, record: RunRecord | None, job_id: str, *, que
 
 
 def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | None:
-    """What keeps a job that runs from training; None once its ranks do, and when that is not known."""
+    """Return what keeps a running job from training; None once its ranks train, or if unknown."""
     last = history.current_attempt
     if last is None or last.slurm_job_id not in (None, job_id) or history.of_attempt(last.number, events.REQUEUED):
         return f"starting: no attempt yet, still in launch.setup or starting Python {see_output(record, job_id)}"
@@ -243,7 +243,7 @@ def waits_for(history: History, record: RunRecord | None, job_id: str) -> str | 
 
 
 def _latest_failed(history: History, job_id: str) -> Event | None:
-    """The last event of a start of this job that failed, if no attempt has begun in it since."""
+    """Return the event of this job's latest failed start, if no attempt has begun in the job since."""
     failed = [event for event in history.events if event["event"] == events.START_FAILED]
     if not failed or str(failed[-1].get("slurm_job_id")) != job_id:
         return None

@@ -1,4 +1,4 @@
-"""The status of a run, from its directory and, if Slurm answers, from Slurm: what `cluster-ddp status` shows."""
+"""The status of a run, as shown by `cluster-ddp status`: from its directory and, if Slurm answers, from Slurm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.state import state_of
 from cluster_ddp.slurm.states import SlurmJob
 
-# The only events, besides checkpoints, that say how far an attempt came; some are written by the node programs.
+# The only events, besides checkpoints, that say how far an attempt got; some are written by the node programs.
 _TELL_A_STEP = (events.STARTED, events.RESUMED, events.FAILED, events.RANK_FAILED, events.HANG, events.NODE_FINISHED)
 _IN_JSON = (
     "run_id", "name", "state", "attempts", "step", "total_steps", "samples", "training", "last_checkpoint", "metrics",
@@ -33,37 +33,37 @@ _IN_JSON = (
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What `list` shows of a run: all that is known without reading what training has measured."""
+    """What `list` shows of a run: everything known without reading the metrics."""
 
     run_id: str
     name: str
     state: RunState
-    reason: str | None  # why the run is in its state, in plain words; None when there is nothing to say
-    attempts: int  # how many there were; each allocation and each local start is one
-    last_checkpoint: int | None  # step of the newest checkpoint; None when there is none
+    reason: str | None  # why the run is in its state, in plain words; None if there is nothing to say
+    attempts: int  # how many there were; each allocation or local start is one
+    last_checkpoint: int | None  # step of the newest checkpoint; None if there is none
     slurm_job_id: str | None
     directory: str
-    record: RunRecord | None  # the run's identity, which `status --json` omits; None when run.json cannot be read
+    record: RunRecord | None  # the run's identity, omitted by `status --json`; None if run.json cannot be read
 
 
 @dataclass(frozen=True)
 class RunStatus(RunSummary):
-    """The contract of `status --json`, and `goodput`."""
+    """The fields of `status --json`, and `goodput`."""
 
-    # step, total_steps, samples: steps finished, steps in all, samples consumed; None when not known yet
+    # step, total_steps, samples: finished steps, all steps, consumed samples; None if not known yet
     step: int | None
     total_steps: int | None
     samples: int | None
-    # What a step is, in plain words: ranks, global batch, peak learning rate; None when not known
+    # What a step is, in plain words: ranks, global batch, peak learning rate; None if not known
     training: str | None
-    reports_nothing: bool  # it is a script that does not report its steps; omitted in `status --json`
+    reports_nothing: bool  # whether it is a script that does not report its steps; omitted by `status --json`
     metrics: dict[str, float]  # latest value of each metric
-    warnings: tuple[str, ...]  # what training warned of since the last `resume`, each once, the latest last
+    warnings: tuple[str, ...]  # what training warned about since the last `resume`, each text once, the latest last
     goodput: Goodput
-    world_size: int | None  # ranks of the last attempt that trained; None when not known yet
-    samples_per_second: float | None  # of a run that trains, if it measures them
-    seconds_left: float | None  # of training, if nothing interrupts it; None when not known, or not training
-    last_failure: str | None  # attempt, rank, host and error, for people; None when nothing has failed
+    world_size: int | None  # ranks of the last attempt that trained; None if not known yet
+    samples_per_second: float | None  # while the run trains, if it measures them
+    seconds_left: float | None  # of training, if nothing interrupts it; None if not known, or not training
+    last_failure: str | None  # attempt, rank, host and error, for people; None if nothing has failed
 
     def to_json(self) -> dict[str, Any]:
         """The object that `status --json` prints."""
@@ -73,18 +73,18 @@ class RunStatus(RunSummary):
 
 
 def describe(run: RunDirectory, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-    """The status of a run.
+    """Return the status of a run.
 
     Parameters
     ----------
     slurm_jobs
-        What squeue says, by job id; jobs that it no longer knows are missing. None when Slurm could not be asked.
+        What squeue says, by job id; jobs that it no longer knows are missing. None if Slurm could not be queried.
     """
     return describe_known(know(run), slurm_jobs)
 
 
 def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-    """The status of a run whose jobs have been looked up already; see `describe`."""
+    """Return the status of a run whose jobs have been looked up already; see `describe`."""
     history = read_history(known.run, known.attempts)
     summary = _summary(known, history, slurm_jobs)
     step, samples = _position(history, history.metrics)
@@ -115,7 +115,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
 
 
 def summarize_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
-    """The short status of a run; see `describe`."""
+    """Return the short status of a run; see `describe`."""
     return _summary(known, read_history(known.run, known.attempts), slurm_jobs)
 
 
@@ -147,7 +147,7 @@ def _last_job_id(history: History, ids: list[str]) -> str | None:
 
 
 def _position(history: History, metrics: LatestMetrics) -> tuple[int | None, int | None]:
-    """Steps and samples according to the latest attempt that reported any."""
+    """Return steps and samples according to the latest attempt that reported any."""
     for record in reversed(history.attempts):
         logged = [metrics.step] if record.number == metrics.attempt and metrics.step is not None else []
         steps = [*_steps_in(history, record.number, events.CHECKPOINT, events.STOPPED, events.COMPLETED), *logged]
@@ -177,7 +177,7 @@ def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | No
 
 
 def _latest(history: History, name: str) -> Any:
-    """The latest value of that name in an event of the latest attempt: the clocks of two hosts may differ."""
+    """Return the latest value with that name in an event of the latest attempt: the clocks of two hosts may differ."""
     told = (event for event in reversed(history.events) if event.get(name) is not None)
     latest = max(told, key=lambda event: as_whole(event.get("attempt")) or 0, default=None)
     return None if latest is None else latest[name]
@@ -185,10 +185,10 @@ def _latest(history: History, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Outlook:
-    """How fast a run trains and when it will be done, by what it measured last."""
+    """How fast a run trains and when it will finish, from its latest measurements."""
 
-    samples_per_second: float | None  # None when the run does not measure it
-    ends: float | None  # Unix seconds when the last step will be finished, if nothing comes between; None: not known
+    samples_per_second: float | None  # None if the run does not measure it
+    ends: float | None  # Unix seconds at which the last step will finish if nothing interrupts it; None if not known
 
     @property
     def seconds_left(self) -> float | None:
@@ -197,7 +197,7 @@ class Outlook:
 
 
 def outlook_of(history: History, total_steps: int | None) -> Outlook:
-    """The outlook of a run that trains, from the last line of its metrics."""
+    """Return the outlook of a run that trains, from the last line of its metrics."""
     latest = history.metrics
     seconds, measured = latest.values.get("seconds_per_step"), latest.times.get(latest.attempt)
     rate = latest.values.get("samples_per_second")
@@ -208,12 +208,12 @@ def outlook_of(history: History, total_steps: int | None) -> Outlook:
     return Outlook(rate if rate is not None and rate > 0 else None, ends)
 
 
-_SILENT_SECONDS = 120.0  # they give one every few seconds; network storage may show it a minute late
+_SILENT_SECONDS = 120.0  # nodes touch their file every few seconds; network storage may show it a minute late
 _NAMED = 3
 
 
 def silent_nodes(history: History) -> str | None:
-    """Which nodes of the last attempt have given no sign of life for minutes, in words; None when all do."""
+    """Name the nodes of the last attempt that have given no sign of life for minutes; None if all do."""
     if history.last is None:
         return None
     attempt = history.run.attempt(history.last.number)
@@ -223,7 +223,7 @@ def silent_nodes(history: History) -> str | None:
         if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
             host = str(event.get("host") or f"node {node}")
             touched[host] = min(moment, touched.get(host, moment))
-    now = max([time.time(), *touched.values()])  # the storage has a clock of its own, which may be ahead
+    now = max([time.time(), *touched.values()])  # the storage has its own clock, which may be ahead
     silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
     if not silent:
         return None
@@ -235,7 +235,7 @@ def silent_nodes(history: History) -> str | None:
 
 
 def _touched(attempt: AttemptDirectory, node: int) -> float | None:
-    """When a node program has touched its file; None where it has signed off or not started yet."""
+    """Return when a node program last touched its file; None if it has signed off or not started yet."""
     try:
         return attempt.alive_file(node).lstat().st_mtime
     except OSError:

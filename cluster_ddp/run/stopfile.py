@@ -1,10 +1,10 @@
-"""The stop file of an attempt: the request that training save and end now, left on shared storage for every node.
+"""The stop file of an attempt: the request that training save and end now, on shared storage for every node.
 
-It is how a stop reaches a run whatever started it (sbatch, submitit, local). One poller per node reads it; the node
-program passes the request on to its ranks through the heartbeat file.
+It is how a stop reaches a run, whatever started it (sbatch, submitit, local). The node program of each node polls it
+and passes the request on to its ranks through the heartbeat file.
 
-Several may write it at the same moment, on several machines, and the last one wins. So a person's decision has a file
-of its own, which nothing but another one replaces.
+Several machines may write it at the same moment, and the last one wins. So a person's decision has a separate file,
+which only another decision replaces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AGENT_LOST = "agent-lost"
 
 # In the order of their codes in the heartbeat file, where 0 means none. Add new ones at the end.
 REASONS = (TIME_LIMIT, PREEMPTION, TERMINATED, PERSON, CANCEL, HANG, AGENT_LOST, NODE_FAILURE)
-# Reasons that mean a person has decided that the run is not to go on by itself.
+# Reasons that mean a person has decided that the run should not continue by itself.
 FINAL_REASONS = frozenset({PERSON, CANCEL})
 
 # Seconds after a stop request at which a script that reports nothing is killed: as long as torchrun gives ranks.
@@ -44,19 +44,19 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why and how fast training is to end."""
+    """Why, and how urgently, training should end."""
 
     reason: str  # one of `REASONS`
-    level: int = SAVE_AND_END  # 1: save and end. 2: at once, no evaluation and no waiting
-    grace: float | None = None  # seconds from `time` until the processes are killed; None when not known
-    by: str = ""  # who asked, for people to read
+    level: int = SAVE_AND_END  # 1: save and end. 2: end immediately, without evaluating or waiting
+    grace: float | None = None  # seconds from `time` until the processes are killed; None if not known
+    by: str = ""  # who asked, for people
     time: float = 0.0  # Unix seconds of the request
 
 
 def request_stop(
     attempt: AttemptDirectory, *, reason: str, level: int = SAVE_AND_END, grace: float | None = None, by: str
 ) -> StopRequest:
-    """Ask every node of an attempt to stop, and return the request that now holds.
+    """Ask every node of an attempt to stop, and return the request that now applies.
 
     An existing request only ever becomes more urgent: its level does not fall, and a person's decision is not replaced
     by a later signal.
@@ -70,16 +70,16 @@ def request_stop(
         if there.reason in FINAL_REASONS and reason != CANCEL:
             wanted = replace(wanted, reason=there.reason, by=there.by)
     if wanted.reason in FINAL_REASONS:
-        write_json(Storage(), attempt.final_stop_file, asdict(wanted))  # first: whoever sees the other sees this
+        write_json(Storage(), attempt.final_stop_file, asdict(wanted))  # first: whoever sees the other sees this too
     write_json(Storage(), attempt.stop_file, asdict(wanted))
     return wanted
 
 
 def read_stop(attempt: AttemptDirectory) -> StopRequest | None:
-    """The stop request of an attempt, or None.
+    """Read the stop request of an attempt; None if there is none.
 
-    A stop file that a person made by hand (`touch stop`) counts as a request by a person; one that is only half written
-    is read at the next poll.
+    A stop file made by hand (`touch stop`) counts as a request by a person; one that is only half written is read at
+    the next poll.
     """
     request = _read(attempt.stop_file)
     if request is None or request.reason in FINAL_REASONS:

@@ -1,8 +1,8 @@
 """Every file operation by which a run's files are made, replaced and removed, one method each.
 
-Tests put a `Storage` of their own in its place to interrupt a write at any operation, so what must be whole or absent
-(records, job files, checkpoints) is written through it and nothing else. Files of lines (events, metrics) are appended
-to directly, `open_lines`: a torn line costs that line alone, and readers pass over it. Logs are the ranks' own.
+Tests substitute a `Storage` that interrupts a write at any operation, so everything that must be whole or absent
+(records, job files, checkpoints) is written through this class only. Files of lines (events, metrics) are appended to
+directly, with `open_lines`: a torn line costs only that line, and readers skip it. Logs are written by the ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# File systems that cannot flush a folder (some FUSE and NFS servers) answer with one of these; a rename is then as
-# durable as it will get.
+# File systems that cannot flush a folder (some FUSE and NFS servers) fail with one of these; a rename is then as
+# durable as it can get.
 _FOLDER_FLUSH_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
@@ -30,7 +30,7 @@ class Storage:
     """The real file system. Every method raises `OSError` as the system does."""
 
     def open_write(self, path: Path, mode: int = 0o666) -> int:
-        """Create `path`, or empty it, and return a file descriptor for writing; never through a link.
+        """Create or truncate `path`, never through a link, and return a file descriptor for writing.
 
         `mode` is subject to the umask.
         """
@@ -38,7 +38,7 @@ class Storage:
         return os.open(path, flags, mode)
 
     def write(self, fd: int, data: bytes | bytearray | memoryview) -> None:
-        """Write all of `data`, however many system calls that takes."""
+        """Write all of `data`, with as many system calls as it takes."""
         rest = memoryview(data).cast("B")
         while len(rest):
             rest = rest[os.write(fd, rest) :]
@@ -46,7 +46,7 @@ class Storage:
     def begin_flush(self, fd: int, offset: int, length: int) -> None:
         """Have the disk begin to write these bytes of a file while the next are prepared; `fsync` then waits for less.
 
-        Only a hint: nothing happens on a system or file system without it, and errors are left to `fsync`.
+        Only a hint: it has no effect on a system or file system without it, and errors are left to `fsync`.
         """
         call = _sync_file_range()
         if call is not None:
@@ -57,7 +57,7 @@ class Storage:
         os.fsync(fd)
 
     def flush_lines(self, path: Path) -> None:
-        """Wait until what was appended to a file of lines is durable, its name too."""
+        """Wait until what was appended to a file of lines is durable, including its name."""
         fd = open_without_links(path, os.O_RDWR)
         try:
             os.fsync(fd)
@@ -70,18 +70,18 @@ class Storage:
         os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give `source` the name `target`, replacing a file there in one step."""
+        """Rename `source` to `target`, replacing a file there in one step."""
         source.replace(target)
 
     def unlink(self, path: Path) -> None:
         path.unlink()
 
     def mkdir(self, path: Path, mode: int = 0o777) -> None:
-        """Make one folder; raises `FileExistsError` when it is there, on network file systems too."""
+        """Make one folder; raises `FileExistsError` if it exists, on network file systems too."""
         path.mkdir(mode)
 
     def rmtree(self, path: Path) -> None:
-        """Remove a folder and everything in it; a link, or a file in its place, is removed itself."""
+        """Remove a folder and everything in it; a link, or a file at that path, is itself removed."""
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path)
         else:
@@ -101,7 +101,7 @@ class Storage:
 
 @contextlib.contextmanager
 def created(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
-    """A file descriptor for writing a new file; at the end the file is flushed, and closed whatever happens."""
+    """Yield a file descriptor for writing a new file; flush the file at the end, and close it in any case."""
     fd = storage.open_write(path, mode)
     with closing(storage, fd):
         yield fd
@@ -110,7 +110,7 @@ def created(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
 
 @contextlib.contextmanager
 def closing(storage: Storage, fd: int) -> Iterator[None]:
-    """Close a descriptor at the end; an earlier error takes precedence over one of closing."""
+    """Close a descriptor at the end; an earlier error takes precedence over one from closing."""
     try:
         yield
     except BaseException:
@@ -122,14 +122,15 @@ def closing(storage: Storage, fd: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
-    """A file descriptor for the new content of `path`, which takes its place in one step when the block ends.
+    """Yield a file descriptor for the new content of `path`, which replaces the old in one step when the block ends.
 
-    A reader or a crash finds the old content or the new one. The folder must exist; `mode` is subject to the umask.
+    A reader, or a crash, finds either the old content or the new. The folder must exist; `mode` is subject to the
+    umask.
 
     Raises
     ------
     OSError
-        As the file system reports it. The old content is then still there, or the new one is complete.
+        As reported by the file system. Then the old content is still there, or the new one is complete.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
@@ -144,7 +145,7 @@ def replaced(storage: Storage, path: Path, mode: int = 0o666) -> Iterator[int]:
 
 
 def replace_file(storage: Storage, path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Give `path` the content `data` in one step; see `replaced`."""
+    """Replace the content of `path` by `data` in one step; see `replaced`."""
     with replaced(storage, path, mode) as fd:
         storage.write(fd, data)
 
@@ -155,7 +156,7 @@ def write_json(storage: Storage, path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """The JSON form of `value`, indented, with a newline at the end."""
+    """Return the JSON form of `value`, indented, with a newline at the end."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
@@ -168,7 +169,7 @@ def is_mine(path: Path) -> bool:
 
 
 def is_mine_alone(folder: Path) -> bool:
-    """Whether a folder belongs to the caller and nobody else may write in it."""
+    """Whether a folder belongs to the caller and nobody else may write to it."""
     try:
         found = folder.stat()
     except OSError:
@@ -177,12 +178,12 @@ def is_mine_alone(folder: Path) -> bool:
 
 
 def open_append(path: Path) -> int:
-    """Open a regular file for reading and appending, made if it is not there; see `open_without_links`."""
+    """Open a regular file for reading and appending, created if missing; see `open_without_links`."""
     return open_without_links(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 
 def open_without_links(path: Path, flags: int) -> int:
-    """Open a regular file; `OSError` for a link, which may lead anywhere, a named pipe, a device or a folder."""
+    """Open a regular file; raises `OSError` for a link, which may lead anywhere, a named pipe, a device or a folder."""
     try:
         fd = os.open(path, flags | os.O_NONBLOCK | NO_LINK | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
@@ -196,9 +197,9 @@ def open_without_links(path: Path, flags: int) -> int:
 
 
 def open_lines(path: Path) -> tuple[int, bytes]:
-    """Open a file of lines for appending, made if it is not there: its descriptor, and what to write first.
+    """Open a file of lines for appending, created if missing; return its descriptor, and what to write first.
 
-    That is a line break after a line that a killed process left torn, which would otherwise spoil the next one.
+    The latter is a line break if a killed process left a torn line, which would otherwise spoil the next one.
     """
     fd = open_append(path)
     try:
@@ -211,7 +212,7 @@ def open_lines(path: Path) -> tuple[int, bytes]:
 
 @functools.cache
 def _sync_file_range() -> Any:
-    """Linux's call of that name; None elsewhere."""
+    """Return Linux's function of that name; None elsewhere."""
     import ctypes
 
     try:

@@ -2,11 +2,11 @@
 
     <runs_dir>/<name>-sweep-<8 hex>/
       sweep.json         the elements with their settings, and the Slurm arrays that were submitted for them
-      job.yaml           the job without what differs
-      job.sbatch         the script of the arrays; also that of each run, by which it is resumed
+      job.yaml           the job without the settings that differ
+      job.sbatch         the script of the arrays; also that of each run, used to resume it
       0003-lr=1e-3/      a run, from the first start of its element on
 
-The same job and the same grid get the same folder, so that the same command finds what exists already.
+The same job with the same grid gets the same folder, so that the same command finds what already exists.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from cluster_ddp.run.storage import Storage, json_bytes
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.states import is_job_id
 
-Settings = tuple[str, ...]  # of the form KEY=VALUE
-_MAX_LABEL = 120  # characters of what differs, in a name
+Settings = tuple[str, ...]  # each of the form KEY=VALUE
+_MAX_LABEL = 120  # characters for the differing settings in a name
 _MAX_BYTES = 32 << 20  # of sweep.json
-_MAX_TASKS = 100 * MAX_ELEMENTS  # of all arrays: each may be to start every element
+_MAX_TASKS = 100 * MAX_ELEMENTS  # of all arrays together: each may have to start every element
 _NAME = re.compile(r"[0-9]{4,}-[A-Za-z0-9._+=-]{1,200}")
 
 
@@ -42,7 +42,7 @@ _NAME = re.compile(r"[0-9]{4,}-[A-Za-z0-9._+=-]{1,200}")
 class Element:
     """One job of a sweep."""
 
-    name: str  # of its run's folder: its number and what differs
+    name: str  # of its run's folder: its number and its differing settings
     settings: Settings
 
     @property
@@ -60,29 +60,29 @@ class SlurmArray:
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """What `sweep.json` holds."""
+    """The contents of `sweep.json`."""
 
     id: str
     created: float  # Unix seconds
     elements: tuple[Element, ...]
-    via: str = SBATCH  # how its runs are started; else LOCAL
+    via: str = SBATCH  # how its runs are started: SBATCH or LOCAL
     arrays: tuple[SlurmArray, ...] = ()
-    metric: str | None = None  # by which an element is the best: that of checkpoint.keep_best
+    metric: str | None = None  # decides which element is the best: that of checkpoint.keep_best
     mode: str = "max"
     at_once: int | None = None  # how many may run at the same time; None for no limit
     submitting: dict[str, Any] | None = None  # the process that is submitting or running elements, and since when
-    announced: int | None = None  # the element that is task 0 of an array that was given to sbatch and is not noted yet
-    withdrawn: tuple[str, ...] = ()  # the arrays by which no element is to begin any more
+    announced: int | None = None  # first element of an array that was passed to sbatch and is not noted yet
+    withdrawn: tuple[str, ...] = ()  # the arrays that must not start any further elements
 
     @property
     def busy(self) -> bool:
-        """Whether another process is submitting elements, or running them here."""
+        """Whether a different process is submitting elements, or running them here."""
         return is_claimed(self.submitting)
 
 
 @dataclass(frozen=True)
 class SweepDirectory:
-    """A sweep's folder on shared storage and the names in it."""
+    """A sweep's folder on shared storage and the paths in it."""
 
     path: Path
 
@@ -103,15 +103,15 @@ class SweepDirectory:
         return self.path / "job.sbatch"
 
     def exists(self) -> bool:
-        """Whether this folder holds a sweep; one whose record cannot be read is a sweep, too."""
+        """Whether this folder contains a sweep, even one whose record cannot be read."""
         return os.path.lexists(self.record_file)
 
     def run(self, element: Element) -> RunDirectory:
-        """The run of an element, whether it exists or not."""
+        """Return the run of an element, whether or not it exists."""
         return RunDirectory(self.path / element.name)
 
     def begun(self, elements: Sequence[Element]) -> list[Element]:
-        """Those of the elements that have a run."""
+        """Return those of the elements that have a run."""
         try:
             names = set(os.listdir(self.path))  # noqa: PTH208 - only the names are wanted
         except OSError:
@@ -120,7 +120,7 @@ class SweepDirectory:
 
 
 def read_sweep(sweep: SweepDirectory) -> SweepRecord:
-    """The record of a sweep; a `RunError` when it cannot be read or is not what this package wrote."""
+    """Read the record of a sweep; raises `RunError` if it cannot be read or was not written by this package."""
     try:
         value = json.loads(read_file(sweep.record_file, _MAX_BYTES))
         return _checked(value)
@@ -136,7 +136,7 @@ def read_sweep(sweep: SweepDirectory) -> SweepRecord:
 
 
 def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], SweepRecord]) -> SweepRecord:
-    """Change the record of a sweep, or make it, while nobody else does; the new one."""
+    """Change or create the record of a sweep while nobody else does; return the new one."""
     after: SweepRecord | None = None
 
     def content() -> bytes:
@@ -150,8 +150,8 @@ def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], S
 
 
 def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Sequence[Settings]) -> SweepRecord:
-    """The record with these elements added; existing ones keep their numbers."""
-    from cluster_ddp.job.grid import identity, labels  # loads YAML, which showing a sweep does not need
+    """Return the record with these elements added; existing ones keep their numbers."""
+    from cluster_ddp.job.grid import identity, labels  # loads YAML, which is not needed to show a sweep
 
     record = record or SweepRecord(sweep.id, time.time(), ())
     known = {identity(element.settings) for element in record.elements}
@@ -168,9 +168,9 @@ def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Seq
 
 
 def claimed(record: SweepRecord) -> SweepRecord:
-    """The record with this process as its submitter; a `RunError` while another process submits it.
+    """Return the record with this process as its submitter; raises `RunError` while a different process submits it.
 
-    What another was about to submit when it was killed is forgotten: whoever claims the sweep has taken that up before.
+    What a killed submitter was about to submit is forgotten: the caller has adopted it before.
     """
     if record.busy:
         who = record.submitting or {}
@@ -182,15 +182,15 @@ def claimed(record: SweepRecord) -> SweepRecord:
 
 
 def withdraw(record: SweepRecord, job_ids: Iterable[str]) -> SweepRecord:
-    """The record by which no element begins that is to be started by one of these arrays.
+    """Return the record with these arrays withdrawn, so that they start no further elements.
 
-    They may be in the queue still: Slurm's controller may be away when they are to leave it.
+    They may still be in the queue: Slurm's controller may be away when they are to be removed.
     """
     return replace(record, withdrawn=tuple(dict.fromkeys((*record.withdrawn, *job_ids))))
 
 
 def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
-    """The sweep that `text` names: its folder, its id, or a unique prefix of one that no run's id begins with."""
+    """Return the sweep that `text` names: its folder, its id, or a unique prefix that no run's id begins with."""
     if not text.strip():
         return None
     path = SweepDirectory(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111 - Path.expanduser raises
@@ -206,7 +206,7 @@ def find_sweep(text: str, runs_dir: Path) -> SweepDirectory | None:
 
 
 def list_sweeps(folder: Path) -> list[SweepDirectory]:
-    """The sweeps in a folder, by name; none when the folder does not exist."""
+    """List the sweeps in a folder by name; empty if the folder does not exist."""
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     except OSError:
@@ -215,7 +215,7 @@ def list_sweeps(folder: Path) -> list[SweepDirectory]:
 
 
 def runs_in(sweep: SweepDirectory) -> list[RunDirectory]:
-    """The runs of the elements that have begun, none through a link; a `RunError` when the sweep cannot be read."""
+    """List the runs of elements that have begun, none through a link; raises `RunError` if the sweep cannot be read."""
     runs = [sweep.run(element) for element in sweep.begun(read_sweep(sweep).elements)]
     return [run for run in runs if not run.path.is_symlink()]
 

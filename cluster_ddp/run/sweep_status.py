@@ -1,4 +1,4 @@
-"""Where the elements of a sweep stand, whether they have a run or have not begun."""
+"""The states of a sweep's elements, whether or not they have begun."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class NotBegun:
-    """An element that has no run yet, as a `KnownRun` is one that has."""
+    """An element that has no run yet; the counterpart of a `KnownRun`."""
 
     sweep: SweepDirectory
     record: SweepRecord
     element: Element
-    # unnoted, found: as those of a `KnownRun`
+    # unnoted, found: as in `KnownRun`
     unnoted: Unnoted | None = None
     found: tuple[str, ...] = ()
 
     @property
     def slurm_job_ids(self) -> list[str]:
-        """The tasks of Slurm's arrays that may be to start it, the latest last."""
+        """The tasks of Slurm arrays that may start it, the latest last."""
         number = self.element.number
         noted = [f"{array.job_id}_{number - array.offset}" for array in self.record.arrays if number >= array.offset]
         return [*noted, *self.found]
@@ -47,12 +47,12 @@ class NotBegun:
 def know_elements(
     sweep: SweepDirectory, record: SweepRecord, know_run: Callable[[RunDirectory], K]
 ) -> list[K | NotBegun]:
-    """Read what to ask squeue about for the elements of a sweep, in their order.
+    """Read what to query squeue for, for the elements of a sweep in order.
 
     Parameters
     ----------
     know_run
-        Does so for an element that has a run: `cluster_ddp.run.jobs.know`, or what knows more.
+        Does so for an element that has a run: `cluster_ddp.run.jobs.know`, or a function that uses a cache.
     """
     begun = {element.name for element in sweep.begun(record.elements)}
     offset = None if record.busy else record.announced
@@ -71,13 +71,13 @@ def know_elements(
 
 
 def tasks_of(known: NotBegun, slurm_jobs: Mapping[str, SlurmJob]) -> list[SlurmJob]:
-    """Those tasks of the sweep's arrays that were to start an element, of those that Slurm knows; the latest last."""
+    """Return the tasks of the sweep's arrays that were to start an element and that Slurm knows, the latest last."""
     tasks = [slurm_jobs[job_id] for job_id in known.slurm_job_ids if job_id in slurm_jobs]
     return [task for task in tasks if run_in_comment(task.comment) == known.record.id]
 
 
 def describe_element(known: KnownRun | NotBegun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
-    """Say where an element, or any run, stands; see `cluster_ddp.run.status.describe`."""
+    """Return the status of an element, or of any run; see `cluster_ddp.run.status.describe`."""
     if isinstance(known, KnownRun):
         return describe_known(known, slurm_jobs)
     element, run = known.element, known.sweep.run(known.element)
@@ -116,7 +116,7 @@ def _state(record: SweepRecord, job: SlurmJob | None, *, answered: bool) -> tupl
     return RunState.LOST, f"Slurm job {job.job_id} ended as {job.state} before an attempt started ({said})"
 
 
-# The state of a sweep as a whole is the first of these that any element is in.
+# The state of a sweep as a whole: the first of these that any element is in.
 _AS_A_WHOLE = (
     RunState.RUNNING,
     RunState.SUSPENDED,
@@ -142,7 +142,7 @@ class SweepCounts:
 
     @classmethod
     def of(cls, sweep: SweepDirectory, found: Sequence[RunSummary], wrong: str | None) -> SweepCounts:
-        """Count the states of its elements."""
+        """Count the states of a sweep's elements."""
         counted = Counter(status.state for status in found)
         return cls(sweep, {state: counted[state] for state in _AS_A_WHOLE if counted[state]}, wrong)
 
@@ -160,20 +160,20 @@ class SweepCounts:
         return any(state.open for state in self.states)
 
     def as_run(self) -> RunStatus:
-        """The sweep as one run, as far as it is one: what lists of runs show of it."""
+        """Represent the sweep as one run, as far as possible, for lists of runs."""
         empty = describe_known(KnownRun(RunDirectory(self.sweep.path), None, None, ()), None)
         state = next(iter(self.states), RunState.LOST)
         return replace(empty, name=self.sweep.id, state=state, reason=self.in_words())
 
     def to_json(self) -> dict[str, int]:
-        """The counts by state."""
+        """Return the counts by state."""
         return {state.value: count for state, count in self.states.items()}
 
 
 def best_of(found: Sequence[RunStatus], record: SweepRecord) -> tuple[RunStatus, str] | None:
-    """The best element by its latest value of a metric, and which metric; None before one has been measured.
+    """Return the best element by its latest value of a metric, and the metric; None until one has been measured.
 
-    It is that of ``checkpoint.keep_best``; without one the lowest validation loss, else the lowest training loss.
+    The metric is that of ``checkpoint.keep_best``; else the lowest validation loss, else the lowest training loss.
     """
     candidates = [(record.metric, record.mode)] if record.metric else [("val/loss", "min"), ("train/loss", "min")]
     for metric, mode in candidates:

@@ -1,4 +1,4 @@
-"""A run whose nodes have ended and whose keeper has not: it decides what follows, or waits to queue the job again."""
+"""Recognizes a run whose nodes have ended but whose keeper has not: it is deciding, or waiting to requeue the job."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DECIDED_SECONDS = 300.0  # a keeper asks Slurm several questions, each of which
 
 
 def waits_for_requeue(history: History) -> str | None:
-    """Says why the last attempt, which is over, still waits to be queued again; None when it does not."""
+    """Say why the last attempt, which is over, still waits to be requeued; None if it does not."""
     why = why_delayed(history)
     return why and f"trying to requeue the job until the allocation is nearly over: {why}"
 
 
 def why_delayed(history: History) -> str | None:
-    """Why the last attempt could not be queued again at once, if nothing has come of it since; else None."""
+    """Return why the last attempt could not be requeued immediately, if it is still waiting; else None."""
     if history.last is None:
         return None
     said = history.of_attempt(history.last.number, REQUEUE_DELAYED, REQUEUED, REQUEUE_FAILED)
@@ -38,12 +38,12 @@ def why_delayed(history: History) -> str | None:
 
 
 def is_undecided(history: History) -> bool:
-    """Whether a keeper may still have the last attempt, whose nodes have ended, started again."""
+    """Whether a keeper may still requeue the last attempt, whose nodes have ended."""
     return why_delayed(history) is not None or is_being_decided(history)
 
 
 def is_being_decided(history: History) -> bool:
-    """Whether the nodes of the last attempt have signed off a moment ago, and its keeper may not have decided yet."""
+    """Whether the last attempt's nodes signed off a moment ago, so that its keeper may not have decided yet."""
     last = history.last
     if last is None or last.ended is not None:
         return False

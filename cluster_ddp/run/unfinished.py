@@ -11,8 +11,8 @@ from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_number, as_whole
 from cluster_ddp.run.stopfile import TIME_LIMIT
 
-_SAVES_PER_ATTEMPT = 4  # where attempts are too short for the save at their end
-_SAVES_APART = 2.0  # saves are at least this many times their duration apart, so that training gets on between them
+_SAVES_PER_ATTEMPT = 4  # if attempts are too short for a save at their end
+_SAVES_APART = 2.0  # time between saves, at least, as a multiple of their duration, so that training advances
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class UnfinishedSave:
 
     step: int
     reason: str  # what asked the attempt to stop
-    grace: float | None  # seconds that it had; None when not known
-    trained: float  # seconds from the beginning of training in this attempt to the request
+    grace: float | None  # seconds that it had; None if not known
+    trained: float  # seconds from the start of training in this attempt to the request
 
     def describe(self, takes: float | None) -> str:
-        """What happened and what to set, for people.
+        """Describe what happened and what to set, for people.
 
         Parameters
         ----------
         takes
-            Seconds that a save of this run takes; None when not known.
+            Seconds that a save of this run takes; None if not known.
         """
         within = "before the job ended" if self.grace is None else f"within {self.grace:.0f} s of grace"
         known = "" if takes is None else f"; a save takes about {takes:.1f} s here"
@@ -42,19 +42,19 @@ class UnfinishedSave:
 
 
 def unfinished_saves(history: History) -> list[UnfinishedSave]:
-    """Those of the attempts since the last `resume`, in order, except of an attempt that may still save."""
+    """Return the unfinished saves since the last `resume`, in order, except of an attempt that may still save."""
     numbers = [record.number for record in history.attempts if record.number >= history.first_number]
     return [save for number in numbers if (save := _unfinished(history, number)) is not None]
 
 
 def seconds_of_a_save(history: History) -> float | None:
-    """How long the longest of the last few saves took; None before the first."""
+    """Return how long the longest of the last few saves took; None before the first."""
     took = [as_number(event.get("seconds")) for event in history.events if event["event"] == CHECKPOINT]
     return max((seconds for seconds in took[-_SAVES_PER_ATTEMPT:] if seconds is not None), default=None)
 
 
 def seconds_between_saves(history: History) -> float | None:
-    """How far apart saves may be so that something is kept of an attempt that is cut short; None where any will do."""
+    """Return the maximum time between saves that keeps something of an attempt cut short; None if any will do."""
     trained = [save.trained for save in unfinished_saves(history)]
     if not trained:
         return None
@@ -78,7 +78,7 @@ def _unfinished(history: History, number: int) -> UnfinishedSave | None:
 
 
 def _came_to_an_end(events: Sequence[Event], begun: Event) -> bool:
-    """Whether the save was made, or given up for a reason that is told elsewhere."""
+    """Whether the save was made, or given up for a reason that is reported elsewhere."""
     return any(
         event["event"] in (STOPPED, CHECKPOINT_FAILED)
         or (event["event"] == CHECKPOINT and (as_whole(event.get("step")) or 0) >= begun["step"])

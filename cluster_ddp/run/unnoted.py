@@ -1,7 +1,7 @@
-"""Jobs in Slurm that no folder mentions: whoever submitted them was killed before noting their ids.
+"""Jobs in Slurm that no folder mentions because their submitter was killed before noting their ids.
 
-Their comments name the run or the sweep that they are for, so squeue shows them when it is asked about all jobs of
-this user. That is done only where a submission was cut off, and then replaces the call by job ids.
+Their comments name the run or sweep that they belong to, so they appear when squeue is asked about all jobs of this
+user. That is done only if a submission was cut off, and then replaces the query by job ids.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ K = TypeVar("K", bound=Known)
 
 
 def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
-    """What squeue says about the jobs of runs and elements, noted or not, by one call; `SlurmError` as `query_jobs`.
+    """Query squeue once about the jobs of runs and elements, noted or not; raises `SlurmError` as `query_jobs` does.
 
-    Where a submission was cut off and some of the runs are other people's, those take a second call.
+    If a submission was cut off and some of the runs belong to other people, those take a second call.
     """
     known = list(known)
     if not any(isinstance(entry, KnownRun | NotBegun) and entry.unnoted for entry in known):
@@ -38,7 +38,7 @@ def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
 
 
 def with_unnoted(known: Sequence[K], jobs: Mapping[str, SlurmJob]) -> list[K]:
-    """The same runs and elements, each with the jobs that its folder does not mention."""
+    """Return the same runs and elements, each with the jobs that its folder does not mention."""
     by_name: dict[tuple[str | None, str], list[str]] = {}
     for job_id in dict.fromkeys(job.job_id for job in jobs.values()):
         by_name.setdefault((run_in_comment(jobs[job_id].comment), job_id.partition("_")[2]), []).append(job_id)

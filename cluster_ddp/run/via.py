@@ -1,4 +1,4 @@
-"""The ways to start a run, as its record names them (`RunRecord.via`); `submit/` has the code of each."""
+"""The ways to start a run, as named in its record (`RunRecord.via`); the code of each is in `submit/`."""
 
 SBATCH = "sbatch"
 SUBMITIT = "submitit"

@@ -1,7 +1,7 @@
 """Calls Slurm's commands: sbatch, squeue, scancel, sacct; scontrol and sinfo are in control.py.
 
 Only options that Slurm 22.05 knows are used, nothing depends on sacct (many clusters have no accounting), and many jobs
-are asked about with one call.
+are queried with one call.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _UNREACHABLE = (
     "ero Bytes were transmitted or received",
     "standby mode",
     "not in a state to",
-    "uthentication",  # munged, or sackd, is away on this host
+    "uthentication",  # munge or sackd is unavailable on this host
     "unge",
-    "configuration source",  # slurm.conf cannot be read, or had from the controller
+    "configuration source",  # slurm.conf cannot be read, or fetched from the controller
 )
 """In an answer: the controller is away, starting, or handing over to another, or nobody here can speak to it.
 
@@ -69,17 +69,17 @@ _COMMAND_TIMEOUT = 100.0
 
 
 class SlurmError(ClusterDDPError):
-    """Slurm refused, cannot be reached, or is not here."""
+    """Slurm refused, cannot be reached, or is not installed here."""
 
     exit_status = 3
 
 
 class SlurmRefused(SlurmError):
-    """Slurm's controller was reached, and said no."""
+    """Slurm's controller was reached, and refused."""
 
 
 class SubmissionUnclear(SlurmError):
-    """sbatch was called, and whether its job is in the queue is not known."""
+    """sbatch was called, but it is not known whether its job is in the queue."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -88,26 +88,26 @@ class SubmissionUnclear(SlurmError):
 
 
 def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) -> str:
-    """Hand a batch script to sbatch and return the job id; what sbatch or the site remarks is passed on.
+    """Submit a batch script with sbatch and return the job id; remarks by sbatch or the site are passed on.
 
-    It is tried only once: after a time-out the job may be in the queue all the same.
+    It is tried only once: after a time-out the job may be in the queue nevertheless.
 
     Parameters
     ----------
     options
-        Options of sbatch itself; they win over the script's ``#SBATCH`` lines.
+        Options of sbatch itself; they override the script's ``#SBATCH`` lines.
 
     Raises
     ------
     SubmissionUnclear
-        sbatch gives no answer in time or one that is no job id, has not heard the controller's, fails behind the id, or
-        is killed.
+        sbatch does not answer in time or not with a job id, got no answer from the controller, fails after printing the
+        id, or is killed.
     SlurmError
         sbatch is missing, or refuses.
     """
     require("sbatch")
     text = ""
-    with contextlib.suppress(OSError, ValueError):  # sbatch says what is wrong with it
+    with contextlib.suppress(OSError, ValueError):  # sbatch reports what is wrong with it
         text = script.read_text()
     command = ["sbatch", "--parsable", *options, str(script), *arguments]
     try:
@@ -118,14 +118,14 @@ def submit_script(script: Path, *arguments: str, options: Sequence[str] = ()) ->
 
 
 def try_script(text: str, *, seconds: float) -> None:
-    """Have sbatch judge a batch script without submitting it.
+    """Have sbatch check a batch script without submitting it.
 
     Raises
     ------
     SlurmRefused
-        In Slurm's words, with what to do about it.
+        With Slurm's message, and what to do about it.
     SlurmError
-        sbatch gives no answer in time, or cannot reach the controller.
+        sbatch does not answer in time, or cannot reach the controller.
     """
     command = ["sbatch", "--test-only"]
     try:
@@ -135,9 +135,9 @@ def try_script(text: str, *, seconds: float) -> None:
 
 
 def parse_job_id(answer: str) -> str:
-    """The job id in what ``sbatch --parsable`` printed: ``123`` or ``123;cluster`` on a line of its own.
+    """Find the job id in the output of ``sbatch --parsable``: ``123`` or ``123;cluster`` on a separate line.
 
-    A site's wrapper may print words before and behind it.
+    A site's wrapper may print text before and after it.
     """
     job_id = _job_id_in(answer)
     if job_id is None:
@@ -146,7 +146,7 @@ def parse_job_id(answer: str) -> str:
 
 
 def may_be_queued(words: str) -> bool:
-    """Whether the job may be in the queue although sbatch has failed with these words."""
+    """Whether the job may be in the queue although sbatch has failed with this message."""
     return any(sign in words for sign in _UNHEARD)
 
 
@@ -156,13 +156,13 @@ def _job_id_in(answer: str) -> str | None:
 
 
 def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
-    """Ask squeue about many jobs with one call.
+    """Query squeue about many jobs with one call.
 
     Parameters
     ----------
     job_ids
-        Ids, ``123`` or ``123_4``; anything else is not asked about. Those that Slurm no longer knows are missing from
-        the answer.
+        Ids, ``123`` or ``123_4``; anything else is left out. Those that Slurm no longer knows are missing from the
+        answer.
 
     Raises
     ------
@@ -184,21 +184,21 @@ def query_jobs(job_ids: Iterable[str], *, seconds: float = _COMMAND_TIMEOUT) -> 
     try:
         return parse_queue(call(command, seconds=seconds))
     except SlurmError as error:
-        # Asked about one job only, squeue fails where it is silent among several.
+        # For a single unknown job squeue fails; among several it is silent about it.
         if "Invalid job id" in str(error):
             return {}
         raise
 
 
 def query_own_jobs(*, seconds: float = _COMMAND_TIMEOUT) -> dict[str, SlurmJob]:
-    """All jobs of this user that Slurm knows, by one call of squeue; `SlurmError` as from `query_jobs`."""
+    """Return all jobs of this user that Slurm knows, with one call of squeue; raises as `query_jobs` does."""
     require("squeue")
     command = ["squeue", "--noheader", "--states=all", "--all", "--array", "--me", f"--format={QUEUE_FORMAT}"]
     return parse_queue(call(command, seconds=seconds))
 
 
 def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
-    """The ids, sorted, with an array in place of several of its tasks: squeue then lists all of them."""
+    """Return the ids, sorted, with an array in place of several of its tasks: squeue then lists all of them."""
     tasks: dict[str, list[str]] = {}
     for job_id in job_ids:
         tasks.setdefault(job_id.partition("_")[0], []).append(job_id)
@@ -206,9 +206,10 @@ def _arrays_as_one(job_ids: Iterable[str]) -> list[str]:
 
 
 def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, SlurmJob]:
-    """Ask the accounting, with one call of sacct, how jobs ended that squeue no longer knows.
+    """Query the accounting database, with one call of sacct, about how jobs ended that squeue no longer knows.
 
-    Empty where there is no accounting. A job that is not over by it is omitted: squeue knows better what is alive.
+    Empty without accounting. A job that has not ended according to it is omitted: squeue is more reliable about live
+    jobs.
     """
     wanted = sorted(filter(is_job_id, set(job_ids)))
     command = ["sacct", "--noheader", "--allocations", "--parsable2", ENDED_FIELDS, f"--jobs={','.join(wanted)}"]
@@ -221,7 +222,7 @@ def query_ended_jobs(job_ids: Iterable[str], *, seconds: float) -> dict[str, Slu
 
 
 def parse_queue(answer: str) -> dict[str, SlurmJob]:
-    """Read squeue's lines ``id|plain id|state|nodes|reason@start|comment``; a job is found by both forms of its id."""
+    """Parse squeue's lines ``id|plain id|state|nodes|reason@start|comment``; each job is listed by both its ids."""
     jobs: dict[str, SlurmJob] = {}
     for line in answer.splitlines():
         fields = line.strip().split("|", 5)
@@ -235,7 +236,7 @@ def parse_queue(answer: str) -> dict[str, SlurmJob]:
 
 
 def _split_start(reason: str) -> tuple[str, float | None]:
-    """A reason, and the time behind it in Unix seconds; sacct gives none, nor squeue where it has no idea."""
+    """Split a reason from the time after it, in Unix seconds; sacct gives none, nor does squeue if it is unknown."""
     word, at, start = reason.rpartition("@")
     if not at:
         return reason, None
@@ -245,12 +246,12 @@ def _split_start(reason: str) -> tuple[str, float | None]:
 
 
 def cancel_job(*job_ids: str, only_waiting: bool = False) -> None:
-    """``scancel``; a job that is no longer there counts as cancelled.
+    """Call ``scancel``; a job that no longer exists counts as cancelled.
 
     Parameters
     ----------
     only_waiting
-        Leave jobs alone that have started meanwhile.
+        Spare jobs that have started meanwhile.
     """
     assert all(map(is_job_id, job_ids)), job_ids
     require("scancel")
@@ -271,7 +272,7 @@ def require(command: str) -> None:
 
 
 def call(command: list[str], *, seconds: float = _COMMAND_TIMEOUT) -> str:
-    """Standard output of a command of Slurm's; tried again while the controller is too busy to answer.
+    """Return the standard output of a Slurm command; retried while the controller is too busy to answer.
 
     Parameters
     ----------
@@ -298,19 +299,19 @@ def call_once(
     text: str = "",
     remark: Callable[[str], None] | None = None,
 ) -> str:
-    """Standard output of a command of Slurm's, which reads `text` from its standard input.
+    """Return the standard output of a Slurm command, called once with `text` as its standard input.
 
     Parameters
     ----------
     remark
-        Called with what it says on standard error all the same when it succeeds: a warning, or words of the site.
+        Called with what it prints on standard error even if it succeeds: a warning, or a message of the site.
 
     Raises
     ------
     SlurmRefused
-        The controller says no; the message holds its words.
+        The controller refuses; the error contains its message.
     SlurmError
-        The command is missing, gives no answer in time, or cannot reach the controller.
+        The command is missing, does not answer in time, or cannot reach the controller.
     """
     import subprocess
 

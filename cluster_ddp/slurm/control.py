@@ -13,7 +13,7 @@ from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import LETS_RUN
 
 _SECONDS = 20.0
-_REQUEUE_SECONDS = 60.0  # a call that is given up may have been accepted all the same
+_REQUEUE_SECONDS = 60.0  # a call that timed out may have been accepted nevertheless
 DEFAULT_KILL_WAIT = 30.0
 """Slurm's own, if it cannot be queried."""
 
@@ -22,7 +22,7 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 
 
 def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
-    """What Slurm says about a job; None without an answer in that time."""
+    """Return what Slurm says about a job; None without an answer in time."""
     try:
         return parse_job(call_once(["scontrol", "show", "job", "-o", job_id], seconds=seconds))
     except SlurmError:
@@ -30,12 +30,12 @@ def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
 
 
 def kill_wait(*, seconds: float) -> float | None:
-    """Seconds between SIGTERM and SIGKILL when Slurm ends a job; None without an answer in `seconds` seconds."""
+    """Return the seconds between SIGTERM and SIGKILL when Slurm ends a job; None without an answer in `seconds`."""
     return _configured("KillWait", seconds=seconds)
 
 
 def max_array_size() -> int:
-    """How many tasks a job array may have at most; Slurm's own default if it cannot be queried."""
+    """Return the maximum number of tasks of a job array; Slurm's own default if it cannot be queried."""
     found = _configured("MaxArraySize", seconds=_SECONDS)
     return int(found) if found is not None else DEFAULT_MAX_ARRAY_SIZE
 
@@ -50,9 +50,9 @@ def _configured(key: str, *, seconds: float) -> float | None:
 
 
 def grace_time(partition: str, qos: str) -> float:
-    """Seconds that a job has when it is preempted, by its partition or its QOS, whichever decides preemption here.
+    """Return the grace of a preempted job in seconds, from its partition or its QOS, whichever decides preemption here.
 
-    0 where there is no grace, or Slurm does not answer.
+    0 if there is no grace, or Slurm does not answer.
     """
     seconds = _SECONDS / 4
     try:
@@ -69,17 +69,17 @@ def grace_time(partition: str, qos: str) -> float:
 
 
 def requeue_job(task: str) -> None:
-    """Have a job queued again. Slurm ends what still runs of it, its batch script too. This does not retry."""
+    """Requeue a job. Slurm ends what is still running of it, including its batch script. This does not retry."""
     call_once(["scontrol", "requeue", task], seconds=_REQUEUE_SECONDS)
 
 
 def forbid_requeue(task: str) -> None:
-    """Keep Slurm from queuing a job again by itself."""
+    """Keep Slurm from requeuing a job by itself."""
     call_once(["scontrol", "update", f"JobId={task}", "Requeue=0"], seconds=_SECONDS)
 
 
 def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
-    """Exclude hosts from a job, besides those that it excludes already; possible only while it is queued."""
+    """Exclude further hosts from a job; possible only while it is queued."""
     job = _job(task)
     excluded = job.excluded if job else ""
     known = _hosts(excluded)
@@ -89,9 +89,9 @@ def exclude_hosts(task: str, hosts: Sequence[str]) -> None:
 
 
 def taken_hosts(start: SlurmStart) -> list[str]:
-    """The hosts of a start that Slurm lets run, and that its job no longer has: it was made smaller.
+    """Return the hosts of a start that its job no longer has although Slurm lets it run: it was made smaller.
 
-    None when it cannot be queried.
+    Empty if Slurm cannot be queried.
     """
     job = show_job(start.task, seconds=_SECONDS / 2)
     if job is None or job.state not in LETS_RUN or job.restarts != str(start.restart_count) or not job.nodes:
@@ -104,16 +104,16 @@ def taken_hosts(start: SlurmStart) -> list[str]:
 
 
 def required_hosts(task: str) -> list[str]:
-    """The hosts that a job asks for by name."""
+    """Return the hosts that a job requests by name."""
     job = _job(task)
     return _hosts(job.required) if job else []
 
 
 def closed_hosts(start: SlurmStart) -> list[str]:
-    """The hosts that are closed to a job.
+    """Return the hosts that are closed to a job.
 
-    Those that it excludes, and the nodes of its partition that are unlike all of its present ones in what it asks for:
-    the features that it names, or the GPUs where it asks for some.
+    Those that it excludes, and the nodes of its partition that differ from all of its present ones in what it requests:
+    the features that it names, or the GPUs if it requests any.
     """
     job = _job(start.task)
     if job is None:
@@ -130,22 +130,22 @@ def closed_hosts(start: SlurmStart) -> list[str]:
 
 
 def _kinds(partition: str) -> list[list[str]]:
-    """The nodes of a partition, each with its features and its generic resources."""
+    """Return the nodes of a partition, each with its features and its generic resources."""
     command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f|%G"]
     lines = (line.strip().split("|") for line in call(command, seconds=_SECONDS).splitlines())
     return [fields for fields in lines if len(fields) == 3]
 
 
 def usable_nodes(partition: str) -> set[str]:
-    """The nodes of a partition on which jobs run or may run."""
+    """Return the nodes of a partition on which jobs run or may run."""
     states = "--states=idle,mixed,allocated,completing"
     command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N", states]
     lines = (line.split() for line in call(command, seconds=_SECONDS).splitlines())
-    return {words[0] for words in lines if len(words) == 1}  # a site's greeting is no node
+    return {words[0] for words in lines if len(words) == 1}  # skips a site's greeting
 
 
 def down_nodes(hosts: Sequence[str]) -> list[str]:
-    """The hosts among these that Slurm considers down; none when it cannot be queried."""
+    """Return those of the hosts that Slurm considers down; empty if it cannot be queried."""
     command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", f"--nodes={','.join(hosts)}"]
     try:
         answer = call_once(command, seconds=_SECONDS / 2)
@@ -155,7 +155,7 @@ def down_nodes(hosts: Sequence[str]) -> list[str]:
 
 
 def boot_times(hosts: Sequence[str]) -> dict[str, float]:
-    """When each of the hosts was booted, Unix seconds by its own clock; only those of which Slurm can tell."""
+    """Return when each of the hosts was booted, in Unix seconds by its own clock, as far as Slurm knows."""
     try:
         answer = call_once(["scontrol", "show", "node", "-o", ",".join(hosts)], seconds=_SECONDS / 2)
     except SlurmError:
@@ -170,7 +170,7 @@ def _job(task: str) -> ShownJob | None:
 
 
 def _hosts(node_list: str) -> list[str]:
-    """The hosts of a node list as Slurm writes it."""
+    """Expand a node list as Slurm writes it."""
     try:
         return expand(node_list) if node_list else []
     except NodeListError:

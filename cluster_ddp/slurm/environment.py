@@ -2,7 +2,7 @@
 
 A shell may set options for them (``SBATCH_PARTITION``, ``SQUEUE_PARTITION`` and the like). sbatch lets these override
 the ``#SBATCH`` lines of a script. Here the job file wins: a variable counts only if the script has no such line. And
-commands that query or cancel a job act on the job they are given, whatever filters the shell sets.
+commands that query or cancel a job act on the given job, whatever filters the shell sets.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _KEPT_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SL
 
 
 def environment_for(script: str) -> dict[str, str]:
-    """The environment to submit a batch script with: nothing in it overrides what the script says."""
+    """Return the environment to submit a batch script with: nothing in it overrides what the script says."""
     return _without_overridden(child_environment(os.environ), script)
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit with: inside a job, without what describes that job.
+    """Return the environment to submit with: inside a job, without what describes that job.
 
     Inherited SLURM_* variables would change the child (its nodes, its memory, its CPU binding).
     """
@@ -63,11 +63,11 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_overridden(environment: Mapping[str, str], script: str) -> dict[str, str]:
-    """The environment without the variables that would override what a batch script says."""
+    """Return the environment without the variables that would override what a batch script says."""
     said = {variable for option in _DIRECTIVE.findall(script) for variable in _VARIABLES.get(option, ())}
     return {name: value for name, value in environment.items() if name not in said | _NEVER}
 
 
 def without_filters(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that would change what Slurm answers, or which jobs a command is for."""
+    """Return the environment without variables that would change Slurm's answers or a command's choice of jobs."""
     return {name: value for name, value in environment.items() if not _FILTERS.fullmatch(name)}

@@ -1,8 +1,8 @@
 """Slurm's node lists: ``a[1-3,07],b12,rack[1-2]n[01-02]`` and their hosts, in Slurm's order.
 
 ``python -m cluster_ddp.slurm.nodelist LIST`` prints one host per line, as ``scontrol show hostnames LIST`` does, but
-needs no Slurm; with ``--first`` only the first. ClusterShell expands the ranges; the list is split here
-because its node sets are sorted, and the first host of Slurm's list is the one that runs the rendezvous.
+needs no Slurm; with ``--first`` only the first. ClusterShell expands the ranges; the list is split here because
+ClusterShell sorts its node sets, and the first host of Slurm's list is the one that runs the rendezvous.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NodeListError(ClusterDDPError):
 
 
 def expand(text: str) -> list[str]:
-    """The hosts of a node list, in its order, with leading zeros kept; a `NodeListError` for anything else."""
+    """Return the hosts of a node list, in its order, with leading zeros kept; raises `NodeListError` otherwise."""
     hosts: list[str] = []
     for item in _items(text):
         hosts.extend(_hosts(item, text))
@@ -35,12 +35,12 @@ def expand(text: str) -> list[str]:
 
 
 def first_host(text: str) -> str:
-    """The first host of a node list: where Slurm runs the batch script and node 0."""
+    """Return the first host of a node list, where Slurm runs the batch script and node 0."""
     return next(iter(_hosts(_items(text)[0], text)))
 
 
 def _items(text: str) -> list[str]:
-    """Cut at the commas outside brackets."""
+    """Split at the commas outside brackets."""
     items = re.split(r",(?![^\[\]]*\])", text.strip())
     if not all(items):
         raise NodeListError(
@@ -82,7 +82,7 @@ def _numbers(ranges: str, whole: str) -> list[str]:
             raise NodeListError(f"node list {_short(whole)}: the range {part} runs backwards")
         if last - first >= MAX_HOSTS:
             raise NodeListError(f"node list {_short(whole)} names more than {MAX_HOSTS:,} hosts")
-        # Slurm pads by the width of the first number; ClusterShell wants both ends equally wide.
+        # Slurm pads to the width of the first number; ClusterShell wants both ends to have the same width.
         width = len(found["first"])
         numbers.extend(str(number).zfill(width) for number in RangeSet(f"{first}-{last}").intiter())
     return numbers

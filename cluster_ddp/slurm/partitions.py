@@ -19,12 +19,12 @@ class NodeKind:
     count: int
     cpus: int
     memory: int  # MiB
-    gpus: dict[str, int]  # by type; "" where the cluster names none
+    gpus: dict[str, int]  # by type; "" if the cluster names none
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition; limits are None where there are none, and empty where all are allowed."""
+    """A partition; limits are None if there are none, and empty if everything is allowed."""
 
     name: str
     default: bool
@@ -32,34 +32,34 @@ class Partition:
     max_time: int | None  # seconds
     min_nodes: int
     max_nodes: int | None
-    max_cpus: int | None  # of a node
-    max_memory: int | None  # of a node, MiB
+    max_cpus: int | None  # per node
+    max_memory: int | None  # per node, MiB
     accounts: tuple[str, ...]
     denied_accounts: tuple[str, ...]
     qos: tuple[str, ...]
     grace: int  # seconds that a preempted job has
-    preempted: bool  # whether jobs of other partitions may end its jobs, as far as it says
+    preempted: bool  # whether jobs of other partitions may preempt its jobs, as far as it says
 
 
 def ask_partitions(*, seconds: float) -> list[Partition]:
-    """All partitions, the hidden ones too; `SlurmError` without an answer in that time."""
+    """Return all partitions, including hidden ones; raises `SlurmError` without an answer in time."""
     return parse_partitions(call_once(["scontrol", "show", "partition", "--all", "-o"], seconds=seconds))
 
 
 def ask_nodes(partition: str, *, seconds: float) -> list[NodeKind]:
-    """The nodes of a partition, in whatever state; `SlurmError` without an answer in that time."""
+    """Return the nodes of a partition, in any state; raises `SlurmError` without an answer in time."""
     command = ["sinfo", "--noheader", "--exact", f"--partition={partition}", f"--format={NODES_FORMAT}"]
     return parse_nodes(call_once(command, seconds=seconds))
 
 
 def parse_partitions(answer: str) -> list[Partition]:
-    """Read the lines of ``scontrol show partition -o``."""
+    """Parse the lines of ``scontrol show partition -o``."""
     fields = [dict(re.findall(r"(?<!\S)(\w+)=(\S*)", line)) for line in answer.splitlines()]
     return [_partition(shown) for shown in fields if shown.get("PartitionName")]
 
 
 def parse_nodes(answer: str) -> list[NodeKind]:
-    """Read sinfo's lines ``count|CPUs|MiB|gres``."""
+    """Parse sinfo's lines ``count|CPUs|MiB|gres``."""
     kinds = []
     for line in answer.splitlines():
         count, cpus, memory, gres = [*line.strip().split("|", 3), "", "", "", ""][:4]

@@ -30,9 +30,9 @@ _OF_WHOM = {"Job": "one job", "Node": "one node", "User": "one user", "Account":
 
 
 def in_words(reason: str) -> str | None:
-    """What a reason of squeue's means, for people; None where Slurm has nothing to say.
+    """Explain squeue's reason to people; None if Slurm gives none.
 
-    A reason that is not known here is given as Slurm has it.
+    An unknown reason is returned as Slurm writes it.
     """
     if reason in ("", "None"):
         return None
@@ -56,7 +56,7 @@ def _limit(reason: str) -> str | None:
     )
 
 
-_ADVICE = {  # the first sign that is found counts: "violates accounting/QOS policy" speaks of time limits, too
+_ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions time limits, too
     "SubmitJob": (
         "a limit on jobs in the queue, where each element of a sweep and each job of a chain counts (squeue --me): "
         "wait until some have ended, or ask for fewer"
@@ -72,7 +72,7 @@ _ADVICE = {  # the first sign that is found counts: "violates accounting/QOS pol
     "time limit": "slurm.time: sinfo -o '%P %l' lists what each partition allows",
     "Invalid feature": "slurm.constraint: sinfo -o '%P %f' lists what the nodes have",
     "Invalid generic resource": "slurm.gpus_per_node: sinfo -o '%P %G' lists the GPUs and their types",
-    "--gpus-per-node and --gres=gpu": (  # since 26.05; a job file gives one of them
+    "--gpus-per-node and --gres=gpu": (  # since 26.05; a job file sets only one of them
         "the shell that submits gives the other one: unset SBATCH_GRES SBATCH_GPUS_PER_NODE, or set slurm.gpu_option "
         "to what your site wants"
     ),
@@ -84,5 +84,5 @@ _ADVICE = {  # the first sign that is found counts: "violates accounting/QOS pol
 
 
 def advice(words: str) -> str:
-    """What to do, as a line to add to Slurm's words; empty where nothing is known."""
+    """Return advice as a line to add to Slurm's message; empty if there is none."""
     return next((f"\nWhat to do: {what}" for sign, what in _ADVICE.items() if sign in words), "")

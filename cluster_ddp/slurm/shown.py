@@ -1,4 +1,4 @@
-"""What ``scontrol show job -o`` tells a job about its own end. Answers are parsed and judged; Slurm is not called."""
+"""Parses what ``scontrol show job -o`` says about a job's end, and judges it. Slurm is not called here."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ TERMINATED = "terminated"
 
 @dataclass(frozen=True)
 class ShownJob:
-    """The fields of a job that its end is judged by, as Slurm writes them; empty where it shows none."""
+    """The fields that show how a job ends, as Slurm writes them; empty if not shown."""
 
     state: str
     reason: str
-    requeued_by_slurm: bool  # whether Slurm may queue it again by itself
-    restarts: str  # how often Slurm has queued the job again so far
+    requeued_by_slurm: bool  # whether Slurm may requeue it by itself
+    restarts: str  # how often Slurm has requeued the job so far
     start_time: str  # of this start, in local time
     end_time: str  # when Slurm will end it, in local time; ``Unknown`` without a time limit
-    # When it was preempted; ``None`` where it was not. A job that is queued again shows no such field
+    # When it was preempted; ``None`` if it was not. A requeued job has no such field
     preempt_time: str
     excluded: str  # the node list that the job excludes
-    required: str  # the node list that it asks for by name
+    required: str  # the node list that it requests by name
     nodes: str  # the node list that it has now
     features: str  # the expression of --constraint
-    gres: str  # what it asks for on each node, such as ``gres/gpu:a100:4``
+    gres: str  # what it requests on each node, such as ``gres/gpu:a100:4``
     qos: str
 
 
 def parse_job(answer: str) -> ShownJob | None:
-    """Read the line of ``scontrol show job -o``; None for an answer that is empty or only a part of one."""
-    fields = dict(reversed(re.findall(r"(?<!\S)(\w+)=(\S*)", answer)))  # the first counts: a comment may hold anything
+    """Parse the line of ``scontrol show job -o``; None for an empty or incomplete answer."""
+    fields = dict(reversed(re.findall(r"(?<!\S)(\w+)=(\S*)", answer)))  # the first counts: a comment may say anything
     if not {"JobState", "Restarts"} <= fields.keys():
         return None
     lists = {name: fields.get(name, "") for name in ("ExcNodeList", "ReqNodeList", "NodeList")}
-    features = fields.get("Features", "")  # may begin with a bracket of its own, as in (a|b)&c
+    features = fields.get("Features", "")  # may itself begin with a bracket, as in (a|b)&c
     excluded, required, nodes = ("" if shown.startswith("(") else shown for shown in lists.values())  # (null)
     return ShownJob(
         state=fields.get("JobState", ""),
@@ -65,7 +65,7 @@ def parse_job(answer: str) -> ShownJob | None:
 
 
 def is_ending(job: ShownJob | None) -> bool:
-    """Whether Slurm is surely about to end a job: what a start that may have missed a signal asks."""
+    """Whether Slurm is certainly about to end a job, for a start that may have missed a signal."""
     if job is None:
         return False
     preempted = job.preempt_time[:1].isdigit() and job.preempt_time >= job.start_time  # not an earlier start
@@ -73,26 +73,25 @@ def is_ending(job: ShownJob | None) -> bool:
 
 
 def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
-    """Why Slurm ends a job.
+    """Return why Slurm ends a job.
 
-    After a time limit and a preemption nobody queues the job again but itself; after a node failure, a requeue by hand
-    and most preemptions Slurm has done so already, where it may. A scancel shows none of this.
+    After a time limit or a preemption that Slurm does not requeue itself, only the job can requeue itself; after a node
+    failure, a requeue by hand and most preemptions Slurm has already done so, if it may. A scancel shows none of this.
 
     Parameters
     ----------
     grace_end
-        The EndTime that was shown while the grace of a preemption lasted; empty when none was seen. A job that ends
-        before it was cancelled: nothing else that Slurm shows tells this from the preemption itself.
+        The EndTime that was shown during the grace of a preemption; empty if none was seen. A job that ends before that
+        was cancelled: nothing else that Slurm shows distinguishes this from the preemption itself.
 
     Returns
     -------
     str
-        ``time-limit``, ``preemption``, ``requeued`` (Slurm has queued it again), ``node-down`` (a node has failed, and
-        Slurm may not queue it again), ``cancel``, or ``terminated`` where Slurm does not end it (somebody sent a
-        signal).
+        ``time-limit``, ``preemption``, ``requeued`` (Slurm has requeued it), ``node-down`` (a node has failed, and
+        Slurm may not requeue it), ``cancel``, or ``terminated`` if Slurm does not end it (somebody sent a signal).
     """
     if job.restarts != str(restart_count):
-        return REQUEUED  # what else is shown may be of the newer start: its time limit, its preemption
+        return REQUEUED  # the other fields may describe the newer start: its time limit, its preemption
     if job.reason == "TimeLimit":
         return TIME_LIMIT
     if job.preempt_time[:1].isdigit():
@@ -106,16 +105,16 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
 
 
 def grace_end(job: ShownJob) -> str:
-    """EndTime as long as the grace of a preemption lasts; empty otherwise, and where Slurm shows none."""
+    """Return EndTime during the grace of a preemption; empty otherwise, or if Slurm shows none."""
     in_grace = job.state in LETS_RUN and job.preempt_time[:1].isdigit()
     return job.end_time if in_grace and job.end_time[:1].isdigit() else ""
 
 
 def unseen_grace_end(job: ShownJob, grace: Callable[[], float]) -> str:
-    """When the grace of a preemption would have ended, in Slurm's form, of a job that is first asked about at its end.
+    """Return when a preemption's grace would have ended, in Slurm's form, for a job first queried at its end.
 
-    Empty where nothing speaks for a cancel: newer Slurms call the end of the grace the time of the preemption. Then it
-    is not asked how many seconds of grace there are, as of a job that was given none: SIGKILL is near.
+    Empty if nothing suggests a cancel: newer Slurm versions show the end of the grace as the time of the preemption.
+    Then `grace` is not called, nor for a job without grace, since SIGKILL is near.
     """
     preempted, ended = unix_time(job.preempt_time), unix_time(job.end_time)
     if job.state in LETS_RUN or preempted is None or ended is None or ended - preempted < 2:
@@ -124,17 +123,17 @@ def unseen_grace_end(job: ShownJob, grace: Callable[[], float]) -> str:
 
 
 def seconds_until_kill(job: ShownJob, kill_wait: float) -> float:
-    """Seconds until SIGKILL, at the least, when Slurm ends a job.
+    """Return a lower bound of the seconds until SIGKILL when Slurm ends a job.
 
-    It is KillWait, or the rest of a preemption's grace where that is longer: whoever gives the grace, partition or QOS,
-    Slurm moves EndTime to its end and lets the job run. SIGKILL comes KillWait after it.
+    It is KillWait, or the rest of a preemption's grace if that is longer: whether the partition or the QOS gives the
+    grace, Slurm moves EndTime to its end and lets the job run. SIGKILL comes KillWait after it.
     """
     end = unix_time(grace_end(job))
     return kill_wait if end is None else max(kill_wait, end - time.time())
 
 
 def unix_time(shown: str) -> float | None:
-    """Unix seconds of a moment as Slurm shows it; None for ``Unknown`` and the like."""
+    """Convert a time as Slurm shows it to Unix seconds; None for ``Unknown`` and the like."""
     try:
         return datetime.fromisoformat(shown).timestamp()
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Which start of which job this process belongs to, from Slurm's environment variables."""
+"""Determines which start of which job this process belongs to, from Slurm's environment variables."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SlurmStart:
-    """One start of a Slurm job. Slurm starts a job again under the same id and counts."""
+    """One start of a Slurm job. Slurm restarts a job under the same id and counts the restarts."""
 
-    job_id: str  # a number; of a task of an array, the task's own
-    # How the job is named wherever it is written down or asked about: of an array ``<array>_<task>``, since the number
-    # of one of its tasks is the array's, and stands for all of them
+    job_id: str  # a number; for an array task, the task's own
+    # The job's name wherever it is recorded or queried: for an array task ``<array>_<task>``, since one task's number
+    # equals the array's, which stands for all of them
     task: str
-    restart_count: int  # 0 at the first start
-    nodes: int  # how many nodes it has; 0 where Slurm does not say
+    restart_count: int  # 0 for the first start
+    nodes: int  # how many nodes it has; 0 if Slurm does not say
     node_list: str  # their names as Slurm writes them
     partition: str
-    batch_host: str  # what Slurm calls the node that runs the batch script; empty where it does not say
+    batch_host: str  # what Slurm calls the node that runs the batch script; empty if it does not say
 
     @property
     def hosts(self) -> list[str]:
-        """Its nodes in the order of their ranks; none where Slurm's list cannot be read."""
-        from cluster_ddp.slurm.nodelist import NodeListError, expand  # only where a node is suspected
+        """Its nodes in the order of their ranks; empty if Slurm's list cannot be parsed."""
+        from cluster_ddp.slurm.nodelist import NodeListError, expand  # needed only if a node is suspected
 
         try:
             return expand(self.node_list)
@@ -32,7 +32,7 @@ class SlurmStart:
 
 
 def this_start(environment: Mapping[str, str]) -> SlurmStart | None:
-    """The start that an environment describes; None outside of Slurm's jobs."""
+    """Return the start that an environment describes; None outside of Slurm jobs."""
     job_id = environment.get("SLURM_JOB_ID")
     if not job_id:
         return None
@@ -49,7 +49,7 @@ def this_start(environment: Mapping[str, str]) -> SlurmStart | None:
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to call srun in: since Slurm 22.05 it does not take --cpus-per-task over from sbatch."""
+    """Return the environment to call srun in: since Slurm 22.05 it does not inherit --cpus-per-task from sbatch."""
     cpus = environment.get("SLURM_CPUS_PER_TASK")
     return {**environment, **({"SRUN_CPUS_PER_TASK": cpus} if cpus else {})}
 

@@ -1,4 +1,4 @@
-"""A job as squeue shows it, and the meaning of Slurm's job states. They are defined only here."""
+"""A job as squeue shows it, and the meaning of Slurm's job states, which are defined only here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _JOB_ID = re.compile(r"[0-9]{1,12}(_[0-9]{1,9})?")
 
 
 def is_job_id(text: str) -> bool:
-    """Whether `text` is the id of a job or of a task of an array, and nothing that Slurm's commands read as more."""
+    """Whether `text` is the id of a job or an array task, and nothing that Slurm's commands would read as more."""
     return _JOB_ID.fullmatch(text) is not None
 
 
@@ -37,12 +37,12 @@ SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 class SlurmJob(NamedTuple):
     """One line of squeue."""
 
-    job_id: str  # as squeue shows it: ``123``, or ``123_4`` for a task of an array
+    job_id: str  # as squeue shows it: ``123``, or ``123_4`` for an array task
     state: str  # Slurm's long state word, such as ``RUNNING``
-    reason: str  # why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` where Slurm has nothing to say
+    reason: str  # why it waits or ended (``Priority``, ``TimeLimit``, ...); ``None`` if Slurm gives no reason
     nodes: str  # the node list as Slurm writes it, empty while waiting
-    comment: str  # what its owner gave it as ``--comment``
-    starts: float | None = None  # Unix seconds when Slurm expects one that waits to start; None when it has no idea
+    comment: str  # its ``--comment``
+    starts: float | None = None  # Unix seconds when Slurm expects a waiting job to start; None if unknown
 
     @property
     def held(self) -> bool:
@@ -51,7 +51,7 @@ class SlurmJob(NamedTuple):
 
 
 def _says_held(reason: str) -> bool:
-    """Whether a reason speaks of a hold: a word such as JobHeldUser, or a sentence, perhaps with underscores."""
+    """Whether a reason means a hold: a word such as JobHeldUser, or a sentence, perhaps with underscores."""
     return reason.startswith(("JobHeld", "JobHoldMaxRequeue")) or reason.replace("_", " ").endswith(
         ("requeued held", "requeued in held state", "requeued in special exit state", "was deleted")
     )

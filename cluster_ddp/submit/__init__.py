@@ -1,6 +1,6 @@
 """The ways to start a run: sbatch and submitit behind one small interface (ways.py), local, manual; and to resume one.
 
-From Python: `submit`, which gives a `RunHandle`.
+From Python: `submit`, which returns a `RunHandle`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How nodes that people start one by one find each other: by files in the run directory, before there is an attempt.
+"""How nodes that people start one by one find each other before there is an attempt: by files in the run directory.
 
-Each node that is started leaves a file whose name says which node of how many it is and which process waits there, and
-touches it while it waits. Node 0 begins an attempt when all are there, and notes the arrivals in it; so a
-node never joins an attempt that it was not started for, and a missing node costs no attempt.
+Each node that is started creates a file whose name contains its number, the number of nodes and the waiting process,
+and touches it while it waits. Node 0 begins an attempt when all are there, and notes the arrivals in it. So a node
+never joins an attempt that it was not started for, and a missing node costs no attempt.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from cluster_ddp.run.storage import Storage, write_json
 _NAME = re.compile(r"(\d{1,6})of(\d{1,6})x(\d{1,6})~([0-9a-f]{12})~(.+)")
 _POLL_SECONDS = 0.5
 _TOUCH_SECONDS = 2.0
-_SILENT_SECONDS = 30.0  # network storage may show late that a file was touched
+_SILENT_SECONDS = 30.0  # network storage may show a touch late
 _LATE_SECONDS = 60.0  # for which an attempt may be visible before its arrivals
 _NAMES_SHOWN = 8
 
 
 class NodesMissing(ClusterDDPError):
-    """Not all nodes came in time."""
+    """Not all nodes arrived in time."""
 
     exit_status = 4
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One node that waits for the others, as its file's name tells."""
+    """A node that waits for the others, as described by its file's name."""
 
     node: int
     nodes: int
@@ -56,7 +56,7 @@ class Arrival:
 
 
 def parse_arrival(name: str) -> Arrival | None:
-    """The arrival that a file's name stands for; None for any other name."""
+    """Parse the name of an arrival file; None for any other name."""
     found = _NAME.fullmatch(name)
     process = parse_identity(found[5]) if found else None
     if found is None or process is None:
@@ -86,7 +86,7 @@ class Meeting:
     node: int
     nodes: int
     procs: int
-    still_wanted: Callable[[], None]  # raises when the run must no longer begin
+    still_wanted: Callable[[], None]  # raises if the run must no longer begin
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _touched: float = 0.0
     _said: str = ""
@@ -112,14 +112,14 @@ class Meeting:
             self._file.unlink(missing_ok=True)
 
     def all_there(self, patience: float) -> list[Arrival]:
-        """Wait, as node 0, until every node is there, and return the arrivals in the order of the nodes.
+        """Wait, as node 0, until every node has arrived; return the arrivals in the order of the nodes.
 
         Raises
         ------
         NodesMissing
-            Some have not come in time.
+            Some have not arrived in time.
         RunError
-            A node was started for another number of nodes or ranks.
+            A node was started for a different number of nodes or ranks.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -131,12 +131,12 @@ class Meeting:
             self._wait_for(_what_is_missing(there, self.procs), deadline, patience)
 
     def attempt_begun(self, patience: float, *, after: int | None) -> tuple[AttemptDirectory, int]:
-        """Wait, as another node, until node 0 has begun an attempt with this node; the attempt, and its port.
+        """Wait, as any other node, until node 0 has begun an attempt with this node; return the attempt and its port.
 
         Parameters
         ----------
         after
-            The last attempt when this node came; None when there was none.
+            The last attempt when this node arrived; None if there was none.
         """
         deadline, seen_at = time.monotonic() + patience, None
         while True:
@@ -224,7 +224,7 @@ def note_arrivals(attempt: AttemptDirectory, arrivals: Sequence[Arrival], port: 
 
 
 def _what_is_missing(there: dict[int, list[Arrival]], procs: int) -> str:
-    """The nodes that are missing or came more than once, for people; empty when all is well."""
+    """Name the nodes that are missing or arrived more than once, for people; empty if there are none."""
     missing = [node for node, starts in there.items() if not starts]
     said = [f"node {node} ({_ranks(node, procs)})" for node in missing[:_NAMES_SHOWN]]
     if len(missing) > _NAMES_SHOWN:

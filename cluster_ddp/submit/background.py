@@ -1,6 +1,6 @@
-"""``python -m cluster_ddp.submit.background RUN``: the first attempt of a local run, for whoever does not wait for it.
+"""``python -m cluster_ddp.submit.background RUN``: the first attempt of a local run, in the background.
 
-`cluster-ddp local` runs in the foreground; here the same start takes the form of a way to submit.
+`cluster-ddp local` runs in the foreground; here the same start is a way to submit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cluster_ddp.submit.base import SubmitError, exit_status
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
 
-_started: list[subprocess.Popen[bytes]] = []  # kept, since Python warns of a forgotten process that still runs
+_started: list[subprocess.Popen[bytes]] = []  # kept because Python warns about a discarded process that still runs
 
 
 class LocalSubmission:
-    """A job that is to run on this machine in the background; a `Submission`."""
+    """A job to run on this machine in the background; a `Submission`."""
 
     via = LOCAL
     to_slurm = False
@@ -39,10 +39,10 @@ class LocalSubmission:
         self.remarks = self._start.network.remarks
 
     def check(self) -> None:
-        """See `Submission`: planning has found everything that can be known."""
+        """See `Submission`: planning has already found everything that can be known."""
 
     def send(self, run: RunDirectory) -> None:
-        """Start the run's first attempt, in a session of its own, with its output in the run directory."""
+        """Start the run's first attempt in a new session, with its output in the run directory."""
         command = [sys.executable, "-m", "cluster_ddp.submit.background", str(run.path)]
         try:
             with os.fdopen(open_append(run.path / LOCAL_OUTPUT), "ab") as out:

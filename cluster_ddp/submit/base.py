@@ -1,4 +1,4 @@
-"""What all ways of handing a run to a batch system have in common."""
+"""What all ways of submitting a run to a batch system have in common."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class SubmitError(ClusterDDPError):
 
 
 class Submission(Protocol):
-    """A job, ready to be sent: what a dry run prints and what a submission sends are this one object."""
+    """A job that is ready to be sent: a dry run prints the same object that a submission sends."""
 
     via: str
     """Its name in the run's record."""
 
     @property
     def to_slurm(self) -> bool:
-        """Whether Slurm gets it."""
+        """Whether it goes to Slurm."""
 
     remarks: tuple[str, ...]
     """Remarks for the user about how the job file was read."""
 
     @property
     def text(self) -> str:
-        """The batch script; empty where there is none."""
+        """The batch script; empty if there is none."""
 
     def check(self) -> None:
         """Raise a ClusterDDPError for everything that can be known to fail before there is a run directory."""
 
     def send(self, run: RunDirectory) -> str | None:
-        """Send it for a run whose directory exists, and note the job there; its id, or None where there is no Slurm."""
+        """Send it for a run whose directory exists, and note the job there; return its id, or None without Slurm."""
 
 
 def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str | None]:
@@ -53,10 +53,10 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     Raises
     ------
     ClusterDDPError
-        A check failed, the runs cannot be written, or the batch system refuses; nothing is left behind then. Or
+        A check failed, the run cannot be written, or the batch system refuses it; nothing is left behind then. Or
         somebody has cancelled the run meanwhile.
     SlurmError
-        Whether the job is in the queue is not known; then the run directory stays, so that the job finds it.
+        It is not known whether the job is in the queue; then the run directory stays, so that the job finds it.
     """
     from cluster_ddp.run.runs import create_run, runs_dir_of  # not needed by a dry run
 
@@ -69,7 +69,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     except SubmissionUnclear as error:
         raise SlurmError(f"{error}\nIts run directory stays: {run.path}") from error
     except ClusterDDPError:
-        # A run that was never in the queue would only confuse. It is seconds old and holds nothing of value.
+        # A run that was never in the queue would only confuse. It is seconds old and contains nothing of value.
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     note_submitted(run, submission.via, job_id)
@@ -78,7 +78,7 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
 
 
 def exit_status(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]], int]:
-    """Run a `main` as a program: a user's error is printed, and decides the exit status."""
+    """Turn a `main` into a program: print a user's error, which also determines the exit status."""
 
     @functools.wraps(main)
     def program(arguments: Sequence[str]) -> int:
@@ -93,14 +93,14 @@ def exit_status(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str
 
 
 def note_submitted(run: RunDirectory, via: str, job_id: str | None) -> None:
-    """Record a submission among the run's events."""
+    """Record a submission in the run's events."""
     from cluster_ddp.run.events import SUBMITTED, EventWriter, login_writer
 
     EventWriter(run, login_writer()).write(SUBMITTED, via=via, slurm_job_id=job_id)
 
 
 def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int) -> None:
-    """Take a job back out of the queue if its run was cancelled before the job was noted, where `cancel` looks.
+    """Remove a job from the queue if its run was cancelled before the job was noted where `cancel` looks.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
     Raises
     ------
     SubmitError
-        It was.
+        The run was cancelled.
     """
     from cluster_ddp.run.history import read_history
 
@@ -131,7 +131,7 @@ def withdraw_if_cancelled(run: RunDirectory, job_id: str | None, *, cancels: int
 
 
 def check_writable(runs_dir: Path) -> None:
-    """Raise a `SubmitError` unless runs can be made in a folder, which need not exist yet."""
+    """Raise a `SubmitError` unless runs can be created in a folder, which need not exist yet."""
     existing = runs_dir
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -1,4 +1,4 @@
-"""Whether the task or script can be imported by the interpreter that will run it, asked in a process of its own."""
+"""Checks, in a separate process, that the interpreter that will run the task or script can import it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from cluster_ddp.submit.save_time import SMALL
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
 
-_SECONDS = 60.0  # torch alone takes so long from a cold shared file system
-_SECONDS_OF_ELEMENTS = 1.0  # for which models of a sweep's elements are built
-_MOST_STATES = 16  # the most a checkpoint takes, in sizes of the model; 3 with AdamW
-_LAST = 800  # characters that are shown of the output of an interpreter that fails
+_SECONDS = 60.0  # torch alone may take that long from a cold shared file system
+_SECONDS_OF_ELEMENTS = 1.0  # spent building models of a sweep's elements
+_MOST_STATES = 16  # the maximum size of a checkpoint, in sizes of the model; 3 with AdamW
+_LAST = 800  # characters shown of the output of an interpreter that fails
 
 
 class ProgramCheck:
-    """An import of the task, or a look for what the script imports, that goes on in the background.
+    """An import of the task, or a search for what the script imports, in the background.
 
     Leaving its block ends it, whether or not anybody has waited for the verdict.
     """
@@ -36,7 +36,7 @@ class ProgramCheck:
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._begun = False
-        self._question: int | None = None  # the end of the pipe that it is asked through
+        self._question: int | None = None  # the write end of the pipe that carries the request
 
     def __enter__(self) -> ProgramCheck:
         return self
@@ -51,7 +51,7 @@ class ProgramCheck:
                 self._child.wait()
 
     def begin(self, spec: JobSpec) -> None:
-        """Start the interpreter of a job, which imports torch before it is told what to look at."""
+        """Start the interpreter of a job, which imports torch before it receives a request."""
         self._begun = True
         python = _interpreter(spec)
         if shutil.which(python) is None or spec.launch.container is not None:
@@ -64,13 +64,13 @@ class ProgramCheck:
                 stdin=theirs,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # so that what it starts is ended with it
+                start_new_session=True,  # so that its child processes are ended with it
             )
         finally:
             os.close(theirs)
 
     def ask(self, loaded: LoadedJob, elements: Sequence[JobSpec] = ()) -> None:
-        """Ask about a job and, for a sweep, about the parameters of all its elements."""
+        """Request a check of a job and, for a sweep, of the parameters of all its elements."""
         if not self._begun:
             self.begin(loaded.spec)
         self._loaded = loaded
@@ -81,7 +81,7 @@ class ProgramCheck:
         if self._question is not None:
             question, self._question = self._question, None
             asked = json.dumps(_question(loaded.spec, list(map(json.loads, self._names)))).encode()
-            # A pipe holds little, and the interpreter reads only after its imports.
+            # A pipe's buffer is small, and the interpreter reads only after its imports.
             threading.Thread(target=_send, args=(question, asked), daemon=True).start()
 
     def verdict(self, remark: Callable[[Iterable[str]], None]) -> int | None:
@@ -90,12 +90,12 @@ class ProgramCheck:
         Returns
         -------
         int | None
-            Bytes of a checkpoint, if they are known and not few.
+            Size of a checkpoint in bytes, if it is known and not small.
 
         Raises
         ------
         SubmitError
-            It cannot be imported or takes no such parameters, and no line of launch.setup may change that.
+            The program cannot be imported or takes no such parameters, and no line of launch.setup may change that.
         """
         spec = self._loaded.spec
         python = _interpreter(spec)
@@ -163,4 +163,4 @@ def _answer(child: subprocess.Popen[bytes]) -> dict[str, Any]:
 def _whole(size: Any, spec: JobSpec) -> int | None:
     if not isinstance(size, int):
         return None
-    return size + (size // 3 if spec.train.ema_decay is not None else 0)  # beside two states of AdamW
+    return size + (size // 3 if spec.train.ema_decay is not None else 0)  # besides the two states of AdamW

@@ -1,6 +1,6 @@
 """``python -m cluster_ddp.submit.element SWEEP NUMBER``: the run of one element of a sweep, made at its first start.
 
-It prints the run's directory. ``--arguments RUN`` prints what the script of a run is called with instead, each argument
+It prints the run's directory. With ``--arguments RUN`` it prints the arguments for the script of a run instead, each
 followed by a NUL.
 """
 
@@ -24,7 +24,7 @@ from cluster_ddp.submit.base import exit_status, note_submitted
 
 
 def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: str | None) -> RunDirectory:
-    """The run of an element, which is made if it is not there.
+    """Return the run of an element, creating it if necessary.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
     Raises
     ------
     ElementWithdrawn
-        The sweep was stopped or cancelled, and this element has no run to say so.
+        The sweep was stopped or cancelled, and this element has no run that could show it.
     """
     run = sweep.run(element)
     if not run.exists():
@@ -53,7 +53,7 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
 
 
 def _make(sweep: SweepDirectory, element: Element, via: str) -> None:
-    """Make a run under its name in one step: of two starts of one element the second finds the first one's."""
+    """Make a run under its name in one step, so that a second start of the element finds the run of the first."""
     from cluster_ddp.job import load_variant
 
     spec = load_variant(sweep.job_file, element.settings)
@@ -75,7 +75,7 @@ def _make(sweep: SweepDirectory, element: Element, via: str) -> None:
 
 
 def arguments_of(run: RunDirectory) -> tuple[str, ...]:
-    """What the script of a run is called with."""
+    """Return the arguments for the script of a run."""
     from cluster_ddp.job import load_resolved
 
     return load_resolved(run.job_file).args

@@ -1,4 +1,4 @@
-"""A first job file and a site file for the cluster that this machine belongs to."""
+"""Writes a first job file and a site file for the cluster that this machine belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster_ddp.slurm.partitions import NodeKind, Partition, ask_nodes, ask_par
 from cluster_ddp.submit.base import SubmitError
 
 _SECONDS = 10.0
-_TIME = 30 * 60  # seconds of the first job
+_TIME = 30 * 60  # seconds; time limit of the first job
 _CPUS_PER_RANK = 8
 _STORAGE = ("SCRATCH", "PSCRATCH", "WORK", "HOME")
 """Variables that name a user's folder on shared storage, in order of preference."""
@@ -38,7 +38,7 @@ train:
 
 
 class Cluster(NamedTuple):
-    """What is asked of Slurm for the first files."""
+    """What Slurm says about the cluster, as needed for the first files."""
 
     name: str
     partition: Partition
@@ -47,12 +47,12 @@ class Cluster(NamedTuple):
 
 
 def ask_cluster() -> Cluster:
-    """Ask Slurm for the cluster's name, the partition that jobs go to, its nodes, and this user's account.
+    """Query Slurm for the cluster's name, its default partition, the partition's nodes, and this user's account.
 
     Raises
     ------
     SlurmError
-        Slurm is not here, or does not answer.
+        Slurm is not installed here, or does not answer.
     SubmitError
         There is no partition that is up.
     """
@@ -67,7 +67,7 @@ def ask_cluster() -> Cluster:
 
 
 def first_job(cluster: Cluster) -> str:
-    """The job file: one node of the most common kind, with its GPUs."""
+    """Return the job file: one node of the most common kind, with its GPUs."""
     kind = max(cluster.nodes, key=lambda node: (sum(node.gpus.values()) > 0, node.count), default=None)
     gpus = sum(kind.gpus.values()) if kind else 0
     cpus = min(kind.cpus if kind else 1, _CPUS_PER_RANK * max(gpus, 1))
@@ -81,7 +81,7 @@ def first_job(cluster: Cluster) -> str:
 
 
 def site_values(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the site file says: the partition, the account, and where runs are made."""
+    """Return the contents of the site file: the partition, the account, and the runs folder."""
     storage = next((environment[name] for name in _STORAGE if environment.get(name)), None)
     values: dict[str, Any] = {"slurm": {"partition": cluster.partition.name}}
     if cluster.account:
@@ -92,7 +92,7 @@ def site_values(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, A
 
 
 def _account() -> str | None:
-    """This user's default account; None where there is no accounting."""
+    """Return this user's default account; None without accounting."""
     command = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "format=DefaultAccount"]
     try:
         answer = call_once(command, seconds=_SECONDS).strip()

@@ -1,6 +1,6 @@
-"""Whether a partition can ever run a job: compares the request with what the partition allows and its nodes have.
+"""Checks whether a partition can ever run a job: compares the request with its limits and its nodes.
 
-Many clusters accept a job that asks for more, and it waits forever (PartitionConfig, PartitionTimeLimit).
+Many clusters accept a job that asks for more, and it then waits forever (PartitionConfig, PartitionTimeLimit).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MIB = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
 def find_partition(slurm: SlurmSpec, partitions: Sequence[Partition]) -> Partition | Misfit | None:
-    """The partition that the job goes to; None where Slurm may choose among several, or the site chooses."""
+    """Find the partition that the job goes to; None if Slurm may choose among several, or the site chooses."""
     if slurm.partition is None:
         return next((partition for partition in partitions if partition.default), None)
     names = [partition.name for partition in partitions]
@@ -38,7 +38,7 @@ def find_partition(slurm: SlurmSpec, partitions: Sequence[Partition]) -> Partiti
 
 
 def misfits(spec: JobSpec, partition: Partition, nodes: Sequence[NodeKind]) -> Iterator[Misfit]:
-    """What the partition can never give, each with what it allows."""
+    """Yield each request that the partition can never satisfy, with what it allows."""
     yield from _limits(spec.slurm, partition)
     yield from _resources(spec.slurm, partition, nodes)
 
@@ -99,6 +99,6 @@ def _gpus(slurm: SlurmSpec, node: NodeKind) -> int:
 
 
 def mebibytes(memory: str | None) -> float:
-    """A size in sbatch's form in MiB; 0 where none is given (then ``--mem=0``, all of a node, fits as well)."""
+    """Convert a size in sbatch's form to MiB; 0 without a size (then ``--mem=0``, all of a node, fits as well)."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", (memory or "").upper())
     return int(found[1]) * _MIB[found[2]] if found else 0

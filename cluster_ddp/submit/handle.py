@@ -1,4 +1,4 @@
-"""Runs from Python: `submit` starts one, and a `RunHandle` stands for it, whatever started it."""
+"""Runs from Python: `submit` starts one, and a `RunHandle` represents it, whatever started it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUEUE_SECONDS = 20.0
 
 
 class RunFailed(ClusterDDPError):
-    """The run whose result was asked for ended without one."""
+    """The run whose result was requested ended without one."""
 
     exit_status = 4
 
@@ -37,7 +37,7 @@ class RunHandle:
     Parameters
     ----------
     run
-        A run directory, a run id or the beginning of one, as on the command line.
+        A run directory, a run id or a unique prefix of one, as on the command line.
 
     Raises
     ------
@@ -49,7 +49,7 @@ class RunHandle:
     id
         The run's id.
     directory
-        Where everything about it lies.
+        The run directory.
     """
 
     def __init__(self, run: str | PathLike[str]) -> None:
@@ -61,9 +61,9 @@ class RunHandle:
         return f"RunHandle({str(self.directory)!r})"
 
     def status(self) -> RunStatus:
-        """Where the run stands: state, step, total_steps, metrics, reason, and all that `status --json` tells.
+        """Return the run's state, step, total_steps, metrics, reason, and all other fields of `status --json`.
 
-        If Slurm cannot be queried, it comes from the run directory alone.
+        If Slurm cannot be queried, the status is derived from the run directory alone.
         """
         known = know(self._run)
         try:
@@ -79,14 +79,14 @@ class RunHandle:
         return self.status().state
 
     def wait(self, timeout: float | None = None, *, poll: float = 5.0) -> RunState:
-        """Wait until nothing more will happen to the run by itself, through requeues; returns its state.
+        """Wait until nothing more will happen to the run by itself, across requeues; return its state.
 
         Parameters
         ----------
         timeout
             Seconds; None for no limit.
         poll
-            Seconds between two queries, each of which asks Slurm.
+            Seconds between queries, each of which calls Slurm.
 
         Raises
         ------
@@ -101,12 +101,12 @@ class RunHandle:
         return state
 
     def result(self, timeout: float | None = None, *, poll: float = 5.0) -> RunStatus:
-        """Wait for the run to complete; returns its status, with the latest metrics.
+        """Wait for the run to complete; return its status, with the latest metrics.
 
         Raises
         ------
         RunFailed
-            It has ended otherwise: failed, stalled, stopped, cancelled or lost.
+            It ended differently: failed, stalled, stopped, cancelled or lost.
         TimeoutError
             It is not over by then.
         """
@@ -119,21 +119,21 @@ class RunHandle:
     def logs(
         self, *, attempt: int | None = None, node: int | None = None, rank: int | None = None, errors: bool = False
     ) -> str:
-        """What the run has printed, as `cluster-ddp logs` shows it.
+        """Return what the run has printed, as shown by `cluster-ddp logs`.
 
         Parameters
         ----------
         attempt, node, rank
-            Of these alone; the last attempt, all nodes and all ranks by default.
+            Select one of each; by default the last attempt, all nodes and all ranks.
         errors
-            The error of the rank that failed first instead.
+            Return the error of the rank that failed first instead.
         """
         chosen = {"attempt": attempt, "node": node, "rank": rank}
         options = [f"--{name}={number}" for name, number in chosen.items() if number is not None]
         return self._call("logs", *options, *(["--errors"] if errors else []))
 
     def stop(self) -> None:
-        """Have the run save a checkpoint and end, as `cluster-ddp stop` does; it can be resumed.
+        """Make the run save a checkpoint and end, as `cluster-ddp stop` does; it can be resumed.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class RunHandle:
         self._call("stop")
 
     def cancel(self) -> None:
-        """End the run for good, as `cluster-ddp cancel` does; only a person's `resume` starts it again.
+        """End the run for good, as `cluster-ddp cancel` does; only `resume` restarts it.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class RunHandle:
         self._call("cancel")
 
     def _call(self, command: str, *options: str) -> str:
-        """The output of a command of the command line, which alone implements this."""
+        """Run a command of the command line, the only implementation, and return its output."""
         words = [sys.executable, "-m", "cluster_ddp", command, str(self.directory), *options]
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
         if done.returncode:
@@ -171,19 +171,19 @@ def submit(
     job
         A job file, or a template's name.
     via
-        ``sbatch``, ``submitit``, or ``local``: on this machine, in the background, with the output in `local.out` of
-        the run directory; it goes on when this process ends.
+        ``sbatch``, ``submitit``, or ``local``: on this machine, in the background, with the output in `local.out` in
+        the run directory; it continues when this process ends.
     settings
         ``a.b=c`` each, as for ``--set``.
     check
-        Look before whether the task exists, the storage is shared and the cluster gives what is asked for.
+        Check first whether the task exists, the storage is shared and the cluster can provide what is requested.
 
     Raises
     ------
     JobFileError
         The job file or a setting is wrong.
     SubmitError, SlurmError
-        The job cannot run as asked, or Slurm refuses it.
+        The job cannot run as requested, or Slurm refuses it.
     """
     from cluster_ddp.job import load_job
 

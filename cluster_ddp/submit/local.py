@@ -1,7 +1,7 @@
 """Starting a run on this machine, without Slurm: N node programs that meet on loopback, and one supervisor.
 
-Each node program runs a torchrun agent of its own and the agents meet by c10d rendezvous, so this takes the same path
-as several nodes.
+Each node program runs a separate torchrun agent and the agents meet by c10d rendezvous, so the same code is used as on
+several nodes.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class LocalStart:
     """A run's start on this machine: what a dry run prints and what `supervise` runs."""
 
     spec: JobSpec
-    # nodes, procs: simulated nodes, and ranks on each
+    # nodes, procs: simulated nodes, and ranks per node
     nodes: int
     procs: int
-    # The devices of each node; empty tuples on a machine without any, or where CPUs are wanted
+    # The devices of each node; empty tuples on a machine without any, or if CPUs were requested
     gpus: tuple[tuple[str, ...], ...]
-    hide_gpus: bool  # CPUs are wanted though there may be GPUs
+    hide_gpus: bool  # whether CPUs were requested though there may be GPUs
     port: int  # of the rendezvous, on loopback
     python: str  # the interpreter of the node programs and their ranks
 
     @property
     def nodes_here(self) -> range:
-        """The ranks of the nodes: all are on this machine."""
+        """The ranks of the nodes on this machine: all of them."""
         return range(self.nodes)
 
     @property
@@ -62,7 +62,7 @@ class LocalStart:
         return resolve(self.spec.network, os.environ)
 
     def torchrun(self, run_directory: str, attempt: int) -> list[str]:
-        """The torchrun line with its placeholders, as the node programs get it."""
+        """Return the torchrun command line with its placeholders, as the node programs get it."""
         return torchrun_command(
             self.spec,
             run_directory=run_directory,
@@ -73,12 +73,12 @@ class LocalStart:
         )
 
     def node_torchrun(self, run_directory: str, attempt: int, node: int) -> list[str]:
-        """The torchrun line as one node runs it."""
+        """Return the torchrun command line as one node runs it."""
         line = self.torchrun(run_directory, attempt)
         return fill_in(line, is_host=node == 0, local_addr=LOOPBACK, log_dir=tempfile.gettempdir())
 
     def variables(self, node: int) -> dict[str, str]:
-        """What is set for one node in addition to this process's environment."""
+        """Return the variables set for one node in addition to this process's environment."""
         variables = {
             ADDRESS_VARIABLE: LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
@@ -105,16 +105,17 @@ def plan_local(
     nodes
         Nodes to simulate; default 1.
     procs
-        Ranks on each; default `launch.procs_per_node`, or for ``auto`` one for each GPU, one where there is none.
+        Ranks per node; default `launch.procs_per_node`, where ``auto`` means one per GPU, or one without GPUs.
     gpus
         Devices such as ``0,1,3``, divided among the nodes; ``none`` for CPUs. Default: all that are visible.
     global_batch
-        Of a run that has begun already.
+        That of a run that has already begun.
 
     Raises
     ------
     SubmitError
-        The devices do not divide among the nodes, or are fewer than the ranks; or the interpreter does not exist here.
+        The devices cannot be divided among the nodes, or are fewer than the ranks; or the interpreter does not exist
+        here.
     BatchError
         The global batch cannot be divided among the ranks.
     """
@@ -158,7 +159,7 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     Raises
     ------
     RunAlive, RunEnded
-        As from `begin_attempt`.
+        As for `begin_attempt`.
     RunGone
         Its directory has vanished meanwhile.
     """
@@ -174,5 +175,5 @@ def run_attempt(run: RunDirectory, start: LocalStart, *, show: TextIO) -> RunSta
     not_noted = conclude(attempt)
     give_notice(run, writer=login_writer())
     status = describe(run, None)
-    # An attempt whose end is not noted looks alive as long as this process lives.
+    # An attempt whose end is not recorded looks alive as long as this process lives.
     return replace(status, state=RunState.LOST, reason=not_noted) if not_noted and status.state.alive else status

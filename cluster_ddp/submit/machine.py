@@ -17,7 +17,7 @@ _GPU_SECONDS = 20.0
 
 
 def interpreter(spec: JobSpec) -> str:
-    """The interpreter that ``launch.python`` names, or this one."""
+    """Return the interpreter that ``launch.python`` names, or else this one."""
     if spec.launch.python is None:
         return sys.executable
     found = shutil.which(spec.launch.python)
@@ -29,7 +29,7 @@ def interpreter(spec: JobSpec) -> str:
 
 
 def devices_here(gpus: str | None = None) -> list[str]:
-    """The GPUs that ``--gpus`` names, ``none`` for CPUs; without it all that are visible."""
+    """Return the GPUs that ``--gpus`` names, none for ``none`` (CPUs); by default all that are visible."""
     if gpus is not None:
         return [] if gpus.strip().lower() in ("", "none") else _named_devices(gpus)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

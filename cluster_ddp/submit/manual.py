@@ -1,7 +1,7 @@
-"""Starting a run on several machines without Slurm: a person starts the same command on each of them.
+"""Starting a run on several machines without Slurm: a person runs the same command on each of them.
 
-The machines share the run directory. One of them makes it, whoever comes first; node 0 begins an attempt when all nodes
-are there, and concludes it when all have ended.
+The machines share the run directory. The first one to start creates it; node 0 begins an attempt when all nodes have
+arrived, and concludes it when all have ended.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ManualStart:
     """One node's part in a start: what a dry run prints and what the supervisor runs."""
 
     spec: JobSpec
-    run: RunDirectory  # which need not exist yet
-    # nodes, node, procs: how many there are, which of them this is, and ranks on each
+    run: RunDirectory  # need not exist yet
+    # nodes, node, procs: the number of nodes, the number of this one, and ranks per node
     nodes: int
     node: int
     procs: int
@@ -85,7 +85,7 @@ class ManualStart:
         return resolve(self.spec.network, os.environ)
 
     def torchrun(self, run_directory: str, attempt: int) -> list[str]:
-        """The torchrun line with its placeholders, as the node program gets it."""
+        """Return the torchrun command line with its placeholders, as the node program gets it."""
         host = f"[{self.master}]" if ":" in self.master else self.master
         return torchrun_command(
             self.spec,
@@ -97,12 +97,12 @@ class ManualStart:
         )
 
     def node_torchrun(self) -> list[str]:
-        """The torchrun line of the first attempt as this node runs it; its address is found when it starts."""
+        """Return the first attempt's torchrun command line as this node runs it; its address is found at the start."""
         line = self.torchrun(str(self.run.path), 0)
         return fill_in(line, is_host=self.node == 0, local_addr="{local_addr}", log_dir=tempfile.gettempdir())
 
     def variables(self, node: int) -> dict[str, str]:
-        """What is set in addition to this process's environment: all nodes may be on this machine."""
+        """Return the variables set in addition to this process's environment: all nodes may be on this machine."""
         if not _is_loopback(self.master):
             return {}
         interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), LOOPBACK_INTERFACE)
@@ -117,15 +117,16 @@ def plan_manual(
     Parameters
     ----------
     name
-        Of the run directory in `runs_dir`, or its path.
+        Name of the run directory in `runs_dir`, or its path.
     nodes, node
-        How many machines there are, and which of them this is, from 0.
+        The number of machines, and the number of this one, from 0.
     master
         The name or address at which the others reach node 0.
     port
-        Where all nodes meet; default `launch.port`, or for ``auto`` a free one that node 0 tells the others.
+        Where all nodes meet; default `launch.port`, where ``auto`` means a free one that node 0 announces to the
+        others.
     procs
-        Ranks on each node; default `launch.procs_per_node`, or for ``auto`` one for each GPU, one where there is none.
+        Ranks per node; default `launch.procs_per_node`, where ``auto`` means one per GPU, or one without GPUs.
 
     Raises
     ------
@@ -159,7 +160,7 @@ def plan_manual(
 
 
 def all_commands(start: ManualStart, job: str, settings: tuple[str, ...], *, port: int | None) -> list[str]:
-    """The command for each node, to be pasted there; the last one has ``%n`` instead of the node's number."""
+    """Return the commands to paste, one per node; the last one has ``%n`` instead of the node's number."""
     source = str(Path(job).absolute()) if Path(job).exists() else job
     words = [sys.executable, "-m", "cluster_ddp", "launch", source, *(f"--set={setting}" for setting in settings)]
     words += [f"--run={start.run.path}", f"--nnodes={start.nodes}", f"--procs={start.procs}"]
@@ -169,7 +170,7 @@ def all_commands(start: ManualStart, job: str, settings: tuple[str, ...], *, por
 
 
 def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
-    """Take part as one node, in the foreground, in the next attempt of the run; returns how that ended.
+    """Take part as one node, in the foreground, in the next attempt of the run; return how that ended.
 
     Raises
     ------
@@ -178,9 +179,9 @@ def start_manual(start: ManualStart, *, show: TextIO) -> RunStatus:
     RunAlive
         An attempt of it is alive, here or elsewhere.
     NodesMissing
-        Not all nodes came in time.
+        Not all nodes arrived in time.
     SubmitError
-        The run belongs to another job.
+        The run belongs to a different job.
     """
     check_writable(start.run.path.parent)
     run, made = make_or_join(start.spec, start.run.path, via=LAUNCH)
@@ -207,7 +208,7 @@ def _meet(start: ManualStart, seen: History) -> tuple[AttemptDirectory, ManualSt
             attempt, port = meeting.attempt_begun(patience, after=seen.last_number)
             return attempt, replace(start, port=port)
         arrivals = meeting.all_there(patience)
-        if seen.attempts or seen.cancels:  # starting the commands again is a person's request that the run go on
+        if seen.attempts or seen.cancels:  # running the commands again is a person's request that the run continue
             request_resume(start.run, by=caller(), seen=seen)
         host = socket.gethostname()
         attempt = begin_attempt(start.run, host=host, pid=os.getpid(), nodes=start.nodes, procs=start.procs)
@@ -215,7 +216,7 @@ def _meet(start: ManualStart, seen: History) -> tuple[AttemptDirectory, ManualSt
         return attempt, start
 
 
-# -- the attempt, from its beginning to its end ------------------------------------------------------------------------
+# -- the attempt, from beginning to end --------------------------------------------------------------------------------
 
 
 def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
@@ -234,13 +235,13 @@ def _keep(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
 
 
 def _take_part(attempt: AttemptDirectory, start: ManualStart, show: TextIO) -> None:
-    """Run another node to its end, and wait until node 0 has concluded the attempt, if it still can."""
+    """Run a node other than 0 to its end, and wait until node 0 has concluded the attempt, if it still can."""
     others = _Others(attempt, start)
     Supervisor(attempt, start, show=show, others_have_ended=others.have_concluded).run()
 
 
 class _Others:
-    """Whether the nodes on other machines have ended, as shared storage tells; asked when this node has ended."""
+    """Whether the nodes on other machines have ended, according to shared storage; used once this node has ended."""
 
     def __init__(self, attempt: AttemptDirectory, start: ManualStart) -> None:
         self._attempt = attempt
@@ -266,7 +267,7 @@ class _Others:
         return self._all_ended_since is not None and time.monotonic() - self._all_ended_since > SILENT_SECONDS
 
     def _look(self) -> bool:
-        """Check, if it is time to, and return whether that was done; it decides what `lost` is."""
+        """Update `lost` if it is time to check again; return whether that was done."""
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _LOOK_SECONDS
@@ -281,7 +282,7 @@ class _Others:
         return {event.get("node") for event in events} | {self._this_node}
 
 
-# -- what speaks against a start ---------------------------------------------------------------------------------------
+# -- reasons against a start -------------------------------------------------------------------------------------------
 
 
 def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
@@ -308,7 +309,7 @@ def _refuse_other_job(run: RunDirectory, spec: JobSpec) -> None:
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, entry in value.items():
-        if prefix + key == "runs_dir":  # --run says where the run lies
+        if prefix + key == "runs_dir":  # --run sets the run's folder
             continue
         flat |= _flat(entry, f"{prefix}{key}.") if isinstance(entry, dict) and entry else {prefix + key: entry}
     return flat

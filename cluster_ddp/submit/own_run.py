@@ -1,7 +1,7 @@
-"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: a run for a batch script that was given none.
+"""``python -m cluster_ddp.submit.own_run SCRIPT JOB [--set A.B=C]...``: makes a run for a script started without one.
 
-It prints the run's directory. The first start of a Slurm job makes the run, and notes the job's id in the run's record;
-by that id every later start of the same job finds it again.
+It prints the run's directory. The first start of a Slurm job makes the run and notes the job's id in the run's record,
+by which every later start of the same job finds the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cluster_ddp.submit.base import check_writable, exit_status, note_submitted
 
 
 def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) -> RunDirectory:
-    """The run that a Slurm job has made, or a new one, which keeps `script` as it runs, with a person's edits."""
+    """Return the run that a Slurm job has made, or a new one with a copy of `script` as it runs, edits included."""
     from cluster_ddp.job import load_job
 
     spec = load_job(job, settings).spec
@@ -39,7 +39,7 @@ def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) 
 
 
 def _made_by(job_id: str, runs_dir: Path) -> RunDirectory | None:
-    """The newest run that is noted for a Slurm job."""
+    """Return the newest run in which a Slurm job is noted."""
     for run in reversed(list_runs(runs_dir)):
         try:
             if job_id in read_record(run).slurm_job_ids:

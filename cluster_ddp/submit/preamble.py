@@ -1,4 +1,4 @@
-"""What a batch script does before its keeper: how it fails, the signals that come too early, and launch.setup.
+"""What a batch script does before its keeper: reporting failures, handling early signals, and launch.setup.
 
 Shared by our own script and submitit's. It is bash, so that it also works on a host where Python does not start.
 """
@@ -11,7 +11,7 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.run.runs import START_FAILED
 
-# With an exec a trap of launch.setup for EXIT would not run.
+# An exec would skip an EXIT trap that launch.setup has set.
 _FAIL = r"""cluster_ddp_drop_traps() {
     trap - ERR DEBUG
     [[ $(trap -p EXIT) != *cluster_ddp_* ]] || trap - EXIT # not one of launch.setup
@@ -67,17 +67,17 @@ cluster_ddp_hand_over() {
 
 
 def hand_over(spec: JobSpec) -> str:
-    """The word before the last command of a batch script, the keeper's."""
+    """Return the word before the last command of a batch script, which runs the keeper."""
     return "cluster_ddp_hand_over" if spec.launch.setup else "exec"
 
 
 def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = "$cluster_ddp_run") -> Iterator[str]:
-    """The lines of that part of a batch script.
+    """Yield the lines of that part of a batch script.
 
     Parameters
     ----------
     run
-        The run directory, as bash has it.
+        The run directory, as a bash expression.
     setup
         The lines of launch.setup.
     beside
@@ -99,7 +99,7 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
 
 
 def python_starts(python: str, packages: str) -> Iterator[str]:
-    """The lines by which a batch script sees that the interpreter is there, with what this start needs of it."""
+    """Yield the lines with which a batch script checks the interpreter, and that it has what this start needs."""
     yield f"{python} -c 'import {packages}' ||"
     where = "${SLURMD_NODENAME:-this host}"
     yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python"'

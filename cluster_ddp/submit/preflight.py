@@ -1,6 +1,6 @@
-"""The checks before a job waits in the queue: the cheap ones first, Slurm's own verdict last.
+"""The checks before a job is queued: the cheap ones first, Slurm's own verdict last.
 
-Each question to Slurm has five seconds; one that gets no answer is reported and skipped.
+Each query to Slurm has five seconds; one without an answer is reported and skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SECONDS = 5.0
-# When really submitted such a job waits until nodes are back; whether any node fits at all was checked before.
+# A job that is actually submitted then waits until nodes are back; whether any node fits at all was checked before.
 _MAY_CHANGE = ("node configuration is not available", "DOWN, DRAINED")
 
 
@@ -35,14 +35,14 @@ def check_before_queue(
     remark: Callable[[Iterable[str]], None],
     program: ProgramCheck | None = None,
 ) -> None:
-    """Look for everything that would make a job fail at its start or wait forever.
+    """Find everything that would make a job fail at its start or wait forever.
 
     Parameters
     ----------
     remark
         Called with what may be wrong, and what could not be checked.
     program
-        A check of the task or script that is under way; by default one is started here.
+        A check of the task or script that is already running; by default one is started here.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def check_before_queue(
     with contextlib.ExitStack() as until_then:
         if program is None:
             program = until_then.enter_context(ProgramCheck())
-            program.ask(loaded)  # which takes the longest, and goes on meanwhile
+            program.ask(loaded)  # takes longest, and runs in the background
         partition = _check_partition(loaded, remark) if sending.to_slurm else None
         saved = program.verdict(remark)
     if saved is not None:
@@ -129,7 +129,7 @@ _OF_ONE_NODE = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrf
 
 
 def why_not_shared(folder: Path) -> str | None:
-    """Why other machines may not see a folder, which need not exist yet; None where nothing speaks for that."""
+    """Say why other machines may not see a folder, which need not exist yet; None if there is no sign of that."""
     path = os.path.realpath(folder)
     for place in ("/tmp", "/var/tmp", "/dev/shm"):
         if f"{path}/".startswith(f"{place}/"):
@@ -139,7 +139,7 @@ def why_not_shared(folder: Path) -> str | None:
 
 
 def _file_system(path: str) -> str:
-    """The type of the file system that a path lies on; empty where it cannot be told."""
+    """Return the type of the file system that contains a path; empty if unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except (OSError, UnicodeDecodeError):

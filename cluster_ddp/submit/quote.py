@@ -1,4 +1,4 @@
-"""The only way for a value from the job file into the batch script: as a string that nothing expands."""
+"""The only way for a value from the job file into the batch script: as a string in which nothing is expanded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from cluster_ddp.job.errors import ClusterDDPError
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
-# What single quotes cannot hold (', NUL), what sbatch reads differently between them (\), what looks like an error ($,
-# `).
+# What single quotes cannot contain (', NUL), what sbatch reads differently between them (\), and what looks like an
+# error ($, `).
 _MARKED = re.compile(r"['\0\\$`]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -19,14 +19,14 @@ class UnquotableError(ClusterDDPError):
 
 
 def quote(value: str) -> str:
-    """`value` as one word of bash; nothing in it is expanded, split or run.
+    """Return `value` as one word of bash; nothing in it is expanded, split or run.
 
     sbatch, which has its own rules for ``#SBATCH`` lines, reads the word the same way.
 
     Raises
     ------
     UnquotableError
-        It holds a NUL, which no argument and no variable can.
+        It contains a NUL, which no argument and no variable can.
     """
     if _PLAIN.fullmatch(value):
         return value
@@ -34,17 +34,17 @@ def quote(value: str) -> str:
 
 
 def inside(value: str) -> str:
-    """`value` as it stands between double quotes; see `quote`."""
+    """Return `value` as written between double quotes; see `quote`."""
     if "\0" in value:
         raise UnquotableError(f"{value!r} holds a NUL character, which no process can be given")
     return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
 def quote_around(value: str, variables: Mapping[str, str]) -> str:
-    """`value` as one word of bash in which the marks that are keys of `variables` become expansions of the shell.
+    """Return `value` as one word of bash in which the keys of `variables`, called marks, become shell expansions.
 
     Everything between the marks is quoted. With ``{"\\0a": "$MASTER_ADDR"}``, ``"--endpoint=\\0a:1"`` becomes
-    ``--endpoint="$MASTER_ADDR":1``. Marks hold a NUL, so that no value from outside can look like one.
+    ``--endpoint="$MASTER_ADDR":1``. Marks contain a NUL, so that no external value can look like one.
     """
     pieces = re.split(f"({'|'.join(map(re.escape, variables))})", value)
     words = [f'"{variables[piece]}"' if piece in variables else quote(piece) for piece in pieces if piece]
@@ -67,5 +67,5 @@ def directive(option: str, value: str | None) -> str:
 
 
 def comment(text: str) -> str:
-    """`text` on one line, fit to follow a ``#``."""
+    """Return `text` on one line, fit to follow a ``#``."""
     return _CONTROL.sub(" ", text)

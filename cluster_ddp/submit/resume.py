@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 # Settings of training that do not change the weights of an uninterrupted run.
 _FREE = frozenset({"train.evaluate_every", "train.workers", "train.max_bad_steps", "train.profile"})
-_LENGTH = frozenset({"train.epochs", "train.steps"})  # not either, unless the schedule goes by where it ends
+_LENGTH = frozenset({"train.epochs", "train.steps"})  # nor do these, unless the schedule depends on the end
 _BATCHES = frozenset({"train.batch_size", "train.global_batch", "train.accumulation_steps"})  # while they divide alike
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """How a run goes on: all that is read and decided about it, once, before anything is changed."""
+    """How a run continues: everything that is read and decided about it, once, before anything is changed."""
 
     # seen, record: the run as it was before anybody made sure that nothing of it is alive
     seen: History
@@ -46,22 +46,22 @@ class ResumePlan:
     # spec, changed: the job, and whether it differs from the run's job file
     spec: JobSpec
     changed: bool
-    remarks: tuple[str, ...]  # remarks for the user about the settings
-    # What to start, here or by a batch system. None when the run is complete, was given nothing more to do,
-    # and its last checkpoint is intact
+    remarks: tuple[str, ...]  # for the user, about the settings
+    # What to start, here or by a batch system. None if the run is complete, has no further work to do, and its last
+    # checkpoint is intact
     start: local.LocalStart | Submission | None
 
 
 def plan_resume(
     run: RunDirectory, seen: History, status: RunStatus, settings: Sequence[str], nodes: int | None, procs: int | None
 ) -> ResumePlan:
-    """Decide how a run goes on; nothing is written.
+    """Decide how a run continues; nothing is written.
 
     Raises
     ------
     ClusterDDPError
-        Something of the run is alive or in the queue, a setting is wrong or would be ignored (a run keeps its
-        global batch), it cannot go on with so many ranks, or resume does not start runs of its kind.
+        Something of the run is alive or in the queue, a setting is wrong or would be ignored (a run keeps its global
+        batch), the run cannot continue on that many ranks, or resume does not start runs of its kind.
     """
     from cluster_ddp.job import load_run_job
 
@@ -87,17 +87,16 @@ def plan_resume(
 
 
 def resume_here(plan: ResumePlan, start: local.LocalStart, *, show: TextIO) -> RunStatus:
-    """Continue a local run in the foreground; returns how it ended."""
+    """Continue a local run in the foreground; return how it ended."""
     run = plan.seen.run
     _claim(plan, script=None)
     return local.run_attempt(run, start, show=show)
 
 
 def send_again(plan: ResumePlan, again: Submission) -> str | None:
-    """Submit a run again, the way it was first submitted, to the same run directory; returns the new Slurm job id.
+    """Submit a run again to the same run directory, as it was first submitted; return the new Slurm job id.
 
-    The batch script of the run is sent as it is, with whatever a person has edited; only changed settings make a new
-    one.
+    The run's batch script is sent as it is, including edits by a person; only changed settings create a new one.
     """
     run = plan.seen.run
     again.check()
@@ -163,26 +162,26 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
 
 
 def _asked_to_stop(history: History) -> str | None:
-    """Who has asked the current attempt to stop for good; None when nobody has."""
+    """Return who has asked the current attempt to stop for good; None if nobody has."""
     request = history.stop_request if history.current_attempt is not None else None
     return request.by if request is not None and request.reason in FINAL_REASONS else None
 
 
 def _claim(plan: ResumePlan, *, script: str | None) -> None:
-    """Write the new settings and that a person wants the run to go on; of several calls only one succeeds."""
+    """Record new settings and that a person wants the run to continue; of several calls only one succeeds."""
     run = plan.seen.run
     by: str | None = None
 
     def change() -> bytes:
         nonlocal by
-        if by is None:  # else the lock was lost on the way: what was written stays
+        if by is None:  # else the lock was lost meanwhile: what was written stays
             _refuse_overtaken(plan.seen, plan.record)
             if plan.changed:
                 _write_job(run, plan.spec)
                 if script is not None:
                     keep_script(Storage(), run.script, script, mode=run.script_mode())
             if not isinstance(plan.start, local.LocalStart):
-                announce_submission(run)  # first: whoever sees the wish sees as well that somebody acts on it
+                announce_submission(run)  # first: whoever sees the request also sees that somebody acts on it
             wanted_by = caller()
             request_resume(run, by=wanted_by, seen=plan.seen)
             by = wanted_by
@@ -195,11 +194,11 @@ def _claim(plan: ResumePlan, *, script: str | None) -> None:
 
 
 def _refuse_overtaken(seen: History, record: RunRecord) -> None:
-    """Raise if the run has been resumed, or has gone on, since it was looked at.
+    """Raise if the run has been resumed, or has continued, since it was looked at.
 
-    Between looking at a run and acting on it lies a second of planning, in which a second call of `resume`
-    would see no sign of life either, and another call that was seen submitting may have noted its job and ended. A
-    listing of the events may be old on network storage; the files are not.
+    Between looking at a run and acting on it there is a second of planning, in which a second call of `resume` would
+    see no sign of life either, and a call that was seen submitting may have noted its job and ended. A listing of the
+    events may be stale on network storage; the files are not.
     """
     now, claimed = read_history(seen.run), read_json_object(seen.run.resume_file) or {}
     overtaken = (as_whole(claimed.get("requests")) or 0) > len(seen.resume_requests)
@@ -226,13 +225,13 @@ def _check_global_batch(record: RunRecord, job: RunJob) -> None:
 
 
 def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:
-    """Whether a run is complete, was given nothing more to do, and has an intact last checkpoint."""
+    """Whether a run is complete, has no further work to do, and has an intact last checkpoint."""
     if status.state is not RunState.COMPLETED:
         return False
     before, after = job.before.train, job.spec.train
     grown = any((getattr(after, key) or 0) > (getattr(before, key) or 0) for key in ("epochs", "steps"))
     grown |= (job.before.args, job.before.args_on_resume) != (job.spec.args, job.spec.args_on_resume)
-    saves = status.last_checkpoint is not None  # a user's script may keep checkpoints of its own
+    saves = status.last_checkpoint is not None  # a user's script may keep its own checkpoints
     return not grown and not (saves and _last_is_damaged(run))
 
 
@@ -258,7 +257,7 @@ def _goes_by_the_end(train: TrainSpec) -> bool:
 
 
 def _divide_alike(job: RunJob, record: RunRecord, ranks: int) -> bool:
-    """Whether the batches of a step are what they were; those of a run that has not begun are nothing yet."""
+    """Whether the batches of a step are divided as before; true of a run that has not begun."""
     from cluster_ddp.job import plan_batch
 
     if record.global_batch is None:
@@ -268,7 +267,7 @@ def _divide_alike(job: RunJob, record: RunRecord, ranks: int) -> bool:
 
 
 def _write_job(run: RunDirectory, spec: JobSpec) -> None:
-    """Replace the run's job file; the old one stays as job.yaml.1, job.yaml.2, ..."""
+    """Replace the run's job file; the old one is kept as job.yaml.1, job.yaml.2, ..."""
     from cluster_ddp.job import dump_resolved
 
     number = 1

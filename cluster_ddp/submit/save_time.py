@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be written in the time between a signal and the end of the job."""
+"""Checks whether a checkpoint can be written in the time between a signal and the end of the job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
     from cluster_ddp.slurm.partitions import Partition
 
-SMALL = 256 << 20  # bytes that any storage can take in time
-_SAMPLE = 32 << 20  # bytes written to learn the rate
+SMALL = 256 << 20  # bytes that any storage can write in time
+_SAMPLE = 32 << 20  # bytes written to measure the rate
 _GIB = float(1 << 30)
 
 
 def what_does_not_fit(
     spec: JobSpec, runs_dir: Path, size: int, partition: Partition | None, *, seconds: float
 ) -> Iterator[str]:
-    """Say which warnings are too short to save `size` bytes in; `seconds` limits how long Slurm is asked."""
+    """Say which warnings are too short to save `size` bytes; `seconds` limits how long Slurm is queried."""
     rate = _write_rate(runs_dir) if size > SMALL else None
     if rate is None:
         return
@@ -45,7 +45,7 @@ def what_does_not_fit(
 
 
 def _write_rate(folder: Path) -> float | None:
-    """Bytes a second that can be written to a folder, which need not exist yet; None if nothing can."""
+    """Measure the bytes per second that can be written to a folder, which need not exist yet; None if none can."""
     while not folder.exists():
         folder = folder.parent
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:

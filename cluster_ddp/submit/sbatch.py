@@ -1,4 +1,4 @@
-"""Submitting by sbatch."""
+"""Submitting with sbatch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SbatchSubmission:
     Parameters
     ----------
     chain
-        How many jobs to queue one after the other for the same run; each goes on where the one before ended. For
-        clusters that allow no requeue. Once the run is complete the rest end at once.
+        How many jobs to queue one after the other for the same run; each continues where the previous one ended. For
+        clusters that allow no requeue. Once the run is complete, the rest end immediately.
     after
         The ids of Slurm jobs that have to end first.
     """
@@ -46,8 +46,8 @@ class SbatchSubmission:
         check_setup(self._spec)
 
     def options(self, run: RunDirectory, after: tuple[str, ...]) -> list[str]:
-        """The options of sbatch that belong to a run and thus cannot stand in the script."""
-        from cluster_ddp.run.record import slurm_comment  # a dry run does without
+        """Return the sbatch options that belong to a run and so cannot be in the script."""
+        from cluster_ddp.run.record import slurm_comment  # not needed for a dry run
 
         # In sbatch's file patterns % begins a replacement.
         options = [
@@ -59,7 +59,7 @@ class SbatchSubmission:
         return options
 
     def send(self, run: RunDirectory) -> str:
-        """Call sbatch, once for each job of the chain, and note the jobs in the run's record; the id of the first."""
+        """Call sbatch for each job of the chain, and note the jobs in the run's record; return the first one's id."""
         from cluster_ddp.run.record import add_slurm_job, announce_submission, update_record
 
         job_ids: list[str] = []
@@ -69,7 +69,7 @@ class SbatchSubmission:
             try:
                 job_id = submit_script(run.script, str(run.path), options=self.options(run, after))
             except SlurmError as error:
-                # Whether there is a job is found out later, and not while somebody seems to be submitting it.
+                # Whether there is a job is determined later, and not while somebody seems to be submitting it.
                 update_record(run, submitting={} if isinstance(error, SubmissionUnclear) else None)
                 if job_ids:
                     _take_back(job_ids, error)
@@ -81,7 +81,7 @@ class SbatchSubmission:
 
 
 def _take_back(job_ids: list[str], error: SlurmError) -> None:
-    """Take the first jobs of a chain back out of the queue, whose next one was not queued."""
+    """Remove the first jobs of a chain from the queue if the next one was not queued."""
     try:
         cancel_job(*job_ids)
     except SlurmError as left:

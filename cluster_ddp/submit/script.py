@@ -1,7 +1,7 @@
-"""Rendering the batch script: one object, built once, which `--dry-run` prints and `submit` sends.
+"""Renders the batch script, once: `--dry-run` prints the same object that `submit` sends.
 
-The script itself is `template.sbatch`, to be read there from top to bottom. What depends on the job stands in it as
-``@mark@`` and is rendered here; every value of the job file passes through `quote`.
+The script itself is `template.sbatch`, which can be read from top to bottom. Parts that depend on the job are
+``@mark@`` there and are rendered here; every value of the job file passes through `quote`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_ar
 _TEMPLATE = Path(__file__).with_name("template.sbatch")
 _MARK = re.compile(r"@([a-z]+)@")
 
-# What only the running script knows stands in the torchrun line as a mark (see quote_around).
+# What only the running script knows is a mark in the torchrun command line (see quote_around).
 _VARIABLES = {
     "\0run\0": "$run",
     "\0nodes\0": "$SLURM_JOB_NUM_NODES",
@@ -56,7 +56,7 @@ fi"""
 
 @dataclass(frozen=True)
 class BatchScript:
-    """A rendered batch script, and remarks for the user about how the job file was read."""
+    """A rendered batch script, and remarks for the user about how the job file was interpreted."""
 
     text: str
     remarks: tuple[str, ...] = ()
@@ -76,28 +76,28 @@ def render_script(
 ) -> BatchScript:
     """Render the batch script of a job.
 
-    The run directory is no part of it but its argument, so that the same text serves every run of the job.
+    The run directory is not part of it but its argument, so that the same text serves every run of the job.
 
     Parameters
     ----------
     python
-        The interpreter with this package, on the nodes where ``launch.python`` names none, and on the batch host of a
-        job in a container. Default: the one that runs now, which lies on shared storage on most clusters.
+        The interpreter with this package, on the nodes if ``launch.python`` names none, and on the batch host of a job
+        in a container. Default: the one running now, which is on shared storage on most clusters.
     own_run_of
         A job file or template's name. With it the script may be submitted without a run directory: it makes a run of
-        that job, and finds it again when Slurm starts it again.
+        that job, and finds it again when Slurm restarts it.
     sweep
         Whether it is submitted as an array, too: then its arguments are the folder of a sweep and the element that is
-        task 0, and each task makes the run of its element. What differs between elements is no part of the script.
+        task 0, and each task makes the run of its element. The script does not contain what differs between elements.
     exported
-        The environment that it is submitted in, where that is known. The script does not depend on it; the remarks do.
+        The environment that it is submitted in, if known. The script does not depend on it; the remarks do.
 
     Raises
     ------
     NetworkError
-        A network setting that would be ignored on the nodes.
+        A network setting would be ignored on the nodes.
     UnquotableError
-        A value that sbatch cannot be given.
+        A value cannot be passed to sbatch.
     """
     network = resolve(spec.network)
     launcher = _Launcher(spec, python, sweep=sweep)
@@ -119,22 +119,22 @@ def render_script(
         "step": launcher.step(),
     }
     text = _MARK.sub(lambda mark: blocks[mark[1]], _TEMPLATE.read_text())
-    text = re.sub(r"\n{3,}", "\n\n", text).replace(_SETUP_HERE, "\n".join(spec.launch.setup))  # with its empty lines
+    text = re.sub(r"\n{3,}", "\n\n", text).replace(_SETUP_HERE, "\n".join(spec.launch.setup))  # keeps its empty lines
     return BatchScript(text, resolve(spec.network, exported).remarks)
 
 
 def check_setup(spec: JobSpec) -> None:
-    """Let bash parse launch.setup, without running it: an unclosed quote shows now and not in the queue."""
+    """Let bash parse launch.setup without running it, so that an unclosed quote is noticed now and not in the queue."""
     import subprocess
 
     lines = "\n".join([*spec.launch.setup, ""])
     done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, timeout=20, cwd="/")
-    if done.returncode != 0 or done.stderr.strip():  # of an open heredoc bash only warns
+    if done.returncode != 0 or done.stderr.strip():  # about an open heredoc bash only warns
         raise ScriptError(f"launch.setup is not valid bash: {done.stderr.strip()}")
 
 
 def job_options(spec: JobSpec) -> dict[str, str | None]:
-    """What the job asks of Slurm, as options of sbatch in the order of the script; None: an option without a value."""
+    """Return what the job requests from Slurm, as sbatch options in the script's order; None: without a value."""
     slurm = spec.slurm
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     asked = {
@@ -159,20 +159,20 @@ def job_options(spec: JobSpec) -> dict[str, str | None]:
     options: dict[str, str | None] = {name: value for name, value in asked.items() if value is not None}
     for name, setting in slurm.extra.items():
         if name == "gres" and "gres" in options:
-            options["gres"] = f"{options['gres']},{setting}"  # sbatch takes the last --gres only
+            options["gres"] = f"{options['gres']},{setting}"  # sbatch uses only the last --gres
         elif setting is not False:
-            options[name] = None if setting is None or setting is True else str(setting)  # 1 equals True, too
+            options[name] = None if setting is None or setting is True else str(setting)  # `is True`, as 1 equals True
     return options
 
 
 def own_comment(spec: JobSpec) -> str:
-    """The comment of the job file (``slurm.extra.comment``), as it follows ours, which says whose job it is."""
+    """Return the job file's comment (``slurm.extra.comment``), to follow ours, which says whose job it is."""
     wanted = spec.slurm.extra.get("comment")
     return f" {wanted}" if isinstance(wanted, str) and wanted else ""
 
 
 def _usage(own_run_of: str | None, *, sweep: bool) -> str:
-    """How the script is submitted."""
+    """Return how the script is submitted."""
     if sweep:
         return "--array=FIRST-LAST job.sbatch SWEEP OFFSET   (or, for one run of it: sbatch job.sbatch RUN_DIRECTORY)"
     return "job.sbatch RUN_DIRECTORY" if own_run_of is None else "job.sbatch [RUN_DIRECTORY]"
@@ -201,7 +201,7 @@ def _directives(spec: JobSpec) -> Iterator[str]:
 
 
 def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
-    """The lines that set `run`, the run directory."""
+    """Yield the lines that set `run`, the run directory."""
     if own_run_of is None:
         yield "[[ -n $cluster_ddp_run ]] ||"
         yield '    cluster_ddp_fail once "the run directory is missing: sbatch job.sbatch RUN_DIRECTORY"'
@@ -236,7 +236,7 @@ def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
 class _Launcher:
     """How python is started on the nodes, bare or in a container, and on the batch host, where the keeper runs.
 
-    The keeper stays outside of containers: there it would find no scontrol to ask for a requeue.
+    The keeper stays outside of containers: inside it would find no scontrol to request a requeue.
     """
 
     def __init__(self, spec: JobSpec, python: str | None, *, sweep: bool) -> None:
@@ -246,12 +246,12 @@ class _Launcher:
         self._host_python = python or sys.executable
         self._python = spec.launch.python or (self._host_python if self._container is None else "python3")
         pyxis = self._container is not None and self._container.runtime == "pyxis"
-        # Pyxis enters containers through srun only.
+        # Pyxis enters containers only through srun.
         self._srun_options = _pyxis_options(self._container) if self._container is not None and pyxis else ""
         self.keeper = '"${python[@]}"' if self._container is None else '"$host_python"'
 
     def definitions(self) -> Iterator[str]:
-        """The lines that define the array `python`, and `host_python` where ranks run in a container."""
+        """Yield the lines that define the array `python`, and `host_python` if ranks run in a container."""
         if self._container is None:
             yield "# The interpreter that has cluster_ddp; the ranks use it too."
             yield f"python=({quote(self._python)})"
@@ -260,7 +260,7 @@ class _Launcher:
         yield f"host_python={quote(self._host_python)}"
 
     def in_container(self) -> Iterator[str]:
-        """The line that defines the array `python` where ranks run in a container; it names the run directory."""
+        """Yield the line that defines the array `python` if ranks run in a container; it names the run directory."""
         if self._sweep and self._spec.script is not None:
             yield "# The arguments of the script, by the run's own job file: they may differ from element to element."
             yield f"mapfile -t -d '' args < <({self.keeper} -m cluster_ddp.submit.element --arguments \"$run\")"
@@ -268,7 +268,7 @@ class _Launcher:
             yield f"python=({self._prefix()}{quote(self._python)})"
 
     def step(self) -> str:
-        """The srun command, over several lines."""
+        """Return the srun command, over several lines."""
         command = torchrun_command(
             self._spec,
             run_directory="\0run\0",
@@ -278,7 +278,7 @@ class _Launcher:
             endpoint="\0addr\0:" + (PORT if self._spec.launch.port == "auto" else "\0port\0"),
         )
         options = list(itertools.takewhile(lambda word: word.startswith("--"), command[1:]))
-        target = command[1 + len(options) :]  # what is run, and options of its own behind it
+        target = command[1 + len(options) :]  # what is run, followed by its own options
         if self._sweep and self._spec.script is not None:
             target = [target[0], "\0args\0"]
         lines = [

@@ -1,10 +1,10 @@
-"""Submitting through submitit: the same job file, keeper and node program, behind submitit's executors.
+"""Submitting with submitit: the same job file, keeper and node program, started by submitit's executors.
 
-On Slurm submitit's script hands over to the keeper as our own does: without an srun around it, by ``exec``, and with
-the warning signal sent to the batch process (B:), so that the keeper dies with no node but the batch host.
+On Slurm, submitit's script runs the keeper as our own does: without an srun around it, by ``exec``, and with the
+warning signal sent to the batch process (B:), so that the keeper is lost only with the batch host.
 
-What submitit pickles is the run directory's name and nothing else, in a folder of the run that only its owner can open.
-submitit imports much, so it is imported only when it is used.
+submitit pickles only the run directory's name, in a folder of the run that only its owner can open. submitit imports
+much, so it is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_LIMIT_MINUTES = 365 * 24 * 60
 
 
 class SubmititSubmission:
-    """A job for submitit: its Slurm executor where there is Slurm, else its local one."""
+    """A job for submitit: its Slurm executor if there is Slurm, else its local one."""
 
     via = SUBMITIT
 
@@ -53,7 +53,7 @@ class SubmititSubmission:
 
     @property
     def text(self) -> str:
-        """The batch script that submitit will write, with a stand-in for the run directory."""
+        """Return the batch script that submitit will write, with a placeholder for the run directory."""
         from submitit.slurm.slurm import _make_sbatch_string
 
         folder = Path("RUN_DIRECTORY/submitit")
@@ -75,13 +75,13 @@ class SubmititSubmission:
             )
 
     def send(self, run: RunDirectory) -> str | None:
-        """Submit; the Slurm job id, or None from the local executor."""
+        """Submit; return the Slurm job id, or None from the local executor."""
         folder = run.path / "submitit"
         folder.mkdir(mode=0o700, exist_ok=True)
         if self.to_slurm:
             return self._send_to_slurm(run, folder)
         self._send_to_local(run, folder)
-        update_record(run, submitting=None)  # no job of Slurm's is to come
+        update_record(run, submitting=None)  # there will be no Slurm job
         return None
 
     def _send_to_slurm(self, run: RunDirectory, folder: Path) -> str:
@@ -97,7 +97,7 @@ class SubmititSubmission:
             with _environment(environment_for(self.text)):
                 job = executor.submit(SubmititJob(str(run.path)))
         except (FailedJobError, FailedSubmissionError, OSError) as error:
-            update_record(run, submitting={})  # perhaps it is in the queue all the same
+            update_record(run, submitting={})  # it may be in the queue nevertheless
             unclear = isinstance(error, FailedSubmissionError) or may_be_queued(str(error))
             kind = SubmissionUnclear if unclear else SlurmError
             raise kind(f"submitit could not submit: {error}") from error
@@ -157,7 +157,7 @@ class SubmititSubmission:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Let submitit's call of sbatch see another environment, which cannot be passed as an argument."""
+    """Make submitit call sbatch in a modified environment, which cannot be passed as an argument."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(variables)
@@ -170,7 +170,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output_to(file: Path) -> Iterator[None]:
-    """Let processes started meanwhile write to a file instead of our standard output and error."""
+    """Make processes started meanwhile write to a file instead of our standard output and error."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

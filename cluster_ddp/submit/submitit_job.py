@@ -1,7 +1,7 @@
 """What submitit pickles and calls: the name of a run directory, from which the keeper is started.
 
 On Slurm the keeper is the same as under our own batch script, and submitit only starts it. Under submitit's local
-executor the step is one node program on this machine, and a requeue is submitit's own.
+executor the step is one node program on this machine, and submitit does the requeue.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 
 
 class SubmititRunFailed(ClusterDDPError):
-    """The run has failed or stalled; submitit takes any exception for a failed job."""
+    """The run has failed or stalled; submitit treats any exception as a failed job."""
 
     exit_status = 4
 
 
 def warning_name() -> str:
-    """The name of the signal by which submitit announces the end of a job."""
+    """Return the name of the signal with which submitit announces the end of a job."""
     return os.environ.get(_SIGNAL_VARIABLE, "USR2")
 
 
 class SubmititJob:
-    """A run, as submitit's executors call it; the absolute path of its directory is all that is pickled."""
+    """A run, as called by submitit's executors; only the absolute path of its directory is pickled."""
 
     def __init__(self, run_directory: str) -> None:
         self.run_directory = run_directory
 
     def __call__(self) -> str:
-        """Keep one start of the job.
+        """See one start of the job through.
 
         Returns
         -------
         str
-            ``done`` or ``stop``. (When the job is queued again this does not return: for submitit it is not over.)
+            ``done`` or ``stop``. (Does not return when the job is requeued: for submitit it is not over then.)
 
         Raises
         ------
@@ -74,7 +74,7 @@ class SubmititJob:
         return kept.action
 
     def checkpoint(self) -> DelayedSubmission:
-        """What submitit is to queue again: the same run directory."""
+        """Return what submitit should requeue: the same run directory."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(SubmititJob(self.run_directory))
@@ -125,17 +125,17 @@ def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> lis
 
 
 class _ThisMachine:
-    """What submitit's local executor provides: this machine, and a controller that starts the job again.
+    """What submitit's local executor provides: this machine, and a controller that restarts the job.
 
     Parameters
     ----------
     requeue
-        submitit's handler of its signal. It asks `SubmititJob.checkpoint` what to queue again, and ends this process.
+        submitit's handler of its signal. It asks `SubmititJob.checkpoint` what to requeue, and ends this process.
     """
 
     start = None
     ends_at = None
-    kill_wait = 30.0  # nobody kills here
+    kill_wait = 30.0  # nothing kills processes here
 
     def __init__(self, requeue: Any, warning: signal.Signals) -> None:
         self._requeue: Callable[[int, None], NoReturn] = requeue
@@ -148,7 +148,7 @@ class _ThisMachine:
         return False
 
     def why_it_ends(self, seconds: float) -> str:
-        """See `Allocation`: nobody explains a SIGTERM here."""
+        """See `Allocation`: a SIGTERM is never explained here."""
         del seconds
         from cluster_ddp.slurm.shown import TERMINATED
 
@@ -159,13 +159,13 @@ class _ThisMachine:
         return self.why_it_ends(0.0), None
 
     def missing_command(self) -> None:
-        """See `Allocation`: nothing is asked here."""
+        """See `Allocation`: no command is needed here."""
 
     def queue_again(self) -> NoReturn:
         self._requeue(int(self._warning), None)
 
     def stay_ended(self, *, unwanted: bool) -> None:
-        """See `Allocation`: submitit's controller starts nothing again by itself."""
+        """See `Allocation`: submitit's controller restarts nothing by itself."""
 
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         return False

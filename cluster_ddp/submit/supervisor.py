@@ -1,4 +1,4 @@
-"""The node programs of one start on this machine, and what the person at the keyboard wants of them."""
+"""Runs the node programs of one start on this machine, and handles the user's signals."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, PERSON, SAVE_AND_END, TERMINATED, request_stop
 from cluster_ddp.run.storage import open_append
 
-# Other schedulers, `timeout` and scripts announce an end by SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
+# Other schedulers, `timeout` and scripts announce an end with SIGUSR1 or SIGUSR2, as Slurm does to its jobs.
 STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _POLL_SECONDS = 0.2
-# When one node has failed the others notice by themselves, as their collectives fail; if they do not, they are ended.
+# When one node has failed, the others notice as their collectives fail; if they do not, they are ended.
 _OTHERS_SECONDS = 10.0
 _OTHERS_GRACE = 20.0
 _ANSWERS = (
@@ -31,7 +31,7 @@ _ANSWERS = (
 
 
 class Start(Protocol):
-    """What the supervisor needs to know of a start."""
+    """What the supervisor needs to know about a start."""
 
     @property
     def python(self) -> str:
@@ -42,21 +42,21 @@ class Start(Protocol):
         """The ranks of the nodes that run on this machine."""
 
     def torchrun(self, run_directory: str, attempt: int) -> list[str]:
-        """The torchrun line with its placeholders, as the node programs get it."""
+        """Return the torchrun command line with its placeholders, as the node programs get it."""
 
     def variables(self, node: int) -> dict[str, str]:
-        """What is set for one node in addition to this process's environment."""
+        """Return the variables set for one node in addition to this process's environment."""
 
 
 class Supervisor:
-    """Runs the node programs that an attempt has on this machine, and passes on what the person at the keyboard wants.
+    """Runs the node programs that an attempt has on this machine, and passes on the user's requests to stop.
 
-    The first Ctrl-C, or signal of `STOPPING`, asks to save and end, the second to save at once, the third ends it.
+    The first Ctrl-C, or signal of `STOPPING`, asks to save and end, the second to save immediately, the third ends it.
 
     Parameters
     ----------
     others_have_ended
-        Whether the nodes of the attempt on other machines have ended; asked when those here have.
+        Whether the nodes of the attempt on other machines have ended; asked once those here have.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Supervisor:
             )
 
     def _environment(self, node: int) -> dict[str, str]:
-        # This may be a shell inside an allocation: its Slurm variables say nothing about these nodes.
+        # This may be a shell inside an allocation: its Slurm variables do not describe these nodes.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         terminal = {TERMINAL_VARIABLE: os.ttyname(self._show.fileno())} if self._show.isatty() else {}
         return {**inherited, **self._start.variables(node), **terminal, SAFE_PATH_VARIABLE: "1"}
@@ -126,7 +126,7 @@ class Supervisor:
             say(f"\n{by}: {_ANSWERS[min(self._asked, len(_ANSWERS)) - 1]}")
 
     def _ask(self, reason: str, level: int, grace: float | None, by: str) -> None:
-        """Ask all nodes to stop: by the stop file, or by a signal where that cannot be written."""
+        """Ask all nodes to stop: with the stop file, or with a signal if that cannot be written."""
         try:
             request_stop(self._attempt, reason=reason, level=level, grace=grace, by=by)
         except OSError as error:
@@ -136,7 +136,7 @@ class Supervisor:
                     child.send_signal(signal.SIGTERM if grace is None else signal.SIGKILL)
 
     def _look_after(self) -> None:
-        """End the other nodes when one has failed and they do not notice."""
+        """End the other nodes if one has failed and they do not notice."""
         now = time.monotonic()
         if self._failed_at is None and any(child.poll() for child in self._children):
             self._failed_at = now

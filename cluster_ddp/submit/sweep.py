@@ -1,6 +1,7 @@
 """Sweeps: many runs of one job that differ in a few settings, as one job array.
 
-Preparing one makes a folder and a few files, however many elements it has; each element makes its run at its start.
+Preparing a sweep makes a folder and a few files, however many elements it has; each element makes its run when it
+starts.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class SweepPlan:
 
     sweep: SweepDirectory
     elements: tuple[Settings, ...]
-    job: dict[str, Any]  # without what differs
-    first: LoadedJob  # the first element; what Slurm is asked for is the same for all of them
+    job: dict[str, Any]  # without the settings that differ
+    first: LoadedJob  # the first element; all request the same from Slurm
     specs: tuple[JobSpec, ...]  # of all elements
     script: BatchScript
     remarks: tuple[str, ...]
@@ -82,12 +83,12 @@ def plan_sweep(
     Parameters
     ----------
     at_first
-        Is told the first valid element, before the others are checked.
+        Called with the first valid element, before the others are checked.
 
     Raises
     ------
     ClusterDDPError
-        Something is wrong with the job or with an element; the message tells which.
+        Something is wrong with the job or with an element, which the message names.
     """
     from cluster_ddp.job import load_variants
 
@@ -102,12 +103,12 @@ def plan_sweep(
 
 
 def plan_again(sweep: SweepDirectory) -> SweepPlan:
-    """A sweep as it was last planned, from its folder; nothing is written.
+    """Return a sweep as it was last planned, from its folder; nothing is written.
 
     Raises
     ------
     ClusterDDPError
-        The folder does not hold what a sweep wrote there, or an element is no longer valid.
+        The folder does not contain what a sweep wrote there, or an element is no longer valid.
     """
     from cluster_ddp.job import load_stored_variants
 
@@ -123,9 +124,9 @@ def prepare(plan: SweepPlan, via: str, at_once: int | None) -> SweepRecord:
     Parameters
     ----------
     via
-        How its elements are started, which is the same for all of them.
+        How its elements are started, the same for all of them.
     at_once
-        How many may run at the same time; None for as many as there is room for.
+        How many may run at the same time; None for no limit.
     """
     from cluster_ddp.job.document import dump
 
@@ -157,7 +158,7 @@ def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str, at_once: int
 
 
 def release(sweep: SweepDirectory, claim: SweepRecord) -> None:
-    """Let others start elements of the sweep again, unless another has the claim by now."""
+    """Release the claim, so that others can start elements of the sweep, unless somebody else has the claim by now."""
 
     def released(record: SweepRecord | None) -> SweepRecord:
         assert record is not None
@@ -172,7 +173,7 @@ class Submitted:
 
     job_ids: tuple[str, ...]  # of the arrays
     started: int
-    found: tuple[RunStatus, ...]  # the states of the elements before
+    found: tuple[RunStatus, ...]  # the elements' states before
 
 
 def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
@@ -181,13 +182,13 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     Parameters
     ----------
     at_once
-        How many may run at the same time; None for as many as there is room for.
+        How many may run at the same time; None for no limit.
 
     Raises
     ------
     ClusterDDPError
-        A check failed, another process is submitting the sweep, or Slurm refuses or cannot be queried. Arrays that were
-        submitted before stay in the queue, and the same command submits the rest.
+        A check failed, a different process is submitting the sweep, or Slurm refuses or cannot be queried. Arrays that
+        were submitted before stay in the queue, and the same command submits the rest.
     """
     require("sbatch")
     check_setup(plan.spec)
@@ -216,7 +217,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
 
 
 def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: str) -> None:
-    """Take an array back out of the queue if `stop` or `cancel` has taken the claim before the array was noted."""
+    """Remove an array from the queue if `stop` or `cancel` has taken the claim before the array was noted."""
     if read_sweep(sweep).submitting == claim.submitting:
         return
 
@@ -233,7 +234,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
 
 
 def find_out(sweep: SweepDirectory) -> list[RunStatus]:
-    """Find out where the elements stand, which this process has claimed; `SlurmError` where Slurm does not answer."""
+    """Determine the states of the elements of a sweep claimed by this process; raises `SlurmError` if unanswered."""
     record = replace(read_sweep(sweep), submitting=None)
     known = know_elements(sweep, record, know)
     jobs = query_jobs(job_id for element in known for job_id in element.slurm_job_ids)
@@ -241,14 +242,14 @@ def find_out(sweep: SweepDirectory) -> list[RunStatus]:
 
 
 def ask_to_go_on(sweep: SweepDirectory, element: Element) -> None:
-    """Let a run that has ended go on when its element is started again."""
+    """Let a run that has ended continue when its element is started again."""
     run = sweep.run(element)
     run.refuse_links()
     request_resume(run, by=caller(), seen=read_history(run))
 
 
 def split(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
-    """The arrays for some elements: of each the element that is its task 0, and its tasks, all of them below `size`."""
+    """Yield arrays for some elements: the element that is task 0, and the tasks, all of them below `size`."""
     for offset in range(0, max(numbers, default=-1) + 1, size):
         tasks = [number - offset for number in numbers if offset <= number < offset + size]
         if tasks:
@@ -256,9 +257,9 @@ def split(numbers: Sequence[int], size: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _options(plan: SweepPlan, tasks: str, at_once: int | None, after: str | None) -> list[str]:
-    """The options of sbatch that belong to a sweep and thus cannot stand in the script.
+    """Return the sbatch options that belong to a sweep and so cannot be in the script.
 
-    If the number of elements that may run at once is limited, each array waits for the one before.
+    If the number of elements that may run at once is limited, each array waits for the previous one.
     """
     options = [
         f"--array={tasks}" + (f"%{at_once}" if at_once is not None else ""),
@@ -280,7 +281,7 @@ def _announce(sweep: SweepDirectory, offset: int) -> None:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as sbatch takes them: ``0-4,7``."""
+    """Format ascending numbers for sbatch: ``0-4,7``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,6 +1,6 @@
 """A sweep on this machine, without Slurm: its elements one after the other, or several at once.
 
-Each element is a process of its own, ``cluster-ddp resume`` of its run, with its output in the run's folder and a share
+Each element is a separate process, ``cluster-ddp resume`` of its run, with its output in the run's folder and a share
 of the machine's GPUs.
 """
 
@@ -36,7 +36,7 @@ _CLAIM_SECONDS = 2.0
 
 @dataclass
 class Place:
-    """Room for one element at a time."""
+    """A slot for one element at a time."""
 
     gpus: tuple[str, ...]
     process: subprocess.Popen[bytes] | None = None
@@ -52,7 +52,7 @@ class SweepHere:
     report
         Called with each element that has ended.
     claim
-        This process as the one that starts elements, as the sweep's record has it.
+        The claim in the sweep's record by which this process starts elements.
     """
 
     sweep: SweepDirectory
@@ -62,12 +62,12 @@ class SweepHere:
     report: Callable[[RunStatus], None]
     claim: dict[str, Any] | None
     _signals: list[int] = field(default_factory=list)
-    _closed: bool = False  # nothing more is started
+    _closed: bool = False  # whether no more elements are started
 
     def run(self, elements: Sequence[Element]) -> None:
         """Run elements to their end; the first Ctrl-C, or signal of `STOPPING`, makes those that train save and end."""
         handled = present(*STOPPING)
-        # What is ignored stays so: with nohup the sweep outlives the terminal.
+        # Ignored signals stay ignored: with nohup the sweep outlives the terminal.
         handled = tuple(number for number in handled if signal.getsignal(number) is not signal.SIG_IGN)
         before = {number: signal.signal(number, self._note) for number in handled}
         try:
@@ -84,7 +84,7 @@ class SweepHere:
         while (waiting and not self._closed) or any(place.process for place in self.places):
             if time.monotonic() - looked > _CLAIM_SECONDS:
                 looked = time.monotonic()
-                self._closed |= read_sweep(self.sweep).submitting != self.claim  # `stop`, `cancel`, or another's by now
+                self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel` or somebody else
             self._pass_on()
             for place in self.places:
                 self._look_after(place)
@@ -139,7 +139,7 @@ def run_sweep(
     gpus: str | None,
     report: Callable[[RunStatus], None],
 ) -> list[RunStatus]:
-    """Run the elements of a sweep that are missing or unfinished; returns where all of them stand then.
+    """Run the elements of a sweep that are missing or unfinished; return the states of all of them afterwards.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def run_sweep(
     SubmitError
         The GPUs cannot be divided like that.
     RunError
-        Another process has claimed the sweep, or it was submitted to Slurm.
+        A different process has claimed the sweep, or it was submitted to Slurm.
     """
     devices = devices_here(gpus)
     share, rest = divmod(len(devices), at_once)

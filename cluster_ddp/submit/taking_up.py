@@ -1,4 +1,4 @@
-"""Noting the jobs that a submission which was cut off has left in the queue, before acting on a run or a sweep."""
+"""Notes the jobs that an interrupted submission has left in the queue, before acting on a run or a sweep."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def take_up_sweep(sweep: SweepDirectory, *, seconds: float) -> None:
 
 
 def note_array(sweep: SweepDirectory, array: SlurmArray, begun: Sequence[Element]) -> None:
-    """Note an array in the sweep, and its tasks in the runs of those elements that have one already."""
+    """Note an array in the sweep, and its tasks in the runs of those elements that already have one."""
 
     def noted(record: SweepRecord | None) -> SweepRecord:
         assert record is not None

@@ -1,4 +1,4 @@
-"""The ways to submit a job to a batch system: each of `cluster_ddp.run.via.QUEUED` is made here."""
+"""Creates the submission for each way to use a batch system, that is each of `cluster_ddp.run.via.QUEUED`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAKE = {SBATCH: _sbatch, SUBMITIT: _submitit}
 
 
 def submission(spec: JobSpec, via: str, *, chain: int = 1, after: tuple[str, ...] = ()) -> Submission:
-    """The object that a dry run prints and a submission sends; a `SubmitError` for a way that there is not."""
+    """Return the object that a dry run prints and a submission sends; raises `SubmitError` for an unknown way."""
     if via not in _MAKE:
         raise SubmitError(f"--via {via}: one of {', '.join(_MAKE)}.")
     return _MAKE[via](spec, chain, after)
