@@ -262,7 +262,7 @@ def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm
     waiting = read_sweep(sweep).elements[1].name
     for name in (f"{sweep.id}/{waiting}", str(sweep.path / waiting)):
         said = call("stop", name)
-        assert said.status == 2 and f"{waiting} of sweep {sweep.id} has not begun" in said.err
+        assert said.status == 2 and f"{waiting} of sweep {sweep.id} has not started" in said.err
 
 
 def test_resume_of_a_sweep_is_its_command_again(here: Path, cluster: Slurm, call: Call) -> None:

@@ -46,7 +46,7 @@ def test_they_do_not_begin_though_slurm_could_not_be_reached(
     assert not list(sweep.path.glob("0001-*"))
     (cluster.folder / "squeue").write_text(queue)
     cluster.queue.write_text(f"101_1|103|FAILED|n1|NonZeroExitCode|cluster_ddp {sweep.id}\n")
-    assert "the sweep was stopped or cancelled before it began; cluster-ddp resume" in call("status", sweep.id).out
+    assert "the sweep was stopped or cancelled before it started; cluster-ddp resume" in call("status", sweep.id).out
     assert call("resume", sweep.id).status == 0
     assert start(sweep, "102", monkeypatch) == 0
 

@@ -305,9 +305,9 @@ def test_losses_that_are_none_when_the_buckets_are_settled() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("model", r"model\(\) gave a NoneType; give a Module"),
-        ("optimizer", r"optimizer\(\) gave a NoneType; give a Optimizer"),
-        ("state_dict", r"state_dict\(\) of the task gave a NoneType; give a dict"),
+        ("model", r"model\(\) returned a NoneType; give a Module"),
+        ("optimizer", r"optimizer\(\) returned a NoneType; give a Optimizer"),
+        ("state_dict", r"state_dict\(\) of the task returned a NoneType; give a dict"),
     ],
 )
 def test_methods_that_give_nothing(tmp_path: Path, method: str, message: str) -> None:
@@ -339,8 +339,8 @@ def test_all_batches_have_the_same_metrics() -> None:
     [
         ({"accuracy": torch.tensor(0.5)}, r"'accuracy' with shape \(\).*one value per sample"),
         ({"accuracy": 0.5}, r"'accuracy' with a float.*one value per sample"),
-        ([0.5], r"evaluate\(\) gave a list; give a dict"),
-        (None, r"evaluate\(\) gave a NoneType; give a dict"),
+        ([0.5], r"evaluate\(\) returned a list; give a dict"),
+        (None, r"evaluate\(\) returned a NoneType; give a dict"),
     ],
 )
 def test_metrics_have_one_value_per_sample(values: Any, message: str) -> None:

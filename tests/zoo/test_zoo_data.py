@@ -29,7 +29,7 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(data: str, worker
     verdict = judge(Case(data=data, train={"workers": workers}), tmp_path)
     assert verdict.refused is not None and verdict.refused_at in (-1, 0)
     assert type(REFUSED_DATA[data]()).__name__ in verdict.refused and "no resume could be exact" in verdict.refused
-    assert ("in threads" in verdict.refused) == (data == "random numbers in a thread")
+    assert ("in its own threads" in verdict.refused) == (data == "random numbers in a thread")
     assert "Traceback" not in verdict.refused
 
 
@@ -81,7 +81,7 @@ def test_sets_of_hugging_face_are_exact(workers: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     lines = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("VERDICT|")]
     *rest, (_, refused) = lines
-    assert refused.startswith("refused after step 0: ") and "in threads" in refused
+    assert refused.startswith("refused after step 0: ") and "in its own threads" in refused
     assert rest == [[name, "exact"] for name in HF_DATA], done.stdout[-1000:] + done.stderr[-2000:]
 
 
