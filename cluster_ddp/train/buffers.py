@@ -44,14 +44,14 @@ class Buffers:
         else:
             torch._foreach_copy_(self._copies, self._live)
 
-    def put_back(self, left_out: bool | Tensor) -> None:
+    def put_back(self, was_skipped: bool | Tensor) -> None:
         """Call after the update with the result of `Update.step`; the host does not wait for a result on the device."""
-        if left_out is False or not self._slots:
+        if was_skipped is False or not self._slots:
             return
         replaced = any(new is not old for new, old in zip(self._find(), self._kept, strict=True))
-        if isinstance(left_out, Tensor) and not replaced:
-            self._select(left_out.reshape(()) != 0)
-        elif bool(left_out):
+        if isinstance(was_skipped, Tensor) and not replaced:
+            self._select(was_skipped.reshape(()) != 0)
+        elif bool(was_skipped):
             for (slot, name), kept in zip(self._slots, self._kept, strict=True):
                 slot[name] = kept
             torch._foreach_copy_(self._live, self._copies)
@@ -59,7 +59,7 @@ class Buffers:
     def _find(self) -> list[Tensor | None]:
         return [slot.get(name) for slot, name in self._slots]
 
-    def _select(self, left_out: Tensor) -> None:
+    def _select(self, was_skipped: Tensor) -> None:
         """Restore the copies bit by bit if the update was skipped: integers wrap, so adding a difference is exact."""
         by_kind: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for live, copy in zip(self._live, self._copies, strict=True):
@@ -70,7 +70,7 @@ class Buffers:
             copies.append(parts[1].view(kind))
         for kind, (lives, copies) in by_kind.items():
             change = torch._foreach_sub(copies, lives)
-            torch._foreach_mul_(change, left_out.to(kind))
+            torch._foreach_mul_(change, was_skipped.to(kind))
             torch._foreach_add_(lives, change)
 
 

@@ -41,15 +41,15 @@ class Ema:
             if average.dtype is not parameter.dtype
         }
 
-    def update(self, left_out: bool | Tensor) -> None:
+    def update(self, was_skipped: bool | Tensor) -> None:
         """Average in the weights after an update, unless it was skipped (see `Update.step`)."""
-        if isinstance(left_out, bool) and isinstance(self._begun, bool):
-            if left_out:
+        if isinstance(was_skipped, bool) and isinstance(self._begun, bool):
+            if was_skipped:
                 return
             share: float | Tensor = 1.0 - self._decay if self._begun else 1.0
             self._begun = True
         else:
-            share = self._share_on_device(left_out)
+            share = self._share_on_device(was_skipped)
         with torch.no_grad():
             weights = [
                 weight.float() if average.dtype is not weight.dtype else weight
@@ -88,9 +88,9 @@ class Ema:
         """Set how many updates are in the restored average."""
         self._begun = updates > 0
 
-    def _share_on_device(self, left_out: bool | Tensor) -> Tensor:
+    def _share_on_device(self, was_skipped: bool | Tensor) -> Tensor:
         device = self._averages[0].device
-        out = torch.as_tensor(left_out, device=device).reshape(()) != 0
+        out = torch.as_tensor(was_skipped, device=device).reshape(()) != 0
         begun = torch.as_tensor(self._begun, device=device)
         self._begun = begun | ~out
         return torch.where(out, 0.0, torch.where(begun, 1.0 - self._decay, 1.0))

@@ -31,7 +31,7 @@ class NonFiniteCheck:
 
     def check(self, step: int) -> int:
         """Return the updates skipped before this step, the same on all ranks; `NonFiniteError` after too many."""
-        skipped, in_a_row = self._update.left_out()
+        skipped, in_a_row = self._update.tally()
         if in_a_row >= self._max_in_a_row and not self._scale_may_be_too_high():
             raise NonFiniteError(self._message(step, in_a_row))
         return skipped

@@ -104,7 +104,7 @@ def start_momentum(optimizer: Optimizer, *, spoilt: bool) -> None:
                     continue
                 raise TaskError(
                     "optimizer(): SGD with fused=True, momentum and dampening would be spoilt when its first update is "
-                    "left out for gradients that are not finite; use fused=False"
+                    "skipped for gradients that are not finite; use fused=False"
                 )
             for parameter in group["params"]:
                 if optimizer.state[parameter].get("momentum_buffer") is None:

@@ -139,19 +139,19 @@ class Trainer:
             self.gradients.finish()
             self.frozen_layers.check()
             # Checks earlier updates only: on a GPU their results have arrived by now, so the host need not wait.
-            left_out = self.nonfinite.check(micro.step)
-            self.schedule.apply(micro.step - left_out)  # a skipped update does not advance the schedule
+            skipped = self.nonfinite.check(micro.step)
+            self.schedule.apply(micro.step - skipped)  # a skipped update does not advance the schedule
             self.update.clip()  # changes only gradients, so a save may still be copying the weights
             self.session.saving.wait_for_staging()  # the update must not change weights that a save is still copying
-            left_out_now = self.update.step()
-            self.buffers.put_back(left_out_now)
+            was_skipped = self.update.step()
+            self.buffers.put_back(was_skipped)
             if self.ema is not None:
-                self.ema.update(left_out_now)  # averages the updated weights
+                self.ema.update(was_skipped)  # averages the updated weights
             self.profiler.end(micro.step)  # includes only what every step does
             self.single_samples.end()
 
             decision = self.session.end_step()
-            self.log.end(micro.step + 1, micro.epoch, self.update, self.schedule.lr(micro.step - left_out))
+            self.log.end(micro.step + 1, micro.epoch, self.update, self.schedule.lr(micro.step - skipped))
             if decision.synced:  # the ranks have just exchanged their votes, so all of them are here
                 self.log.exchange()
             self._evaluate_and_save()
@@ -316,7 +316,7 @@ class Trainer:
             self.evaluated.refresh()
         counts = self.state.counts
         self.stream.note_place(counts)
-        counts.skipped, counts.bad_in_a_row = self.update.left_out()
+        counts.skipped, counts.bad_in_a_row = self.update.tally()
         fresh = counts.evaluated_step == self.step
         metrics = {name: value for name, value in self.log.latest.items() if fresh or not name.startswith("val/")}
         self.session.save(metrics, again=again)

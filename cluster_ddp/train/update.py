@@ -56,7 +56,7 @@ class Update:
                 "train.precision: fp16 keeps the parameters in fp32, but model() gives parameters in fp16: leave them "
                 "in fp32, or set train.precision: fp32"
             )
-        self._left_out: bool | Tensor = False
+        self._was_skipped: bool | Tensor = False
         self._goes_on = False  # whether the optimizer state was loaded from a checkpoint
         if scaler is not None:
             optimizer.register_step_pre_hook(self._note_call)
@@ -68,13 +68,13 @@ class Update:
         """Skipped updates so far, as known to the host: on a GPU, without the last one."""
         return self._tally.skipped
 
-    def left_out(self) -> tuple[int, int]:
+    def tally(self) -> tuple[int, int]:
         """Skipped updates so far, in total and in a row up to now."""
         self._tally.read()
         return self._tally.skipped, self._tally.in_a_row
 
     def restore(self, skipped: int, in_a_row: int) -> None:
-        """Restore what `left_out` returned; call it after the optimizer state has been restored."""
+        """Restore what `tally` returned; call it after the optimizer state has been restored."""
         self._tally.skipped, self._tally.in_a_row = skipped, in_a_row
         self._goes_on = bool(self.optimizer.state)
 
@@ -96,7 +96,7 @@ class Update:
         was.
         """
         try:
-            left_out = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
+            was_skipped = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
         except (RuntimeError, ValueError) as error:
             refuse_without_group(error)
             raise
@@ -108,7 +108,7 @@ class Update:
         # optimizer's.
         for parameter in self._parameters:
             parameter.grad = None
-        return left_out
+        return was_skipped
 
     def _step_plain(self) -> bool | Tensor:
         bad = self._is_bad()
@@ -125,19 +125,19 @@ class Update:
         return bad
 
     def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool | Tensor:
-        self._left_out = True  # unless the optimizer is called
+        self._was_skipped = True  # unless the optimizer is called
         scaler.step(self.optimizer)
-        left_out = self._left_out.clone() if isinstance(self._left_out, Tensor) else self._left_out
+        was_skipped = self._was_skipped.clone() if isinstance(self._was_skipped, Tensor) else self._was_skipped
         scaler.update()
-        if isinstance(left_out, Tensor) and self._on_device:
-            self._tally.count_later(left_out)
-            return left_out
-        self._tally.count(bool(left_out))
-        return bool(left_out)
+        if isinstance(was_skipped, Tensor) and self._on_device:
+            self._tally.count_later(was_skipped)
+            return was_skipped
+        self._tally.count(bool(was_skipped))
+        return bool(was_skipped)
 
     def _note_call(self, optimizer: Optimizer, *_: object) -> None:
         """Step hook: called by the scaler only for finite gradients; if fused, always, with `found_inf` set."""
-        self._left_out = getattr(optimizer, "found_inf", False)
+        self._was_skipped = getattr(optimizer, "found_inf", False)
 
     def _is_bad(self) -> bool | Tensor:
         """Check the gradients by their norm if it is known, else one by one."""
@@ -189,16 +189,16 @@ class _Tally:
         self.in_a_row = 0
         self._under_way: HostCopy | None = None
 
-    def count(self, left_out: bool) -> None:
-        self.skipped += left_out
-        self.in_a_row = self.in_a_row + 1 if left_out else 0
+    def count(self, was_skipped: bool) -> None:
+        self.skipped += was_skipped
+        self.in_a_row = self.in_a_row + 1 if was_skipped else 0
 
-    def count_later(self, left_out: Tensor) -> None:
+    def count_later(self, was_skipped: Tensor) -> None:
         self.read()
-        self._under_way = HostCopy(left_out.reshape(1))
+        self._under_way = HostCopy(was_skipped.reshape(1))
 
     def read(self) -> None:
         if self._under_way is not None:
-            (left_out,) = self._under_way.read()
+            (was_skipped,) = self._under_way.read()
             self._under_way = None
-            self.count(left_out != 0.0)
+            self.count(was_skipped != 0.0)

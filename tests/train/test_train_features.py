@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def test_fp16_skips_what_overflows_and_the_schedule_waits(tmp_path: Path) -> None:
-    """The first two updates are left out: the learning rates go on as if they had not been there."""
+    """The first two updates are skipped: the learning rates go on as if they had not been there."""
     sections: dict[str, Any] = {
         "train": {
             "steps": 8,

@@ -34,11 +34,11 @@ def bad_steps(steps: tuple[int, ...], most: int) -> tuple[str, int, bool]:
     return "", trainer.update.skipped, finite
 
 
-def test_an_update_that_is_no_number_is_left_out_on_all_ranks() -> None:
+def test_an_update_that_is_no_number_is_skipped_on_all_ranks() -> None:
     assert run_ranks(bad_steps, 3, (2, 5), 2) == [("", 2, True)] * 3
 
 
-def test_a_fused_sgd_begins_without_momentum_when_its_first_update_is_left_out() -> None:
+def test_a_fused_sgd_begins_without_momentum_when_its_first_update_is_skipped() -> None:
     """It takes memory as it finds it for the momentum of the first update."""
 
     def train(gradients: list[float], *, fused: bool) -> Tensor:
@@ -173,7 +173,7 @@ class Branched(Plain):
 
 def test_a_branch_whose_own_gradient_is_no_number_is_found() -> None:
     trainer, _ = train(Branched(), job(train={"steps": 9, "global_batch": 24}))
-    assert trainer.update.left_out() == (4, 4)
+    assert trainer.update.tally() == (4, 4)
     assert all(bool(torch.isfinite(weight).all()) for weight in trainer.model.parameters())
 
 
@@ -232,10 +232,10 @@ class Hurt(Plain):
 
 
 def hurt(bad: str, rank: int, **settings: Any) -> tuple[tuple[int, int], bool]:
-    """Updates left out, and whether all weights are finite."""
+    """Skipped updates, and whether all weights are finite."""
     trainer, _ = train(Hurt(bad, rank), job(train={"steps": 9, "global_batch": 24, "lr": 0.01, **settings}))
     finite = all(bool(torch.isfinite(weight).all()) for weight in trainer.model.parameters())
-    return trainer.update.left_out(), finite
+    return trainer.update.tally(), finite
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
@@ -311,8 +311,8 @@ def test_the_average_of_16_bit_weights_does_not_round_away() -> None:
     began = ema.tensors()["weight"].clone()
     with torch.no_grad():
         model.weight += 1
-    for left_out in (False, True, torch.zeros(1), torch.ones(1)):
-        ema.update(left_out)
+    for was_skipped in (False, True, torch.zeros(1), torch.ones(1)):
+        ema.update(was_skipped)
     wanted = began.lerp(model.weight.float(), 0.001).lerp(model.weight.float(), 0.001)
     torch.testing.assert_close(ema.tensors()["weight"], wanted)
     assert ema.tensors()["weight"].dtype is torch.float32 and ema.model().weight.dtype is torch.bfloat16
@@ -328,14 +328,14 @@ class Summing(Plain):
 
 def summed(task: Plain, settings: dict[str, Any]) -> tuple[int, list[Tensor]]:
     trainer, _ = train(task, job(train={"steps": 6, "global_batch": 24, "lr": 0.01, **settings}))
-    return trainer.update.left_out()[0], [weight.detach() for weight in trainer.model.parameters()]
+    return trainer.update.tally()[0], [weight.detach() for weight in trainer.model.parameters()]
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_a_pair_is_divided_before_it_is_sent_in_16_bits(accumulation_steps: int) -> None:
     settings = {"accumulation_steps": accumulation_steps}
     _, wanted = summed(Plain(), {})
-    for left_out, weights in run_ranks(summed, 2, Summing(), {"comm_hook": "fp16", **settings}):
-        assert left_out == 0
+    for was_skipped, weights in run_ranks(summed, 2, Summing(), {"comm_hook": "fp16", **settings}):
+        assert was_skipped == 0
         for found, exact in zip(weights, wanted, strict=True):
             torch.testing.assert_close(found, exact, atol=2e-2, rtol=0)

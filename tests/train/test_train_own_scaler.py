@@ -19,7 +19,7 @@ OVERFLOWS = ((0, 5), (1, 3))
 
 
 def scaled(place: Path, attempt: int, at: tuple[int, int] | None = None, how: str = "stop") -> dict[str, Any]:
-    """A loop in mixed precision, as PyTorch's documentation has it; two updates are left out."""
+    """A loop in mixed precision, as PyTorch's documentation has it; two updates are skipped."""
     begin_attempt(place, attempt)
     done: dict[str, Any] = {"scales": {}}
     with contextlib.suppress(SystemExit), join_run() as run:
@@ -46,7 +46,7 @@ def scaled(place: Path, attempt: int, at: tuple[int, int] | None = None, how: st
 
 
 def story(calm: Path, broken: Path) -> list[dict[str, Any]]:
-    """Left alone; and crashed, stopped in a step whose update is left out, resumed."""
+    """Left alone; and crashed, stopped in a step whose update is skipped, resumed."""
     return [scaled(calm, 0), scaled(broken, 0, (0, 4), "crash"), scaled(broken, 1, (1, 3)), scaled(broken, 2)]
 
 
@@ -79,11 +79,11 @@ def overflowing(place: Path, spared: int) -> int:
     return batches
 
 
-def test_updates_that_are_left_out_for_ever_end_the_run(tmp_path: Path) -> None:
+def test_updates_that_are_skipped_forever_end_the_run(tmp_path: Path) -> None:
     """After five updates the scale sinks from 8 to 1 in three; ten below are the default of ``train.max_bad_steps``."""
     run = new_run(tmp_path)
     assert run_ranks(overflowing, 1, run.path, 5) == [5 + 3 + 10]
-    assert "the GradScaler has left out 10 updates in a row" in failure(run)
+    assert "the GradScaler has skipped 10 updates in a row" in failure(run)
     assert "train.max_bad_steps" in failure(run)
 
 

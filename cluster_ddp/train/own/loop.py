@@ -16,7 +16,7 @@ from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.leaving import Leaving
-from cluster_ddp.train.own.left_out import LeftOutUpdates
+from cluster_ddp.train.own.skipped_updates import SkippedUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
 from cluster_ddp.train.stop import StopDecision
@@ -112,7 +112,7 @@ class Loop:
         self._handed, self._deal = handed, deal
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.generators = OwnGenerators(handed.model, *handed.optimizers)
-        self._left_out = LeftOutUpdates(handed.scalers, max_bad_steps)
+        self._skipped_updates = SkippedUpdates(handed.scalers, max_bad_steps)
         self._seeds: StepSeeds | None = None
         self._stop = StopDecision()
         self.batches = 0
@@ -273,7 +273,7 @@ class Loop:
             The GradScaler has skipped too many updates in a row.
         """
         decision = self._session.end_step()
-        self._left_out.check(self._session.step, updated=self._is_updated)
+        self._skipped_updates.check(self._session.step, updated=self._is_updated)
         self.look(self._is_updated)
         if decision.level > self._stop.level:
             self._stop = decision

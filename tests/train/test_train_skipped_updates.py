@@ -1,4 +1,4 @@
-"""A step whose update is left out changes nothing: no buffer, no average."""
+"""A step whose update is skipped changes nothing: no buffer, no average."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Watched(Infinite):
 
 
 def watched(on_device: bool = False) -> list[int]:
-    """The steps that changed nothing, checked to be those that were left out."""
+    """The steps that changed nothing, checked to be those that were skipped."""
     spec = job(train={"steps": 9, "global_batch": 12, "lr": 0.01, "ema_decay": 0.9})
     task = Watched()
     task.trainer = trainer = Trainer(spec, task)
@@ -66,11 +66,11 @@ def watched(on_device: bool = False) -> list[int]:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_step_that_is_left_out_leaves_buffers_and_average_as_they_were(on_device: bool) -> None:
+def test_a_step_that_is_skipped_leaves_buffers_and_average_as_they_were(on_device: bool) -> None:
     assert watched(on_device) == [3, 4]
 
 
-def test_a_step_that_is_left_out_leaves_the_buffers_of_all_ranks_as_they_were() -> None:
+def test_a_step_that_is_skipped_leaves_the_buffers_of_all_ranks_as_they_were() -> None:
     assert run_ranks(watched, 3) == [[3, 4]] * 3
 
 
@@ -83,14 +83,14 @@ def test_buffers_are_put_back_bit_by_bit_by_an_answer_on_the_device() -> None:
     model.register_buffer("none", None)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     buffers = Buffers(model)
-    for left_out in (True, torch.ones(1), torch.zeros(1)):
+    for was_skipped in (True, torch.ones(1), torch.zeros(1)):
         buffers.keep()
         for name, buffer in model.named_buffers():
             if name != "one":
                 buffer.copy_(torch.full((5,), torch.nan).to(buffer.dtype) if buffer.is_floating_point() else buffer + 1)
         after = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        buffers.put_back(left_out)
-        wanted = before if bool(left_out) else after
+        buffers.put_back(was_skipped)
+        wanted = before if bool(was_skipped) else after
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer.isnan(), wanted[name].isnan()), name
             assert torch.equal(buffer.nan_to_num(), wanted[name].nan_to_num()), name

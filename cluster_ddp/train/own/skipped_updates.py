@@ -10,7 +10,7 @@ import torch
 from cluster_ddp.train.errors import NonFiniteError
 
 
-class LeftOutUpdates:
+class SkippedUpdates:
     """Counts consecutive updates skipped by a GradScaler for which its scale cannot be the cause.
 
     Gradients overflow if the scale is too high, and the scaler lowers it until they fit. If it gets below 1, the
@@ -53,7 +53,7 @@ class LeftOutUpdates:
             self._in_a_row += 1
         if self._in_a_row >= self._max_in_a_row:
             raise NonFiniteError(
-                f"after step {step} the GradScaler has left out {self._in_a_row} updates in a row, and its scale of "
+                f"after step {step} the GradScaler has skipped {self._in_a_row} updates in a row, and its scale of "
                 f"{min(self._scales):.3g} is too low to be the cause: the loss or the gradients are not finite\n"
                 "    the last checkpoint is intact: lower the learning rate, clip the gradients, check the data, or "
                 "allow more by train.max_bad_steps"
