@@ -81,7 +81,7 @@ def test_one_error(errors_of: Errors, tmp_path: Path, text: str, line: int, says
         ("slurm: {time: 1}\nrequeue: {warning: 2m}\n", ["requeue.warning", "before the job starts"]),
         ("slurm: {gpus_per_node: 2}\nlaunch: {procs_per_node: 4}\n", ["launch.procs_per_node", "4 is more than the 2"]),
         ("network: {profile: infiniband, ib_disable: true}\n", ["network.ib_disable", "contradicts"]),
-        ("slurm: {mem: 10G, extra: {mem-per-cpu: 2G}}\n", ["slurm.extra.mem-per-cpu", "instead of slurm.mem"]),
+        ("slurm: {mem: 10G, extra: {mem-per-cpu: 2G}}\n", ["slurm.extra.mem-per-cpu", "together with slurm.mem"]),
     ],
 )
 def test_settings_that_exclude_each_other(errors_of: Errors, text: str, says: list[str]) -> None:
