@@ -74,7 +74,7 @@ class Evaluation:
         refuse_loader(data, "eval_data()")
         if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
             raise DataError(
-                "eval_data() returned a set without a length; give a map-style set, or None for no evaluation"
+                "eval_data() returned a set without a length; return a map-style set, or None for no evaluation"
             )
         return cls(task, data, train, plan, world, precision, device)
 
@@ -149,13 +149,13 @@ def _check_names(names: Collection[str], others: Collection[str]) -> None:
         raise TaskError(
             f"evaluate() returned the metrics {', '.join(sorted(names))} for one batch and "
             f"{', '.join(sorted(others))} for "
-            "another; give the same names for every batch, on all ranks"
+            "another; return the same names for every batch, on all ranks"
         )
 
 
 def _add(sums: dict[str, Tensor], values: Any, samples: int) -> None:
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise TaskError(f"evaluate() returned a {type(values).__name__}; give a dict of metric names and tensors")
+        raise TaskError(f"evaluate() returned a {type(values).__name__}; return a dict of metric names and tensors")
     _check_names(values, sums)
     for name, value in values.items():
         if not isinstance(value, Tensor) or value.shape != (samples,) or value.is_complex():

@@ -123,9 +123,9 @@ def refuse_loader(data: object, method: str) -> None:
     """Raise a `DataError` if a task method returned a DataLoader instead of a data set."""
     if isinstance(data, DataLoader):
         raise DataError(
-            f"{method} gave a {type(data).__name__}; give its data set: the trainer makes the batches itself, by "
-            "train.batch_size, train.workers and collate() of the task. What a sampler chooses, as by weights, a set "
-            "can draw in __getitem__"
+            f"{method} returned a {type(data).__name__}; return its data set: the trainer makes the batches itself, by "
+            "train.batch_size, train.workers and collate() of the task. A data set can make the choices of a sampler, "
+            "such as by weights, in __getitem__"
         )
 
 

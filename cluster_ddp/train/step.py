@@ -79,11 +79,11 @@ class Gradients:
     def _weighed(self, loss: tuple[Any, ...], micro: MicroBatch, log: StepLoss | None) -> Tensor:
         """Return the sum of a (sum, weight) pair; add the weight up over the micro-batches, then over the ranks."""
         if len(loss) != 2:
-            raise TaskError(f"loss() gave a tuple of {len(loss)}; give a scalar, or the pair (sum, weight)")
+            raise TaskError(f"loss() returned a tuple of {len(loss)}; return a scalar, or the pair (sum, weight)")
         total, counts = scalar_loss(loss[0]), bool(micro.samples)
         exact = torch.float32 if total.device.type == "mps" else torch.float64
         if not isinstance(loss[1], (Tensor, Real)):
-            raise TaskError(f"loss() gave a {type(loss[1]).__name__} as the weight of a batch; give a number")
+            raise TaskError(f"loss() returned a {type(loss[1]).__name__} as the weight of a batch; return a number")
         if isinstance(loss[1], Tensor):
             weight = loss[1].detach().to(total.device, exact, non_blocking=True) * counts
         else:  # filled in on the device; a copy from the host would wait for all work queued there
@@ -155,9 +155,9 @@ def run_backward(loss: Tensor) -> None:
         if "backward through the graph a second time" not in str(error):
             raise
         raise TaskError(
-            "loss() gave a loss of which a part has had its backward pass: let loss() give the loss without calling "
-            "backward(), which the trainer does, and detach() what it keeps from one step to the next, such as the "
-            "hidden state of a recurrent net"
+            "part of what loss() returned has already been through a backward pass: return the loss without calling "
+            "backward(), which the trainer does, and detach() what is kept from one step to the next, such as the "
+            "hidden state of a recurrent network"
         ) from error
 
 
@@ -184,7 +184,11 @@ def scalar_loss(loss: Any) -> Tensor:
     """Return the loss; raise a `TaskError` if it is not a scalar tensor, or does not depend on a parameter."""
     if not isinstance(loss, Tensor) or loss.ndim:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise TaskError(f"loss() gave {what}; give a scalar tensor (such as .mean() of it), or the pair (sum, weight)")
+        raise TaskError(
+            f"loss() returned {what}; return a scalar tensor (such as its .mean()), or the pair (sum, weight)"
+        )
     if not loss.requires_grad:
-        raise TaskError("loss() gave a tensor that no parameter leads to: compute it from model(...) without detach()")
+        raise TaskError(
+            "loss() returned a tensor that depends on no parameter: compute it from model(...) without detach()"
+        )
     return loss

@@ -348,7 +348,7 @@ def test_an_empty_stream_is_no_endless_loop() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
-    with pytest.raises(DataError, match="gave no item in epoch 0"):
+    with pytest.raises(DataError, match="yielded no item in epoch 0"):
         train(Streaming(Nothing), job(train={"steps": 2, "global_batch": 4}))
 
 

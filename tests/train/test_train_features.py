@@ -261,9 +261,9 @@ def test_the_best_checkpoint_stays_when_a_stop_cut_its_evaluation_short(tmp_path
     ("loss", "message"),
     [
         (lambda model, batch: (model(batch[0]).sum(), None), "NoneType as the weight"),
-        (lambda model, batch: model(batch[0]), r"tensor of shape \(24, 3\); give a scalar"),
-        (lambda model, batch: 3.0, "gave a float"),
-        (lambda model, batch: torch.zeros(()), "no parameter leads to"),
+        (lambda model, batch: model(batch[0]), r"tensor of shape \(24, 3\); return a scalar"),
+        (lambda model, batch: 3.0, "returned a float"),
+        (lambda model, batch: torch.zeros(()), "depends on no parameter"),
         (lambda model, batch: (model(batch[0]).sum(),), r"the pair \(sum, weight\)"),
     ],
 )
@@ -292,7 +292,7 @@ def settle_on(losses: list[Any]) -> list[tuple[str, Phase]]:
         trainer = Trainer(job(train={"steps": 1, "global_batch": 24}), Giving(loss))
         with pytest.raises(TaskError) as error:
             trainer.run()
-        found.append((str(error.value).partition(" gave")[0], trainer.session.beat.phase))
+        found.append((str(error.value).partition(" returned")[0], trainer.session.beat.phase))
     return found
 
 
@@ -305,9 +305,9 @@ def test_losses_that_are_none_when_the_buckets_are_settled() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("model", r"model\(\) returned a NoneType; give a Module"),
-        ("optimizer", r"optimizer\(\) returned a NoneType; give a Optimizer"),
-        ("state_dict", r"state_dict\(\) of the task returned a NoneType; give a dict"),
+        ("model", r"model\(\) returned a NoneType; return a Module"),
+        ("optimizer", r"optimizer\(\) returned a NoneType; return a Optimizer"),
+        ("state_dict", r"state_dict\(\) of the task returned a NoneType; return a dict"),
     ],
 )
 def test_methods_that_give_nothing(tmp_path: Path, method: str, message: str) -> None:
@@ -321,7 +321,7 @@ def test_an_iterable_set_to_evaluate_on() -> None:
         def eval_data(self) -> Any:
             return iter(())
 
-    with pytest.raises(DataError, match=r"eval_data\(\) returned a set without a length; give a map-style set"):
+    with pytest.raises(DataError, match=r"eval_data\(\) returned a set without a length; return a map-style set"):
         train(Wrong(), job(train={"steps": 1, "global_batch": 24}))
 
 
@@ -339,8 +339,8 @@ def test_all_batches_have_the_same_metrics() -> None:
     [
         ({"accuracy": torch.tensor(0.5)}, r"'accuracy' with shape \(\).*one value per sample"),
         ({"accuracy": 0.5}, r"'accuracy' with a float.*one value per sample"),
-        ([0.5], r"evaluate\(\) returned a list; give a dict"),
-        (None, r"evaluate\(\) returned a NoneType; give a dict"),
+        ([0.5], r"evaluate\(\) returned a list; return a dict"),
+        (None, r"evaluate\(\) returned a NoneType; return a dict"),
     ],
 )
 def test_metrics_have_one_value_per_sample(values: Any, message: str) -> None:

@@ -212,7 +212,7 @@ def test_what_a_rank_prints_and_writes(tmp_path: Path) -> None:
             """,
             {},
             "ready",
-            "a tensor of shape (4,); give a scalar",
+            "a tensor of shape (4,); return a scalar",
         ),
         (
             """

@@ -61,7 +61,7 @@ def refusal_of_backward(keeps: bool) -> str:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_loss_whose_backward_pass_has_been_run_is_refused(keeps: bool) -> None:
     for message in (refusal_of_backward(keeps), *run_ranks(refusal_of_backward, 2, keeps)):
-        assert "a part has had its backward pass" in message
+        assert "has already been through a backward pass" in message
 
 
 class Sharpness(SGD):
@@ -213,7 +213,7 @@ class OfLoaders(Plain):
 def test_a_loader_in_the_place_of_a_data_set_is_refused(method: str) -> None:
     with pytest.raises(DataError) as raised:
         train(OfLoaders(method), job(train={"steps": 6, "global_batch": 24}))
-    assert f"{method} gave a DataLoader; give its data set" in str(raised.value)
+    assert f"{method} returned a DataLoader; return its data set" in str(raised.value)
 
 
 def test_a_batchnorm_that_has_enough_values_of_one_sample_is_trained() -> None:

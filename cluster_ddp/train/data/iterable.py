@@ -250,7 +250,7 @@ class _Reader:
                 taken += 1
                 yield item, (epoch, taken)
             if taken == before == 0:
-                raise DataError(f"the iterable training set gave no item in epoch {epoch}")
+                raise DataError(f"the iterable training set yielded no item in epoch {epoch}")
             epoch, taken = epoch + 1, 0
 
     def _pass(self, epoch: int, taken: int) -> Iterator[Any]:
