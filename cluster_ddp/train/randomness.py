@@ -194,7 +194,8 @@ class OwnGenerators:
         held = [part for part in parts if isinstance(part, GENERATORS) and id(part) not in known]
         self._found = dict(enumerate(held))
         known.update(map(id, held))
-        self._found |= {derive(*name.encode()): one for name, one in self._around.items() if id(one) not in known}
+        around = {name: generator for name, generator in self._around.items() if id(generator) not in known}
+        self._found |= {derive(*name.encode()): generator for name, generator in around.items()}
         self._seeded = known.union(map(id, self._found.values()))
 
     def __contains__(self, generator: object) -> bool:

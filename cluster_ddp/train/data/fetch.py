@@ -138,7 +138,8 @@ class Fetcher:
         if self._of_data is None or not self.is_tried or list(map(id, of_data)) != list(map(id, self._of_data)):
             self._of_data, self._own = of_data, self._held_generators()
         held, found = set(map(id, self._own)), generators_around(parts_of(self._data, self._collate))
-        self._around = {derive(*name.encode()): one for name, one in found.items() if id(one) not in held}
+        around = {name: generator for name, generator in found.items() if id(generator) not in held}
+        self._around = {derive(*name.encode()): generator for name, generator in around.items()}
 
     def _held_generators(self) -> OwnGenerators:
         return OwnGenerators(self._data, getattr(self._collate, "__self__", None))

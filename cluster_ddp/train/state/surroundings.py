@@ -24,7 +24,7 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
 
     Skips installed packages and modules themselves; of functions and classes, it returns what they keep.
     """
-    kinds = dict.fromkeys(kind for one in objects for kind in (_itself(one) or type(one).__mro__))
+    kinds = dict.fromkeys(kind for thing in objects for kind in (_itself(thing) or type(thing).__mro__))
     classes = {kind: None for kind in kinds if isinstance(kind, type) and is_of_user(kind.__module__)}
     found: dict[str, Any] = {}
     for module in _reachable({str(kind.__module__): None for kind in kinds}):
