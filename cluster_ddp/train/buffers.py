@@ -15,9 +15,9 @@ class Buffers:
     """Broadcasts rank 0's buffers before each step, copies them, and restores the copies if the update is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._sent = list(model.buffers())  # buffers created later need not be the same on all ranks
         # Where each buffer is registered: a module may replace the tensor there at any time.
         self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._first = [(slot, name) for slot, name in self._slots if slot[name] is not None]
         self._kept: list[Tensor | None] = []
         self._live: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -28,9 +28,13 @@ class Buffers:
         DDP would broadcast them in its forward pass. Anything that a loss computes before that, such as with a teacher
         inside the model, would use each rank's own buffers, and after a resume those of rank 0, the only ones saved.
         """
-        if (group := dist.group.WORLD) is not None and self._sent:
+        if (group := dist.group.WORLD) is None:
+            return
+        # Not those that were None at first: they need not be there on all ranks. A shared one is sent once.
+        found = {id(buffer): buffer for slot, name in self._first if (buffer := slot.get(name)) is not None}
+        if found:
             with torch.no_grad():  # the public API sends one at a time
-                dist._broadcast_coalesced(group, self._sent, _SENT_TOGETHER, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(group, list(found.values()), _SENT_TOGETHER, 0)  # type: ignore[attr-defined]
 
     def keep(self) -> None:
         """Copy the buffers; call before the first forward pass of a step."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from train_ranks import run_ranks
@@ -98,3 +99,21 @@ def test_buffers_are_put_back_bit_by_bit_by_an_answer_on_the_device() -> None:
     model.none = torch.ones(1)
     buffers.put_back(torch.ones(1))
     assert model.none is None
+
+
+def sent() -> list[float]:
+    """What a rank has in a buffer that it has replaced, in one it was built with, and in one that was None at first."""
+    model = nn.Module()
+    model.register_buffer("replaced", torch.zeros(1))
+    model.register_buffer("written", torch.zeros(1))
+    model.register_buffer("late", None)
+    buffers, rank = Buffers(model), float(dist.get_rank())
+    model.replaced = torch.full((1,), 5.0 + rank)
+    model.written += 7 + rank
+    model.late = torch.full((1,), rank)
+    buffers.send()
+    return [model.replaced.item(), model.written.item(), model.late.item()]
+
+
+def test_ranks_get_the_buffers_of_rank_0_even_if_they_have_replaced_them() -> None:
+    assert run_ranks(sent, 3) == [[5.0, 7.0, float(rank)] for rank in range(3)]
