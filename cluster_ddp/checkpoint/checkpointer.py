@@ -267,7 +267,8 @@ class Checkpointer:
             try:
                 record_origin(self._attempt, origin, self._storage)
             except OSError as error:
-                problem = f"cannot record in {self._attempt.origin_file} what it goes on from: {error.strerror}"
+                file = self._attempt.origin_file
+                problem = f"cannot record in {file} which checkpoint it continues from: {error.strerror}"
         problem = self._coordinator.from_rank_0(problem)
         if problem is not None:
             raise CheckpointError(f"attempt {self._attempt.number} {problem}")

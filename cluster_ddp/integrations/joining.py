@@ -66,9 +66,9 @@ class FrameworkSteps(Geometry):
         if was["world"] != self.world and (self.samples or 0) % per_step:
             raise TrainError(
                 f"the checkpoint was saved by {was['world']} ranks, now there are {self.world}, and {self.samples} "
-                f"samples are no multiple of the {per_step} of a step: several ranks fill up the last step of an epoch "
-                f"with samples of its beginning, so that it would have others; resume on {was['world']} ranks, or "
-                "start a new run with a data set of a multiple"
+                f"samples are not a multiple of the {per_step} in a step: with several ranks, the last step of an "
+                "epoch is filled up with samples from its beginning, so it would contain other samples; resume on "
+                f"{was['world']} ranks, or start a new run with a data set whose size is a multiple"
             )
 
 

@@ -327,7 +327,7 @@ def _warn_of_hooks(trainer: Any, warn: Callable[[str], None]) -> None:
     asked = [part for part in parts if part is not None and not isinstance(part, WeightAveraging)]
     if names := sorted({type(part).__name__ for part in asked if is_overridden("on_save_checkpoint", part)}):
         warn(
-            f"on_save_checkpoint() of {', '.join(names)} is for Lightning's own checkpoints; the run's do not hold "
-            "what it gives, and a resume is exact only if no step depends on it. Make it buffers of the "
-            "LightningModule, or let state_dict() of the callback or the datamodule give it"
+            f"on_save_checkpoint() of {', '.join(names)} only affects Lightning's own checkpoints; those of the run do "
+            "not contain what it adds, so a resume is exact only if no step depends on that. Store it in buffers of "
+            "the LightningModule, or return it from state_dict() of the callback or datamodule"
         )

@@ -143,8 +143,8 @@ class _Training:
         """Train, starting at the step where the run was interrupted."""
         if resume_from_checkpoint and self._resumes_at is None and self._run.attempt == 0:
             raise TrainError(
-                "train(resume_from_checkpoint=...) does not go with ResumeExactly(), which resumes from the run's own "
-                "checkpoints: leave it out; to begin with trained weights, load them by from_pretrained()"
+                "train(resume_from_checkpoint=...) cannot be combined with ResumeExactly(), which resumes from the "
+                "run's own checkpoints: remove it; to start from trained weights, load them with from_pretrained()"
             )
         trainer = self._trainer
         make_loader = trainer.get_train_dataloader

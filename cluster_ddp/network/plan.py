@@ -95,7 +95,7 @@ def resolve(network: NetworkSpec, exported: Mapping[str, str] | None = None) -> 
         put("NCCL_SOCKET_IFNAME", network.socket_ifname, "network.socket_ifname")
         for_gloo = _gloo_interfaces(network.socket_ifname)
         if for_gloo:
-            put("GLOO_SOCKET_IFNAME", for_gloo, "network.socket_ifname (Gloo has a variable of its own)")
+            put("GLOO_SOCKET_IFNAME", for_gloo, "network.socket_ifname (Gloo has its own variable)")
         else:
             remarks.append(
                 f"network.socket_ifname: Gloo cannot exclude interfaces as {network.socket_ifname} does for NCCL; "

@@ -177,7 +177,7 @@ def _stopping(history: History) -> str | None:
 def _unseen(job_id: str | None, host: str) -> str:
     if job_id:
         return f"Slurm cannot be queried about job {job_id} from here; this is its last known state"
-    return f"begun on {host}, which cannot be checked from here; this is its last known state"
+    return f"started on {host}, which cannot be checked from here; this is its last known state"
 
 
 def how_to_release(job: SlurmJob) -> str:

@@ -176,7 +176,7 @@ def claimed(record: SweepRecord) -> SweepRecord:
         who = record.submitting or {}
         raise RunError(
             f"sweep {record.id} is being submitted by process {who['pid']} on {who['host']}, and cannot be started "
-            f"twice.\nSee how it goes on: cluster-ddp status {record.id}"
+            f"twice.\nTo see its progress: cluster-ddp status {record.id}"
         )
     return replace(record, submitting=claim(), announced=None)
 

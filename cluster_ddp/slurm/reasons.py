@@ -13,8 +13,8 @@ _PLAIN = {
     "DependencyNeverSatisfied": "never starts: the job that it depends on has not ended as it should",
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes",
     "PartitionTimeLimit": "does not start: the partition allows less time",
-    "BadConstraints": "never starts: no nodes have what it asks for, apart from those that it excludes; cancel the run "
-    "and resume it, as a new job",
+    "BadConstraints": "never starts: only nodes that it excludes have what it asks for; cancel the run and resume it, "
+    "as a new job",
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
     "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
     "InvalidAccount": "does not start: its account is no longer there; ask whoever runs the cluster",
@@ -73,7 +73,7 @@ _ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions
     "Invalid feature": "slurm.constraint: sinfo -o '%P %f' lists what the nodes have",
     "Invalid generic resource": "slurm.gpus_per_node: sinfo -o '%P %G' lists the GPUs and their types",
     "--gpus-per-node and --gres=gpu": (  # since 26.05; a job file sets only one of them
-        "the shell that submits gives the other one: unset SBATCH_GRES SBATCH_GPUS_PER_NODE, or set slurm.gpu_option "
+        "the submitting shell exports the other one: unset SBATCH_GRES SBATCH_GPUS_PER_NODE, or set slurm.gpu_option "
         "to what your site wants"
     ),
     "nvalid node name": "slurm.nodelist or slurm.exclude: sinfo -N lists the nodes",

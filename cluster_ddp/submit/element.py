@@ -42,8 +42,8 @@ def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: st
     if not run.exists():
         if job is not None and job.partition("_")[0] in read_sweep(sweep).withdrawn:
             raise ElementWithdrawn(
-                f"sweep {sweep.id} was stopped or cancelled before its element {element.name} had begun.\n"
-                f"To go on with it: cluster-ddp resume {sweep.id}"
+                f"sweep {sweep.id} was stopped or cancelled before its element {element.name} had started.\nTo "
+                f"continue it: cluster-ddp resume {sweep.id}"
             )
         _make(sweep, element, via)
         note_submitted(run, via, job)

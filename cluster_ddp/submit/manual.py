@@ -332,8 +332,8 @@ def _refuse_alive(seen: History) -> None:
     if alive:
         host = one_line(last.process.host) if last.process else "an unknown host"
         raise RunAlive(
-            f"run {seen.run.id} is alive: attempt {last.number}, begun on {host}. "
-            f"Stop it first: cluster-ddp stop {seen.run.path}"
+            f"run {seen.run.id} is alive: attempt {last.number}, started on {host}. Stop it first: cluster-ddp stop "
+            f"{seen.run.path}"
         )
 
 

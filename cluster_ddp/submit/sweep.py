@@ -229,7 +229,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
     cancel_job(job_id)
     raise RunError(
         f"sweep {sweep.id} was stopped or cancelled while it was being submitted; its Slurm job {job_id} has been "
-        f"taken back out of the queue.\nTo go on with it: cluster-ddp resume {sweep.id}"
+        f"taken back out of the queue.\nTo continue it: cluster-ddp resume {sweep.id}"
     )
 
 

@@ -101,8 +101,8 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except TypeError as error:  # for example because of a lock
         raise TaskError(
-            f"train.ema_decay: the model cannot be copied, because copy.deepcopy gives: {error}\n"
-            "    Keep what it cannot copy out of the model, or leave ema_decay out"
+            f"train.ema_decay: the model cannot be copied, because copy.deepcopy gives: {error}\n    Keep whatever it "
+            "cannot copy out of the model, or remove ema_decay"
         ) from error
     except RuntimeError as error:
         raise TaskError(

@@ -34,7 +34,7 @@ class SecondLoopError(TrainError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a run has one loop: resumable(), steps() or resume() was called before, in this block of join_run() or in "
-            "an earlier one. Give a second training, such as a fine-tuning, a program and a run of its own; where an "
-            "epoch is to have other samples, let a sampler with set_epoch(epoch) choose them"
+            "a run has one loop: resumable(), steps() or resume() was called before, in this block of join_run() or "
+            "in an earlier one. Put a second training, such as fine-tuning, into a separate program and run; if an "
+            "epoch should use other samples, let a sampler with set_epoch(epoch) choose them"
         )

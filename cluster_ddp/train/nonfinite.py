@@ -76,9 +76,9 @@ class FiniteWeights:
         broken = broadcast_object([name for name in _not_finite(named) if name not in self._exempt])
         if broken:
             raise NonFiniteError(
-                f"after step {step} weights or buffers of the model are not finite: {', '.join(broken[:5])}\n"
-                "    the gradients were finite; the last checkpoint is intact: lower train.lr, or check what these are "
-                "used for, and what loss() and the forward pass write to them"
+                f"after step {step} weights or buffers of the model are not finite: {', '.join(broken[:5])}\n    the "
+                "gradients were finite; the last checkpoint is intact: lower train.lr, or check how these are used, "
+                "and what loss() and the forward pass write to them"
             )
 
 

@@ -81,9 +81,9 @@ def refuse_without_group(error: Exception) -> None:
     """Raise a `TaskError` if an optimizer's error is caused by a single rank having no process group."""
     if _NO_GROUP in str(error):
         raise TaskError(
-            "the optimizer works together with those of other ranks, by torch.distributed, and a single rank has no "
-            "process group: give one that works by itself, as those of torch do. One that divides its work or its "
-            "state among the ranks is refused on several ranks, too"
+            "the optimizer communicates with those of other ranks through torch.distributed, but a single rank has no "
+            "process group: use one that works alone, as those of torch do. One that divides its work or its state "
+            "among the ranks is refused on several ranks, too"
         ) from error
 
 
@@ -177,7 +177,7 @@ class SingleSamples:
         if module.training and inputs[0].numel() <= self._samples * inputs[0].shape[1]:
             raise TaskError(
                 f"train.drop_last: false leaves {self._left} sample{'s' * (self._left > 1)} for the last batch of an "
-                "epoch, so that a rank gets one of them, and BatchNorm needs two: set train.drop_last: true, or "
+                "epoch, so a rank gets only one of them, but BatchNorm needs two: set train.drop_last: true, or "
                 "another train.global_batch"
             )
 
@@ -212,8 +212,8 @@ class FrozenLayers:
             if is_trained and not was:
                 raise TaskError(
                     f"{name} was frozen when training began and is trained now: on several ranks its gradients are not "
-                    "summed; let model() give it with requires_grad=True, freeze it in the first call of loss() before "
-                    "model(...), and set train.find_unused_parameters: true"
+                    "summed; let model() return it with requires_grad=True, freeze it in the first call of loss() "
+                    "before model(...), and set train.find_unused_parameters: true"
                 )
             if was and not is_trained and not self._follows:
                 raise TaskError(
@@ -284,9 +284,9 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _refuse_divided(what: str, different: list[str]) -> NoReturn:
     raise TaskError(
-        f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
-        "    the optimizer keeps a state of its own on each rank, as those that divide the work among the ranks; "
-        "a checkpoint holds what all ranks have: use one that does the same on every rank, as those of torch do"
+        f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n    the optimizer keeps "
+        "different state on each rank, like those that divide the work among the ranks, but a checkpoint holds what "
+        "is the same on all of them: use an optimizer that does the same on every rank, as those of torch do"
     )
 
 
@@ -341,11 +341,11 @@ def refuse_own_state(
         _refuse_divided(f"{when} optimizers", sorted(differing))
     if differing:
         raise TaskError(
-            f"{when} each rank has a state of its own: {'; '.join(sorted(differing.values())[:_SHOWN])}"
-            f"{_more(differing)}\n"
-            "    a checkpoint holds that of rank 0, and a resume would give it to all: let state_dict() give what is "
-            "the same on all ranks, such as a sum over them (reduce_tensor), or a list by rank (all_gather_object); "
-            "register a buffer in __init__ with its final shape, and change it in place (copy_, add_)"
+            f"{when} the state differs between the ranks: "
+            f"{'; '.join(sorted(differing.values())[:_SHOWN])}{_more(differing)}\n    a checkpoint holds that of rank "
+            "0, and a resume would give it to all ranks: let state_dict() return what is the same on all of them, "
+            "such as a sum over them (reduce_tensor), or a list by rank (all_gather_object); register a buffer in "
+            "__init__ with its final shape, and change it in place (copy_, add_)"
         )
 
 
@@ -383,7 +383,7 @@ SHAPED_BY_A_BATCH = (
 )
 
 _CALL_IT = (
-    "on several ranks only model(...) sums the gradients, so loss() has to call it, not a method of it, model.module "
-    "or a model kept in self; what a method such as encode() does belongs into forward(), which may take a word for "
-    'it: model(x, "encode")'
+    "on several ranks only model(...) sums the gradients, so loss() has to call it, not one of its methods, "
+    "model.module or a model stored in self; move what a method such as encode() does into forward(), and select it by "
+    'an argument: model(x, "encode")'
 )

@@ -44,8 +44,8 @@ class Schedule:
         self._optimizer = optimizer  # load_state_dict replaces its groups, so they are looked up each time
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise TaskError(
-                f"optimizer() returned {type(optimizer).__name__} without a learning rate, one that chooses it by "
-                "itself: the trainer sets the rate of each step; give it lr, and turn its own schedule off"
+                f"optimizer() returned {type(optimizer).__name__} without a learning rate, so it chooses its own: the "
+                "trainer sets the rate of each step; give it lr, and turn off its own schedule"
             )
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # it is changed in place, and the task and `defaults` may refer to it

@@ -156,7 +156,7 @@ def run_backward(loss: Tensor) -> None:
             raise
         raise TaskError(
             "part of what loss() returned has already been through a backward pass: return the loss without calling "
-            "backward(), which the trainer does, and detach() what is kept from one step to the next, such as the "
+            "backward(), which the trainer calls, and detach() what is kept from one step to the next, such as the "
             "hidden state of a recurrent network"
         ) from error
 

@@ -257,8 +257,8 @@ class Trainer:
         self.session.record_start(training=setup)
         if self.evaluated is not None:
             self.session.saving.warn(
-                f"{type(self.optimizer).__name__} has weights of its own to evaluate with (its eval()): checkpoints "
-                "hold them beside those that it trains with, and export --ema writes them"
+                f"{type(self.optimizer).__name__} evaluates with weights other than those that it trains (its eval()): "
+                "checkpoints contain both, and export --ema writes them"
             )
 
     def _first_loss(self) -> Any:

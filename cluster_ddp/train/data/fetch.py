@@ -293,16 +293,16 @@ class Fetcher:
         if self._positions is None and (now := length_of(self._data)) != self._length:
             self._at_first = None
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass and had "
-                f"{self._length} before: every epoch uses those that it had when training began. Give it its final "
+                f"cluster_ddp: the training set ({type(self._data).__name__}) has {now} items after a pass, but had "
+                f"{self._length} before: every epoch uses the items that it had when training began. Give it its final "
                 "length, or derive it from IterableDataset"
             )
         if fingerprint(self._read(epoch, indices)) != was:
             self._at_first = None
             say(
-                f"cluster_ddp: the training set ({type(self._data).__name__}) gives different samples after a pass "
-                "than before it, with the same seed: a resume is exact only if what has changed in it is put back. A "
-                "cache has to hold samples before augmentation"
+                f"cluster_ddp: the training set ({type(self._data).__name__}) returns different samples after a pass "
+                "than before it, with the same seed: a resume is exact only if whatever changed in it is restored. A "
+                "cache must hold samples before augmentation"
             )
 
     def _refuse_memory(self, epoch: int, indices: Indices, other: int) -> None:

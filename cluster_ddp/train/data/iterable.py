@@ -141,9 +141,9 @@ class IterableStream:
             return
         if len(set(seen)) > 1:
             raise DataError(
-                "the ranks read different items from train_data(): each rank would train on a part of its own part. "
-                "Give every rank the whole stream in the same order, or set sharded = True in the task if each reads "
-                "its own part"
+                "the ranks read different items from train_data(): each rank would train on only a fraction of its "
+                "share. Give every rank the whole stream in the same order, or set sharded = True in the task if each "
+                "reads its own part"
             )
         if counts.data_fingerprint not in (None, first):
             self._warn(
@@ -194,8 +194,8 @@ class _Reader:
         if self._threads and (first is None or self._draws(first)):
             raise DataError(
                 f"the training set ({type(self._data).__name__}) reads in its own threads, and draws random numbers "
-                "there, which cannot be seeded: no resume could be exact. Move what is random into collate() of the "
-                "task, which is seeded, or into its loss()"
+                "there, which cannot be seeded: no resume could be exact. Move the random part into collate() or "
+                "loss() of the task, which are seeded"
             )
         if first is None:
             raise DataError(
@@ -266,8 +266,9 @@ class _Reader:
         if len(read) == _TRIED and read[-1:] == self._fingerprints(epoch, _TRIED - 1, 1):
             return True
         say(
-            f"cluster_ddp: {type(self._data).__name__}.skip() does not go on with the items that reading gives, as "
-            "where skipped items draw random numbers: the items up to the place of the resume are read and dropped"
+            f"cluster_ddp: {type(self._data).__name__}.skip() does not continue with the items that reading would "
+            "return, for instance because skipped items draw random numbers: the items up to the point of the resume "
+            "are read and discarded"
         )
         return False
 

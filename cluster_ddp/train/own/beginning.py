@@ -6,12 +6,12 @@ import threading
 
 from cluster_ddp.train.errors import TrainError
 
-_UPDATED_OUTSIDE_OF_STEPS = "an optimizer has stepped before the loop has begun: train in `for step in run.steps(...):`"
+_UPDATED_OUTSIDE_OF_STEPS = "an optimizer stepped before the loop began: train inside `for step in run.steps(...):`"
 _UPDATED_BEFORE_A_BATCH = (
-    "an optimizer has stepped before a batch was taken from what resumable() returned: train in `for epoch in "
-    "loader.epochs():`, and there in `for batch in loader:` after `loader = run.resumable(loader, ...)`; not on the "
-    "DataLoader that was given, nor on what Accelerate's skip_first_batches() makes of it. A resume within the epoch "
-    "would do such an update again; what another loader is to train in an epoch comes after its batches"
+    "an optimizer stepped before a batch was taken from what resumable() returned: train inside `for epoch in "
+    "loader.epochs():` and, within it, `for batch in loader:`, where `loader = run.resumable(loader, ...)`; not on "
+    "the DataLoader that was passed in, nor on what Accelerate's skip_first_batches() makes of it. A resume within "
+    "the epoch would repeat such an update; training on another loader belongs after the batches of the epoch"
 )
 
 
@@ -70,8 +70,8 @@ class Beginning:
         """
         if self._runs_in != self.thread:
             raise TrainError(
-                "the loop is run by another thread than `with join_run() as run:`, so that a stop could not end the "
-                "block: run it in the block itself, and in a thread whatever else is to go on beside it"
+                "the loop runs in a different thread than `with join_run() as run:`, so a stop could not end the "
+                "block: run the loop in the block itself, and use threads for the other work"
             )
 
     def expect_begun(self) -> None:
@@ -85,6 +85,6 @@ class Beginning:
         self.expect_thread()
         if self._is_awaited:
             raise TrainError(
-                "the block of `with join_run() as run:` has ended before its loop has begun, and nothing is saved "
-                "behind it: put the loop over what resumable() or steps() returned into the block"
+                "the block of `with join_run() as run:` ended before its loop began, and nothing is saved after the "
+                "block: move the loop over what resumable() or steps() returned into it"
             )

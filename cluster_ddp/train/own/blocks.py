@@ -68,8 +68,8 @@ class Block:
         """
         if not self.is_open:
             raise TrainError(
-                "the block of `with join_run() as run:` has been left, and nothing is saved behind it: the loop has to "
-                "be in the block"
+                "the block of `with join_run() as run:` has ended, and nothing is saved after it: the loop must be "
+                "inside the block"
             )
         if self.has_loop or self._attempt in _was_stopped:
             raise SecondLoopError

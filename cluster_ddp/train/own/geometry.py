@@ -142,9 +142,10 @@ class Deal:
         if None in (was["samples"], self.samples) or was["samples"] == self.samples:
             return None
         return (
-            f"the ranks take {self.samples} samples in an epoch, and {_ranks(ranks)} took {was['samples']}: several "
-            "ranks fill up the last step of an epoch with samples of its beginning, or drop some, so that this step is "
-            f"another than it was on {_ranks(ranks)}. A data set of a multiple of the ranks has the same steps on all"
+            f"the ranks take {self.samples} samples in an epoch, and {_ranks(ranks)} took {was['samples']}: with "
+            "several ranks, the last step of an epoch is filled up with samples from its beginning, or drops some, so "
+            f"this step differs from the one on {_ranks(ranks)}. A data set whose size is a multiple of the number of "
+            "ranks has the same steps on any of them"
         )
 
 

@@ -118,7 +118,7 @@ class Handed:
         if differing:
             raise TrainError(
                 f"the checkpoint and this program do not pass in the same objects: {', '.join(differing)} "
-                f"{'is' if len(differing) == 1 else 'are'} in one of the two only; pass in what was passed in "
+                f"{'is' if len(differing) == 1 else 'are'} in only one of the two; pass in the same objects as "
                 "before, or start a new run"
             )
         for name, thing in self._rest.items():
@@ -195,8 +195,8 @@ class Handed:
         for name, optimizer in optimizers.items():
             if any(id(weight) not in known for group in optimizer.param_groups for weight in group["params"]):
                 raise TrainError(
-                    f"{name} trains parameters that are in no module that is passed in: give that module too, under "
-                    "a name of its own (head=head), and of parameters alone, such as an image, a "
+                    f"{name} trains parameters that belong to none of the modules passed in: pass in that module too, "
+                    "under its own name (head=head), or, for bare parameters such as an image, a "
                     "torch.nn.ParameterList (image=ParameterList([image]))"
                 )
 
@@ -254,8 +254,8 @@ def _state_as_now(optimizer: Optimizer) -> Callable[[], None]:
         if sampled(_tensors_of(held)) != look:
             raise TrainError(
                 f"the code before the batches of an epoch changes the state of {type(optimizer).__name__} in place. It "
-                "has done so again at this resume, in the middle of the epoch, and what it has overwritten cannot be "
-                "put back: let it run after the batches of the epoch before, or make new tensors"
+                "did so again at this resume, in the middle of the epoch, and what it overwrote cannot be restored: "
+                "run it after the batches of the previous epoch, or create new tensors"
             )
 
     return put_back
@@ -336,8 +336,8 @@ def _collected(state: OptimizerState) -> list[Any]:
 def _see_that_it_can_be_kept(name: str, thing: Any) -> None:
     if not all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict")):
         raise TrainError(
-            f"{name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(), so that it cannot "
-            f"be kept: give it both, or leave it out. Numbers of the loop's own: run.keep({name}=...)"
+            f"{name} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(), so it cannot be "
+            f"saved: add both, or do not pass it in. For the loop's own numbers: run.keep({name}=...)"
         )
     try:
         first = Packer({}).pack(dict(thing.state_dict()), name)

@@ -55,9 +55,9 @@ class Leaving:
 
     def _tell(self) -> None:
         message = (
-            f"rank {self._world.rank} has left {self.early}, and for {_PATIENCE:g} s not all of the other ranks have "
-            "done so. If they continue there, they wait for this rank forever: let all ranks leave after the same "
-            "batch, by what is the same on all, such as a loss that dist.all_reduce() has summed"
+            f"rank {self._world.rank} left {self.early}, and {_PATIENCE:g} s later not all of the other ranks have done "
+            "so. If they continue, they wait for this rank forever: let all ranks leave after the same batch, based "
+            "on something that is the same on all of them, such as a loss summed by dist.all_reduce()"
         )
         if self._world.is_main:
             self._warn(message)
@@ -86,7 +86,7 @@ class OtherHandlers:
         """Call after the second step."""
         if names := self._unheard():
             self._warn(
-                f"the program has set a handler of its own for {', '.join(names)} within the block of join_run(), so "
-                "that the run does not hear that it is to stop, and takes a loop that is left early then for one that "
-                "is done. Leave the handler out, or set it before the block, and ask run.stopping"
+                f"the program set its own handler for {', '.join(names)} within the block of join_run(), so the run "
+                "does not learn that it should stop, and takes a loop that ends early for a finished one. Remove the "
+                "handler, or set it before the block, and check run.stopping"
             )

@@ -22,8 +22,8 @@ from cluster_ddp.train.session import Session
 from cluster_ddp.train.stop import StopDecision
 
 _OTHER_LOOP = (
-    "the checkpoint was saved by another kind of loop (of resumable(), steps() and resume()): give this one a run of "
-    "its own, or a folder of its own"
+    "the checkpoint was saved by another kind of loop (resumable(), steps() or resume()): use a separate run or "
+    "folder for this one"
 )
 
 _MANY = 500
@@ -211,17 +211,17 @@ class Loop:
         """
         if self.data not in (None, first):
             raise TrainError(
-                "the data do not begin with the items that they began with when the checkpoint was saved, or are split "
-                "in another way, so that this resume could not be exact: bring back the files, their order, the "
-                "augmentation and the seeds of shuffle and split (datasets: shuffle(seed=...); scikit-learn: "
-                "train_test_split(random_state=...)), or begin a new run"
+                "the data do not begin with the same items as when the checkpoint was saved, or are split "
+                "differently, so this resume could not be exact: restore the files, their order, the augmentation, "
+                "and the seeds of shuffle and split (datasets: shuffle(seed=...); scikit-learn: "
+                "train_test_split(random_state=...)), or start a new run"
             )
         rows = broadcast_object(rows)
         if self.rows not in (None, rows):
             self.warn(
-                "the arrays, tables or lists in the data set are not what they were when the checkpoint was saved. "
-                "Where they are its samples, and no cache, this resume is not exact, and may train on what was held "
-                "out: bring back the files and their order, and give a seed to what splits, shuffles or makes them "
+                "the arrays, tables or lists in the data set are not what they were when the checkpoint was saved. If "
+                "they are its samples and not a cache, this resume is not exact, and may train on held-out samples: "
+                "restore the files and their order, and seed whatever splits, shuffles or generates them "
                 "(train_test_split(random_state=...), torch.manual_seed() before it)"
             )
         self.data, self.rows = first, rows
@@ -362,9 +362,9 @@ class Loop:
             self._waited += 1
             if self._waited == _MANY:
                 self.warn(
-                    f"a save or a stop has waited for {_MANY} batches for an update, and no optimizer that is handed "
-                    "over has stepped in these: nothing is saved before. Hand over the optimizer that trains, and let "
-                    "it update the weights by its step()"
+                    f"a save or a stop has waited {_MANY} batches for an update, but none of the optimizers passed in "
+                    "has stepped, and nothing is saved until one does. Pass in the optimizer that trains, and let its "
+                    "step() update the weights"
                 )
 
     def enter(self, epoch: int) -> None:

@@ -344,7 +344,7 @@ class ScriptRun:
             raise TrainError(
                 "the process group was destroyed inside the block of join_run(), by dist.destroy_process_group() or "
                 f"accelerator.end_training(): without it the {self.world.world_size} ranks cannot agree on the last "
-                "save. Leave the call out, or put it behind the block"
+                "save. Remove the call, or move it after the block"
             )
 
     def _open_report(self) -> Report:

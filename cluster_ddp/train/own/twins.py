@@ -47,18 +47,17 @@ def twins(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]
             vars(twin).update(copy.deepcopy(vars(optimizer), memo))
     except Exception as error:
         raise TaskError(
-            "model and optimizer are copied once, to see in the first steps that their state comes back, and that "
-            f"failed with {type(error).__name__}: {error}\n"
-            "    Pass in what copy.deepcopy() can copy: an average without the model that it may hold besides (EMA "
-            "of ema_pytorch: include_online_model=False)"
+            "model and optimizer are copied once, to check in the first steps that their state is restored, and that "
+            f"failed with {type(error).__name__}: {error}\n    Pass in what copy.deepcopy() can copy: an average "
+            "without the model that it may also hold (EMA of ema_pytorch: include_online_model=False)"
         ) from error
     if any(
         weight is not memo.get(id(own)) for own, weight in zip(bare.parameters(), copied.parameters(), strict=False)
     ):
         raise TaskError(
-            f"a {type(bare).__name__} copies itself by a __deepcopy__() of its own, as the models of Keras do, and not "
-            "with its optimizer, so that nothing shows whether the state of both comes back: give a model that "
-            "copy.deepcopy() copies as any other torch.nn.Module"
+            f"a {type(bare).__name__} copies itself with its own __deepcopy__(), as Keras models do, without its "
+            "optimizer, so there is no way to check that the state of both is restored: pass in a model that "
+            "copy.deepcopy() copies like any other torch.nn.Module"
         )
     if model is not bare:
         memo[id(model)] = copied

@@ -23,14 +23,15 @@ def refuse_divided(bare: Mapping[str, Any]) -> None:
             kinds = {type(part).__name__ for part in (*thing.modules(), *thing.parameters())}
             if not _DIVIDED.isdisjoint(kinds):
                 raise TrainError(
-                    f"{name} is divided among the ranks, as by FSDP (fully_shard), DeepSpeed or tensor parallelism, "
-                    "and a checkpoint holds what all ranks have: wrap the whole model in DistributedDataParallel; or "
-                    "leave join_run() out, and let the script resume from its own checkpoints"
+                    f"{name} is sharded across the ranks, as by FSDP (fully_shard), DeepSpeed or tensor parallelism, "
+                    "but a checkpoint holds what is the same on all ranks: wrap the whole model in "
+                    "DistributedDataParallel; or remove join_run(), and let the script resume from its own "
+                    "checkpoints"
                 )
         if isinstance(thing, Optimizer) and not hasattr(thing, "_optimizer_step_post_hooks"):
             raise TrainError(
-                f"{name} is a {type(thing).__name__}, which is not made by torch.optim.Optimizer.__init__(), so that "
-                "its steps are not seen: use the optimizer inside it on its own"
+                f"{name} is a {type(thing).__name__}, which does not call torch.optim.Optimizer.__init__(), so its "
+                "steps cannot be seen: pass in the optimizer inside it instead"
             )
 
 

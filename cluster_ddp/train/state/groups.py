@@ -55,9 +55,9 @@ def check_groups(optimizer: Optimizer, at_first: int) -> None:
     if len(optimizer.param_groups) != at_first:
         raise TaskError(
             f"the optimizer had {at_first} parameter groups before the first step and has "
-            f"{len(optimizer.param_groups)} now, which a resume could not repeat: give it all parameters "
-            "when it is made (in a custom loop before run.resumable() or run.steps()), and let those that come "
-            "later begin with requires_grad=False. A group of their own may have another learning rate"
+            f"{len(optimizer.param_groups)} now, which a resume could not repeat: give it all parameters when it is "
+            "created (in your own loop, before run.resumable() or run.steps()), and let those that are trained later "
+            "start with requires_grad=False; they may be a separate group with another learning rate"
         )
 
 

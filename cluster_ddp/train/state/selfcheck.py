@@ -27,15 +27,15 @@ from cluster_ddp.train.state.training import Collected, State
 _SHOWN = 5  # maximum number of differences in the message
 _MAX_TEXT = 120  # maximum length of each, in characters
 _REMEDIES = {
-    "model": "what converts the model (.to(), .half()) comes before it is passed in; a buffer has to be registered "
-    "in __init__ with its final shape, and changed in place (copy_, add_); state_dict() of a module has to give its "
-    "tensors themselves. " + SHAPED_BY_A_BATCH,
-    "ema": "what is averaged has to be in the model from the beginning",
-    "optimizer": "keep it in state[parameter] or in the groups, or give and take it in the optimizer's own "
-    "state_dict() and load_state_dict(); in a loop of your own, pass in an optimizer inside it as well, by a name of "
-    "its own (base=optimizer.base_optimizer)",
+    "model": "convert the model (.to(), .half()) before it is passed in; register buffers in __init__ with their "
+    "final shape, and change them in place (copy_, add_); state_dict() of a module must return the tensors "
+    "themselves. " + SHAPED_BY_A_BATCH,
+    "ema": "what is averaged must be in the model from the start",
+    "optimizer": "keep it in state[parameter] or in the groups, or return and restore it in the optimizer's own "
+    "state_dict() and load_state_dict(); in your own loop, also pass in an optimizer inside it, under "
+    "its own name (base=optimizer.base_optimizer)",
     "task": "load_state_dict() of the task has to restore everything that its state_dict() returns",
-    "memory": "give each tensor memory of its own: weight.copy_(other) instead of weight.data = other",
+    "memory": "give each tensor its own memory: weight.copy_(other) instead of weight.data = other",
     "counts": "report this as an error of cluster-ddp",
 }
 

@@ -259,7 +259,7 @@ class State:
         if first != taken:
             lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
             raise TaskError(
-                "load_state_dict() of the task (in a script, of what is given to also=) does not restore what its "
+                "load_state_dict() of the task (in a script, of what is passed to also=) does not restore what its "
                 f"state_dict() returned before the first step: {', '.join(lost)}"
             )
 
@@ -272,9 +272,8 @@ class State:
             first = self._by_name.get(name, value)
             if first is not value and self._model.get_parameter(name) is not first:
                 raise TaskError(
-                    f"{name} of the model is not the parameter that it was when training began, and a resume "
-                    "would use the original one: change the values of the first in place (nn.init, "
-                    "parameter.data.copy_)"
+                    f"{name} of the model is not the same parameter as when training began, and a resume would use the "
+                    "original one: change the values of the original in place (nn.init, parameter.data.copy_)"
                 )
             if name.rpartition(".")[2] == EXTRA_STATE:
                 extra_state[name] = value

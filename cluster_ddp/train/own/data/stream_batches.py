@@ -64,8 +64,8 @@ class StreamBatches:
         seen = all_gather_object(self._try())
         if len(seen) > 1 and len(set(seen)) == 1:
             self.remark = (
-                f"all ranks read the same items from the {self._name}, so that each trains on all of them where each "
-                "should have its part: divide the stream by rank, as split_dataset_by_node of datasets does"
+                f"all ranks read the same items from the {self._name}, so each rank trains on all of them rather than "
+                "on its share: divide the stream by rank, as split_dataset_by_node of datasets does"
             )
         return fingerprint(seen)
 
@@ -95,8 +95,8 @@ class StreamBatches:
         if self._reads_in_threads and (first is None or self._draws()):
             raise TrainError(
                 f"the {self._name} reads in its own threads, and draws random numbers there, which cannot be seeded: "
-                "no resume could be exact. Move what is random into the DataLoader's collate_fn, or into the loop; for "
-                "MosaicML Streaming see docs/own-code.md"
+                "no resume could be exact. Move the random part into the DataLoader's collate_fn, or into the loop; "
+                "for MosaicML Streaming see docs/own-code.md"
             )
         if first is None:
             raise TrainError(

@@ -80,7 +80,7 @@ def _of_environments() -> str:
     if not found:
         return ""
     names = ", ".join(sorted(found))
-    return f". The state of {names} starts over as well: begin each step with reset(seed=...), seeded by its number"
+    return f". The state of {names} also starts over: call reset(seed=...) with a seed from the step's number first"
 
 
 def _carried(code: CodeType, at: int) -> list[str]:

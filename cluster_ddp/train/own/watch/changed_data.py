@@ -58,8 +58,8 @@ class ChangedData:
             self._has_warned = True
             self._warn(
                 f"the code after the batches of an epoch changes {', '.join(changed)}, which no checkpoint contains: a "
-                "resume in the next epoch does not run it again, and is exact only if no sample depends on it. Set "
-                "it before the batches, from the number of the epoch or from what run.keep() has kept"
+                "resume in the next epoch does not run that code again, and is exact only if no sample depends on it. "
+                "Set it before the batches, from the number of the epoch or from what run.keep() keeps"
             )
 
     def compare(self, was: dict[str, Any] | None) -> dict[str, Any]:
@@ -74,8 +74,9 @@ class ChangedData:
         if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
             self._warn(
                 f"{', '.join(changed)} is not what it was when the batches of this epoch began before this resume, "
-                "which is exact only if no sample depends on it: what precedes the batches is run again, and not "
-                "for the epochs before. Set it there from the number of the epoch or from what run.keep() has kept"
+                "which is exact only if no sample depends on it: the code before the batches runs again for this "
+                "epoch, but not for the earlier ones. Set it there, from the number of the epoch or from what "
+                "run.keep() keeps"
             )
         return now
 

@@ -34,9 +34,9 @@ class TrainingMode:
         for model in self._trained:
             if not model.training:
                 self._warn(
-                    f"{type(model).__name__} is in evaluation mode at an update, and was in training mode at those "
-                    "before: dropout and BatchNorm work otherwise, and a resume may begin in the other mode. Call "
-                    "model.train() after each evaluation"
+                    f"{type(model).__name__} is in evaluation mode at an update, but was in training mode at earlier "
+                    "ones: dropout and BatchNorm behave differently there, and a resume may start in the other mode. "
+                    "Call model.train() after each evaluation"
                 )
                 self._warn = None
                 return

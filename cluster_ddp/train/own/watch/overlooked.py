@@ -18,7 +18,7 @@ from cluster_ddp.train.own.twins import COPIES
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
 
-HAND_OVER = "Pass it in by a name of its own (ema=ema)"
+HAND_OVER = "Pass it in under its own name (ema=ema)"
 _DEPTH = 3  # variables of a frame, their attributes, and parts of lists and dicts
 
 

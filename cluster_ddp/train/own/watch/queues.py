@@ -50,10 +50,10 @@ class Queues:
         filled = {id(queue) for queue, end in before if _end_of(queue) != end}
         if names := sorted(name for name, queue in self._found() if id(queue) in filled):
             self._warn(
-                f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume begins with what "
-                "the program puts there before the loop, and is exact only if no step depends on it. Keep it, as by "
-                "kept = run.keep(memory=deque(maxlen=10000)), and take kept.memory in the loop; a list that an object "
-                "fills by run.keep(images=pool.images) before the loop, where it stays in place"
+                f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume starts with "
+                "whatever the program puts there before the loop, and is exact only if no step depends on it. Keep "
+                "it, for example with kept = run.keep(memory=deque(maxlen=10000)), and use kept.memory in the loop; "
+                "keep a list that an object fills in place with run.keep(images=pool.images) before the loop"
             )
 
     def _found(self) -> list[tuple[str, _Queue]]:

@@ -41,10 +41,10 @@ class RankBuffers:
         if differing := sorted({key[1] for other in others for key, look in first.items() if other.get(key) != look}):
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
             self._warn(
-                f"each rank has buffers of its own: {', '.join(differing[:_SHOWN])}{more}. A checkpoint holds those of "
-                "rank 0, and a resume gives them to all ranks: it is exact only if nothing depends on the others, "
-                "such as an evaluation on all ranks or an average over them. Let DDP send those of rank 0 in each "
-                "step, as it does by default, or take SyncBatchNorm (Lightning: sync_batchnorm=True)"
+                f"the ranks hold different buffers: {', '.join(differing[:_SHOWN])}{more}. A checkpoint contains those "
+                "of rank 0, and a resume gives them to all ranks: it is exact only if nothing, such as an evaluation "
+                "on all ranks or an average over them, depends on the others. Let DDP broadcast the buffers of rank 0 "
+                "in each step, as it does by default, or use SyncBatchNorm (Lightning: sync_batchnorm=True)"
             )
 
 

@@ -42,8 +42,8 @@ class OtherSchedulers:
         if moved:
             names = ", ".join(sorted({type(found).__name__ for found in moved}))
             self._warn(
-                f"steps move a learning rate scheduler that was not passed in ({names}), which starts over after a "
-                "resume, so the resume is not exact: make it before resumable() and pass it in by a name of its own "
+                f"the loop steps a learning rate scheduler that was not passed in ({names}), which starts over after a "
+                "resume, so the resume is not exact: create it before resumable() and pass it in under its own name "
                 "(warmup=warmup)"
             )
 

@@ -55,10 +55,10 @@ class Sources:
         if moved:
             self._warn(
                 f"steps take batches from {', '.join(sorted(moved))}, whose position in the data no checkpoint "
-                "contains: it starts over after a resume, which is exact only if the program brings it to the place "
-                "of run.step. Keep the place: kept = run.keep(position=0), set kept.position after each batch, and "
-                "begin from it; or let the batch follow from the number of the step, or from random numbers, which "
-                "are seeded for it"
+                "contains: it starts over after a resume, which is exact only if the program moves it to the position "
+                "of run.step. Keep the position: kept = run.keep(position=0), set kept.position after each batch, and "
+                "start from it; or derive the batch from the number of the step or from random numbers, which are "
+                "seeded for each step"
             )
 
     def _found(self) -> list[tuple[str, Any]]:

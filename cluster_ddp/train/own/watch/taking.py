@@ -24,10 +24,10 @@ _REMEDIES: dict[type, str] = {
     "loader.enumerate(), which counts from the place",
     itertools.islice: "counts from where the run was resumed, which is then not exact: leave the epoch by the number "
     "that loader.enumerate() gives",
-    itertools.cycle: "repeats the batches that it has been given, which no checkpoint contains, so that no resume is "
-    "exact: let the DataLoader's sampler give the samples of an epoch as often as they are wanted",
-    zip: "takes what begins again when an epoch is resumed in the middle, such as a range, beside what goes on from "
-    "the place: take the number that loader.enumerate() gives, and leave the epoch by it",
+    itertools.cycle: "repeats batches that it holds, which no checkpoint contains, so no resume is exact: let the "
+    "DataLoader's sampler repeat the samples within an epoch",
+    zip: "combines the loader, which continues in the middle of a resumed epoch, with something that starts over, "
+    "such as a range: use the number from loader.enumerate() instead, and end the epoch by it",
 }
 _BEGIN_AGAIN: tuple[type, ...] = (type(iter(range(0))), type(iter([])), type(iter(())), itertools.count)
 
