@@ -13,8 +13,8 @@ _PLAIN = {
     "DependencyNeverSatisfied": "never starts: the job that it depends on has not ended as it should",
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes",
     "PartitionTimeLimit": "does not start: the partition allows less time",
-    "BadConstraints": "never starts: only nodes that it excludes have what it asks for; cancel the run and resume it, "
-    "as a new job",
+    "BadConstraints": "never starts: no node that it does not exclude has what it asks for; cancel the run and resume "
+    "it, as a new job",
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
     "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
     "InvalidAccount": "does not start: its account is no longer there; ask whoever runs the cluster",

@@ -144,7 +144,7 @@ def with_other_data(place: Path) -> list[tuple[Any, ...] | None]:
 def test_other_data_at_a_resume_are_refused(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(with_other_data, 1, run.path) == [[None, None]]
-    assert "or are split in another way" in failure(run)
+    assert "or are split differently" in failure(run)
 
 
 def attempts(calm: Path, broken: Path, stop_at: list[int], more: dict[str, Any]) -> list[tuple[Any, ...] | None]:

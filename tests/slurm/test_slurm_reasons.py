@@ -18,7 +18,7 @@ from cluster_ddp.slurm.reasons import in_words
         ("AssocGrpCPUMinutesLimit", "the account limits the CPU time of all its jobs together"),
         ("AssocMaxJobsLimit", "the account limits the jobs of one user"),
         ("DependencyNeverSatisfied", "never starts"),
-        ("BadConstraints", "never starts: no nodes have what it asks for"),
+        ("BadConstraints", "never starts: no node that it does not exclude has what it asks for"),
         ("BeginTime", "not before its begin time"),
         ("InvalidQOS", "does not start: its QOS is no longer there"),
         ("JobArrayTaskLimit", "waits for other jobs of its array"),

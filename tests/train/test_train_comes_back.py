@@ -66,8 +66,8 @@ def refusal_of(task: Task, folder: Path) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("since", "as_tensor", "step", "words"),
     [
-        (2, False, 2, "after step 2 each rank has a state of its own: task.seen (0 on rank 0, 1 on rank 1)"),
-        (6, True, 6, "after step 6 each rank has a state of its own: task.seen (other on rank 1 than on rank 0)"),
+        (2, False, 2, "after step 2 the state differs between the ranks: task.seen (0 on rank 0, 1 on rank 1)"),
+        (6, True, 6, "after step 6 the state differs between the ranks: task.seen (other on rank 1 than on rank 0)"),
     ],
 )
 def test_a_state_of_the_task_that_differs_by_rank_is_refused(
@@ -116,7 +116,7 @@ def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     ("kind", "words"),
     [
         ("shaped by a batch", "the buffer largest has the shape [0] before the first batch"),
-        ("filled at random", "each rank has a state of its own: model.noise"),
+        ("filled at random", "the state differs between the ranks: model.noise"),
         ("uint16", "the buffer table has dtype torch.uint16, which ranks cannot send"),
         ("float8_e4m3fn", "the buffer table has dtype torch.float8_e4m3fn, which ranks cannot send"),
     ],

@@ -124,7 +124,7 @@ def test_a_set_that_is_another_after_a_pass_is_told(
     plans = [(epoch, np.arange(first, first + 10)) for epoch in range(3) for first in range(0, 50, 10)]
     loader = Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU)
     assert len(list(loader)) == 15
-    assert capfd.readouterr().err.count("(CachesAtTheEnd) gives different samples after a pass") == keeps
+    assert capfd.readouterr().err.count("(CachesAtTheEnd) returns different samples after a pass") == keeps
 
 
 class Curriculum(Noisy):
@@ -147,7 +147,7 @@ def test_a_set_that_is_changed_after_several_passes_is_told(capfd: pytest.Captur
 
     loader = Loader(Fetcher(data, default_collate, 1, exact=True), plans(), lambda plan: plan, workers=0, device=CPU)
     assert len(list(loader)) == 30
-    assert capfd.readouterr().err.count("(Curriculum) gives different samples after a pass") == 1
+    assert capfd.readouterr().err.count("(Curriculum) returns different samples after a pass") == 1
 
 
 class Grows(Noisy):
@@ -168,7 +168,7 @@ def test_a_set_that_grows_is_told(workers: int, capfd: pytest.CaptureFixture[str
     fetcher = Fetcher(Grows(), default_collate, 1, exact=True)
     plans = [(epoch, np.arange(first, first + 10)) for epoch in range(3) for first in range(0, 50, 10)]
     assert len(list(Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU))) == 15
-    assert capfd.readouterr().err.count("(Grows) has 51 items after a pass and had 50 before") == 1
+    assert capfd.readouterr().err.count("(Grows) has 51 items after a pass, but had 50 before") == 1
 
 
 class Shifted(TensorDataset):

@@ -104,7 +104,7 @@ def test_another_split_at_the_resume_is_refused(tmp_path: Path) -> None:
     run_ranks(with_split, 1, run.path, 0, 1, (1, 2))
     (ended,) = run_ranks(with_split, 1, run.path, 1, 2, None)
     assert ended["status"] == 1
-    assert "or are split in another way" in failure(run)
+    assert "or are split differently" in failure(run)
     assert told(run) == []
     (ended,) = run_ranks(with_split, 1, run.path, 2, 1, None, 2)
     assert ended["status"] is None

@@ -54,7 +54,7 @@ def test_a_rank_that_leaves_before_the_others_says_so(in_steps: bool, place: str
     run = new_run(tmp_path)
     run_ranks(leave_in_turn, 2, run.path, in_steps)
     (message,) = told(run)
-    assert message.startswith(f"rank 0 has left {place}, and for 0.3 s not all of the other ranks have")
+    assert message.startswith(f"rank 0 left {place}, and 0.3 s later not all of the other ranks have")
 
 
 def leave_by_a_handler(place: Path, attempt: int, at: int | None, told_by_the_node: bool) -> str:
@@ -109,4 +109,4 @@ def test_a_handler_of_the_program_s_own_that_keeps_stops_off_is_told(tmp_path: P
     run = new_run(tmp_path)
     run_ranks(leave_by_a_handler, 1, run.path, 0, None, False)
     (message,) = told(run)
-    assert message.startswith("the program has set a handler of its own for SIGUSR1 within the block of join_run()")
+    assert message.startswith("the program set its own handler for SIGUSR1 within the block of join_run()")

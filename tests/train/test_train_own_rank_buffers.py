@@ -34,4 +34,4 @@ def test_buffers_that_are_not_those_of_rank_0_are_told(tmp_path: Path) -> None:
     run_ranks(train, 2, sent.path, kept.path)
     assert told(sent) == []
     (message,) = told(kept)
-    assert message.startswith("each rank has buffers of its own: 1.running_mean of Sequential, 1.running_var of Seq")
+    assert message.startswith("the ranks hold different buffers: 1.running_mean of Sequential, 1.running_var of Seq")

@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=opt, best=0.5, epochs=1), "run.keep(best=...)"),
     "no optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, epochs=1), "give optimizer="),
     "no module": (lambda run, model, opt: run.resumable(
-        plain(), model=nn.Linear(2, 2), optimizer=opt, epochs=1), "optimizer trains parameters that are in no module"),
+        plain(), model=nn.Linear(2, 2), optimizer=opt, epochs=1), "optimizer trains parameters that belong to none"),
     "forgetful": (lambda run, model, opt: run.resumable(
         plain(), model=model, optimizer=opt, counter=Forgetful(), epochs=1),
         "load_state_dict() of counter does not restore"),
@@ -105,21 +105,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
         run.resumable(plain(), model=model, optimizer=opt, epochs=1), times=2), "twice in an epoch"),
     "another loader": (lambda run, model, opt: updates(run.resumable(
         plain(), model=model, optimizer=opt, epochs=1), model, opt, taken=plain()),
-        "an optimizer has stepped before a batch was taken from what resumable() returned"),
+        "an optimizer stepped before a batch was taken from what resumable() returned"),
     "result dropped": (lambda run, model, opt: [
         run.resumable(loader := plain(), model=model, optimizer=opt, epochs=1), train(loader, model, opt)],
-        "an optimizer has stepped before a batch was taken from what resumable() returned"),
+        "an optimizer stepped before a batch was taken from what resumable() returned"),
     "steps dropped": (lambda run, model, opt: [
-        run.steps(8, model=model, optimizer=opt), train(plain(), model, opt)], "train in `for step in run.steps"),
+        run.steps(8, model=model, optimizer=opt), train(plain(), model, opt)], "train inside `for step in run.steps"),
     "loop behind the block": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=opt, epochs=1),
-        "has ended before its loop has begun"),
+        "ended before its loop began"),
     "in a thread": (lambda run, model, opt: in_thread(lambda: updates(
-        run.resumable(plain(), model=model, optimizer=opt, epochs=1), model, opt)), "run by another thread than"),
+        run.resumable(plain(), model=model, optimizer=opt, epochs=1), model, opt)), "runs in a different thread"),
     "loop in a thread": (lambda run, model, opt: [
         loader := run.resumable(plain(), model=model, optimizer=opt, epochs=1),
-        in_thread(lambda: updates(loader, model, opt))], "run by another thread than"),
+        in_thread(lambda: updates(loader, model, opt))], "runs in a different thread"),
     "steps in a thread": (lambda run, model, opt: in_thread(lambda: [
-        train(plain(), model, opt) for _ in run.steps(2, model=model, optimizer=opt)]), "run by another thread than"),
+        train(plain(), model, opt) for _ in run.steps(2, model=model, optimizer=opt)]), "runs in a different thread"),
     "epochs as text": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=opt, epochs="3"),
         "epochs has to be a whole number, and is '3' (a str)\n    (test_train_own_refusals.py, line "),
     "accumulate": (lambda run, model, opt: run.resumable(
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is passed in"),
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
-        "a CopiesItself copies itself by a __deepcopy__() of its own, as the models of Keras do"),
+        "a CopiesItself copies itself with its own __deepcopy__(), as Keras models do"),
     "two loops": (lambda run, model, opt: [
         run.resumable(plain(), model=model, optimizer=opt, epochs=1) for _ in range(2)], "a run has one loop"),
 }  # fmt: skip
@@ -341,4 +341,4 @@ def metered(place: Path) -> Any:
 def test_what_each_rank_has_of_its_own_is_named(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(metered, 2, run.path) == [1, 1]
-    assert "each rank has a state of its own: scheduler.metric (0.0 on rank 0, 1.0 on rank 1)" in failure(run)
+    assert "the state differs between the ranks: scheduler.metric (0.0 on rank 0, 1.0 on rank 1)" in failure(run)

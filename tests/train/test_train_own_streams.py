@@ -159,7 +159,7 @@ def test_a_stream_that_begins_otherwise_than_before_is_refused(tmp_path: Path) -
     run = new_run(tmp_path)
     ((first, second),) = run_ranks(changed, 1, run.path)
     assert first["losses"] and not second["losses"]
-    assert "the data do not begin with the items that they began with when the checkpoint was saved" in failure(run)
+    assert "the data do not begin with the same items as when the checkpoint was saved" in failure(run)
 
 
 def undivided(place: Path) -> None:
@@ -171,7 +171,7 @@ def test_ranks_that_read_the_same_items_are_told(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run_ranks(undivided, 2, run.path)
     (message,) = told(run)
-    assert "all ranks read the same items from the Rows, so that each trains on all of them" in message
+    assert "all ranks read the same items from the Rows, so each rank trains on all of them" in message
 
 
 def test_a_webloader_is_refused_with_what_to_give() -> None:

@@ -47,10 +47,10 @@ def told_of(wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> list[str]:
             lambda batches: itertools.islice(batches, 3),
             "islice() over the resumable loader counts from where the run was resumed",
         ),
-        (lambda batches: itertools.islice(itertools.cycle(batches), 9), "repeats the batches"),
+        (lambda batches: itertools.islice(itertools.cycle(batches), 9), "repeats batches"),
         (
             lambda batches: zip(range(3), batches, strict=False),
-            "zip() over the resumable loader takes what begins again",
+            "zip() over the resumable loader combines it with",
         ),
     ],
 )

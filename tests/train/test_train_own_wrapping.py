@@ -40,7 +40,7 @@ def refused() -> list[str]:
 
 def test_models_that_are_divided_among_the_ranks_are_refused_by_name() -> None:
     messages, _ = run_ranks(refused, 2)
-    assert all(message.startswith("model is divided among the ranks, as by FSDP") for message in messages[:2])
+    assert all(message.startswith("model is sharded across the ranks, as by FSDP") for message in messages[:2])
     assert "optimizer is a PostLocalSGDOptimizer" in messages[2]
 
 

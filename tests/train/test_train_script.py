@@ -125,7 +125,7 @@ def without_with(place: Path) -> str:
     os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
     run = join_run().__enter__()
     model = nn.Linear(2, 1)
-    with pytest.raises(TrainError, match="has been left, and nothing is saved behind it"):
+    with pytest.raises(TrainError, match="has ended, and nothing is saved after it"):
         run.steps(3, model=model, optimizer=torch.optim.SGD(model.parameters()))
     return str(LeaveBlock())
 

@@ -72,10 +72,10 @@ OF_STEPS = [
 
 # Each with a part of the message; all are refused before the third step is done.
 REFUSED = [
-    (Case("a group added later"), "give it all parameters when it is made"),
+    (Case("a group added later"), "give it all parameters when it is created"),
     (Case("a parameter moved to another group"), "holds other parameters, or in another order"),
     (Case("a parameter taken out of its group"), "holds other parameters, or in another order"),
-    (Case("no learning rate"), "give it lr, and turn its own schedule off"),
+    (Case("no learning rate"), "give it lr, and turn off its own schedule"),
     (Case("SGD momentum fused", "bf16 parameters"), "use fused=False"),
     (Case("SGD momentum", "sparse embeddings"), "use SparseAdam"),
     (Case("a tensor that comes later"), "optimizer.before: a tensor now, None after a resume"),
@@ -86,11 +86,11 @@ REFUSED = [
     (Case("an optimizer in itself"), "optimizer.inner.state.0.weight.momentum_buffer: does not come back"),
     (Case("a dict in itself"), "optimizer.momentum.0.weight: does not come back"),
     (Case("state of what it does not hold"), "optimizer.state.0.weight.momentum: does not come back"),
-    (Case(model="parameter replaced"), "is not the parameter that it was when training began"),
+    (Case(model="parameter replaced"), "is not the same parameter as when training began"),
     (Case(model="None buffer filled later"), "model.mean"),
     (Case(model="stride-0 buffer"), "register it with .expand(...).contiguous()"),
     (Case(model="buffer that grows"), "model.mean [2, 32], now [0, 32]"),
-    (Case(model="state_dict of copies"), "state_dict() of a module has to give its tensors themselves"),
+    (Case(model="state_dict of copies"), "state_dict() of a module must return the tensors themselves"),
     (Case(model="complex128 buffer"), "which safetensors cannot hold"),
     (Case(model="float4 buffer"), "to be seen as the other by view()"),
     (Case(model="float8 parameter, trained"), "torch cannot compute with such gradients"),
@@ -98,7 +98,7 @@ REFUSED = [
     (Case(model="lambda in state_dict"), "the model's state 'function' is a function"),
     (Case(model="pruned"), "call prune.remove"),
     (Case(model="old weight norm"), "use torch.nn.utils.parametrizations"),
-    (Case(model="lock"), "Keep what it cannot copy out of the model"),
+    (Case(model="lock"), "Keep whatever it cannot copy out of the model"),
     (Case(model="lazy"), "run a batch through the model in model()"),
 ]
 

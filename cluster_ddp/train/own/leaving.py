@@ -55,9 +55,9 @@ class Leaving:
 
     def _tell(self) -> None:
         message = (
-            f"rank {self._world.rank} left {self.early}, and {_PATIENCE:g} s later not all of the other ranks have done "
-            "so. If they continue, they wait for this rank forever: let all ranks leave after the same batch, based "
-            "on something that is the same on all of them, such as a loss summed by dist.all_reduce()"
+            f"rank {self._world.rank} left {self.early}, and {_PATIENCE:g} s later not all of the other ranks have "
+            "done so. If they continue, they wait for this rank forever: let all ranks leave after the same batch, "
+            "going by something that is the same on all of them, such as a loss summed by dist.all_reduce()"
         )
         if self._world.is_main:
             self._warn(message)

@@ -26,8 +26,8 @@ _REMEDIES: dict[type, str] = {
     "that loader.enumerate() gives",
     itertools.cycle: "repeats batches that it holds, which no checkpoint contains, so no resume is exact: let the "
     "DataLoader's sampler repeat the samples within an epoch",
-    zip: "combines the loader, which continues in the middle of a resumed epoch, with something that starts over, "
-    "such as a range: use the number from loader.enumerate() instead, and end the epoch by it",
+    zip: "combines it with something that starts over when an epoch is resumed in the middle, such as a range: use "
+    "the number from loader.enumerate() instead, and end the epoch by it",
 }
 _BEGIN_AGAIN: tuple[type, ...] = (type(iter(range(0))), type(iter([])), type(iter(())), itertools.count)
 
