@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from cluster_ddp.cli.described import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.deciding import is_deciding_or_waiting
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
@@ -16,9 +17,8 @@ from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop
 from cluster_ddp.run.sweep import find_sweep
-from cluster_ddp.run.undecided import is_undecided
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
-from cluster_ddp.submit.taking_up import take_up_run
+from cluster_ddp.submit.adopting import adopt_run_jobs
 
 
 def command(run: RunOrSweep) -> None:
@@ -63,7 +63,7 @@ def _record_of(run: RunDirectory) -> RunRecord | None:
 def _stop_last_attempt(run: RunDirectory, history: History) -> None:
     """Write the stop file: it ends a local run, and tells the keeper of a Slurm job what the next SIGTERM means."""
     last = history.last
-    if last is None or (attempt_is_alive(history, last) is False and not is_undecided(history)):
+    if last is None or (attempt_is_alive(history, last) is False and not is_deciding_or_waiting(history)):
         return
     try:
         request_stop(run.attempt(last.number), reason=CANCEL, level=AT_ONCE, by=caller())
@@ -74,7 +74,7 @@ def _stop_last_attempt(run: RunDirectory, history: History) -> None:
 def _cancel_jobs(run: RunDirectory) -> list[str]:
     job_ids = slurm_job_ids(run)
     try:
-        take_up_run(run, seconds=PATIENCE_SECONDS)
+        adopt_run_jobs(run, seconds=PATIENCE_SECONDS)
         job_ids = slurm_job_ids(run)
         own, others = living_jobs(run, query_jobs(job_ids))
         for job in own:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster_ddp.cli.described import show_metrics
 from cluster_ddp.cli.options import JsonList, Run
 from cluster_ddp.cli.output import show, show_json
+from cluster_ddp.cli.run_states import show_metrics
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import find_run, runs_dir_of

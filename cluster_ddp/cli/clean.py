@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from cluster_ddp.cli.checkpoints import best_of, size_in_words
-from cluster_ddp.cli.described import describe_runs
 from cluster_ddp.cli.options import Runs
 from cluster_ddp.cli.output import inform, remark, show
+from cluster_ddp.cli.run_states import describe_runs
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cluster_ddp.cli.described import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.cli.options import JsonList
 from cluster_ddp.cli.output import inform, show, show_json
 from cluster_ddp.cli.overview import Overview
+from cluster_ddp.cli.run_states import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunSummary

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster_ddp.cli.described import report_ended
 from cluster_ddp.cli.options import Job, JsonLine, Settings
 from cluster_ddp.cli.output import inform, print_json_line, remark, show
+from cluster_ddp.cli.run_states import report_ended
 
 if TYPE_CHECKING:
     from cluster_ddp.submit import local

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, report_ended
 from cluster_ddp.cli.options import JsonLine, RunOrSweep, Settings
 from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, report_ended
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
@@ -18,7 +18,7 @@ from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.sweep import find_sweep
 from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit import local, resume
-from cluster_ddp.submit.taking_up import take_up_run
+from cluster_ddp.submit.adopting import adopt_run_jobs
 
 
 def command(
@@ -44,7 +44,7 @@ def command(
         raise typer.Exit(go_on(sweep, nodes, procs, as_json=as_json))
     found = find_run_to_change(run, runs_dir_of(None))
     with contextlib.suppress(SlurmError):  # looking up its state reports this
-        take_up_run(found, seconds=PATIENCE_SECONDS)
+        adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
     seen = read_history(found)  # read before the run is judged: what happens from here on is not forgiven
     (status,) = describe_runs([found])
     plan = resume.plan_resume(found, seen, status, settings or (), nodes, procs)

@@ -13,16 +13,16 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster_ddp.cli.described import K, SlurmJobs, ask_slurm, describe_with, show_metrics, sweep_lines
 from cluster_ddp.cli.options import Runs
 from cluster_ddp.cli.output import inform, show, show_json
 from cluster_ddp.cli.overview import Overview
+from cluster_ddp.cli.run_states import K, SlurmJobs, ask_slurm, describe_with, show_metrics, sweep_lines
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.goodput import Goodput
 from cluster_ddp.run.jobs import KnownRun, know
-from cluster_ddp.run.remembered import EndedRun, EndedRuns
 from cluster_ddp.run.runs import find_run, runs_dir_of
+from cluster_ddp.run.state_cache import EndedRun, EndedRuns
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import find_sweep, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, best_of, know_elements

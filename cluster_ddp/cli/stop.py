@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-from cluster_ddp.cli.described import PATIENCE_SECONDS, describe_runs, how_to_go_on
 from cluster_ddp.cli.options import RunOrSweep
 from cluster_ddp.cli.output import inform, inform_if_slow
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.deciding import is_deciding_or_waiting
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
@@ -19,9 +20,8 @@ from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import PERSON, SCRIPT_GRACE_SECONDS, request_stop
 from cluster_ddp.run.sweep import find_sweep
-from cluster_ddp.run.undecided import is_undecided
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
-from cluster_ddp.submit.taking_up import take_up_run
+from cluster_ddp.submit.adopting import adopt_run_jobs
 
 _OF_A_SCRIPT = (
     "Its script does not report to cluster-ddp. It is sent SIGTERM or requeue.signal, if it handles one "
@@ -40,7 +40,7 @@ def command(run: RunOrSweep) -> None:
     ):
         found = find_run_to_change(run, runs_dir_of(None))
         with contextlib.suppress(SlurmError):  # looking up its state reports this
-            take_up_run(found, seconds=PATIENCE_SECONDS)
+            adopt_run_jobs(found, seconds=PATIENCE_SECONDS)
         (status,) = describe_runs([found])
         stop_run(found, status)
 
@@ -56,7 +56,7 @@ def stop_run(found: RunDirectory, status: RunStatus) -> None:
         )
     over = last is None or attempt_is_alive(history, last) is False
     # An attempt from before a `resume` no longer counts, unless it is alive or its keeper may restart it.
-    begun = current is not None or not over or is_undecided(history)
+    begun = current is not None or not over or is_deciding_or_waiting(history)
     if last is None or not begun:
         raise RunError(
             f"the job of run {found.id} is starting and does not train yet; try again in a moment, or end it for "

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.described import show_metrics
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
 from cluster_ddp.cli.output import inform, print_json_line, remark
+from cluster_ddp.cli.run_states import show_metrics
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus

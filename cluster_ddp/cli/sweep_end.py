@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster_ddp.cli.described import PATIENCE_SECONDS
 from cluster_ddp.cli.output import inform
+from cluster_ddp.cli.run_states import PATIENCE_SECONDS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.process import limit_umask
 from cluster_ddp.run.directory import RunDirectory
@@ -18,7 +18,7 @@ from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, rea
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
-from cluster_ddp.submit.taking_up import take_up_sweep
+from cluster_ddp.submit.adopting import adopt_sweep_jobs
 
 
 def stop_sweep(sweep: SweepDirectory, stop: Callable[[RunDirectory, RunStatus], None]) -> None:
@@ -79,7 +79,7 @@ def _look(sweep: SweepDirectory) -> list[tuple[KnownRun | NotBegun, RunStatus, S
     """Each element, where it stands, and those of its jobs that wait or run and are certainly its own."""
     limit_umask(sweep.path)
     try:
-        take_up_sweep(sweep, seconds=PATIENCE_SECONDS)
+        adopt_sweep_jobs(sweep, seconds=PATIENCE_SECONDS)
         known = know_elements(sweep, read_sweep(sweep), know)
         job_ids = {job_id for element in known for job_id in element.slurm_job_ids}
         jobs = query_jobs(job_ids, seconds=PATIENCE_SECONDS) if job_ids else {}

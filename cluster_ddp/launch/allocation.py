@@ -28,10 +28,10 @@ from cluster_ddp.slurm.control import (
     show_job,
     usable_nodes,
 )
-from cluster_ddp.slurm.shown import (
+from cluster_ddp.slurm.job_info import (
     NODE_FAILURE,
     REQUEUED,
-    ShownJob,
+    JobInfo,
     grace_end,
     is_ending,
     seconds_until_kill,
@@ -60,10 +60,10 @@ class Allocation(Protocol):
         """Query in advance what is needed at the end; return whether the end has been announced already."""
 
     def why_it_ends(self, seconds: float) -> str | None:
-        """Return why a signal was sent, as a reason in `cluster_ddp.slurm.shown`; None without an answer in time."""
+        """Return why a signal was sent, as a reason in `cluster_ddp.slurm.job_info`; None without an answer in time."""
 
     def end(self, since: float, seconds: float) -> tuple[str, float | None] | None:
-        """Return why the allocation ends, as a reason in `cluster_ddp.slurm.shown`, and the seconds left until SIGKILL.
+        """Return why the allocation ends, a reason in `cluster_ddp.slurm.job_info`, and the seconds left until SIGKILL.
 
         The seconds are a lower bound, or None if unknown. Returns None without an answer in `seconds`. `since` is the
         monotonic time at which the signal arrived.
@@ -170,7 +170,7 @@ class SlurmAllocation:
         if (answer := kill_wait(seconds=_SHORT_SECONDS)) is not None:
             self._kill_wait = answer
 
-    def _show(self, seconds: float = _SHORT_SECONDS) -> ShownJob | None:
+    def _show(self, seconds: float = _SHORT_SECONDS) -> JobInfo | None:
         job = show_job(self._start.task, seconds=seconds)
         if job is not None:
             if job.state in LETS_RUN and not is_ending(job):  # otherwise it is the time at which the job ends

@@ -19,7 +19,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON, read_stop, request_stop
-from cluster_ddp.slurm.shown import (
+from cluster_ddp.slurm.job_info import (
     CANCEL,
     NODE_DOWN,
     NODE_FAILURE,
@@ -51,7 +51,7 @@ class EndOfJob:
     Attributes
     ----------
     reason
-        One of the reasons in `cluster_ddp.slurm.shown`; None as long as nothing ends the job.
+        One of the reasons in `cluster_ddp.slurm.job_info`; None as long as nothing ends the job.
     lets_it_run
         Whether Slurm has said that it is not ending the job, so that a SIGTERM came from someone else.
     """

@@ -42,7 +42,7 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
-from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED
+from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
 ALIVE_STATUS = 75

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
-from cluster_ddp.slurm.shown import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED
+from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED, TERMINATED
 
 ENDLESS_SECONDS = 24 * 3600.0
 """Of trying as long as nobody ends the job."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster_ddp.run.attempt_record import AttemptRecord, list_attempts, read_attempt
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.record import RunRecord, Unnoted, names_in_comments, read_record, run_in_comment, unnoted_job
+from cluster_ddp.run.record import OrphanedJob, RunRecord, names_in_comments, orphaned_job, read_record, run_in_comment
 from cluster_ddp.run.storage import is_mine
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
@@ -21,8 +21,8 @@ class KnownRun:
     record: RunRecord | None  # None if run.json cannot be read
     unreadable: str | None  # why run.json cannot be read
     attempts: tuple[AttemptRecord, ...]
-    unnoted: Unnoted | None = None  # set if the process that submitted it was killed, or got no clear answer
-    found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.unnoted`
+    orphaned: OrphanedJob | None = None  # set if the process that submitted it was killed, or got no clear answer
+    found: tuple[str, ...] = ()  # the jobs that squeue shows for it: see `cluster_ddp.run.orphaned_jobs`
 
     @property
     def slurm_job_ids(self) -> list[str]:
@@ -39,7 +39,7 @@ def know(run: RunDirectory) -> KnownRun:
         record = read_record(run)
     except RunError as error:
         return KnownRun(run, None, str(error), attempts)
-    return KnownRun(run, record, None, attempts, unnoted_job(run, record))
+    return KnownRun(run, record, None, attempts, orphaned_job(run, record))
 
 
 def slurm_job_ids(run: RunDirectory) -> list[str]:

@@ -61,7 +61,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Unnoted:
+class OrphanedJob:
     """How squeue shows a job that may have been submitted for a run, but whose id nobody has noted."""
 
     names: frozenset[str]  # of the run or the sweep; its comment contains one of them
@@ -180,14 +180,14 @@ def names_in_comments(run: RunDirectory, record: RunRecord | None) -> set[str]:
     return names
 
 
-def unnoted_job(run: RunDirectory, record: RunRecord) -> Unnoted | None:
+def orphaned_job(run: RunDirectory, record: RunRecord) -> OrphanedJob | None:
     """Return how to recognize a job whose submitter was killed while submitting it; None if that did not happen.
 
     The name of an element, which its own job's comment contains, may also be used in a different sweep.
     """
     if record.submitting is None or record.busy or run.sweep_id is not None:
         return None
-    return Unnoted(frozenset(names_in_comments(run, record)))
+    return OrphanedJob(frozenset(names_in_comments(run, record)))
 
 
 def run_in_comment(comment: str) -> str | None:

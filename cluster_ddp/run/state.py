@@ -6,6 +6,7 @@ import time
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
+from cluster_ddp.run.deciding import is_deciding, waits_for_requeue, why_delayed
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.reading import as_whole
@@ -13,7 +14,6 @@ from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import moment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import TERMINATED
-from cluster_ddp.run.undecided import is_being_decided, waits_for_requeue, why_delayed
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED, SBATCH
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
@@ -71,7 +71,7 @@ def _without_slurm(
         return _never_began(record, job, answered=answered, ids=ids)
     if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
         return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
-    if not answered and last.slurm_job_id and is_being_decided(history):
+    if not answered and last.slurm_job_id and is_deciding(history):
         return (
             RunState.RUNNING,
             "its nodes have finished; the next step is being decided, and Slurm cannot be queried here",

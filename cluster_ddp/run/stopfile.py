@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from cluster_ddp.run.reading import MAX_RECORD, as_number, as_time, parse_object, read_file
 from cluster_ddp.run.storage import Storage, write_json
-from cluster_ddp.slurm import shown
+from cluster_ddp.slurm import job_info
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import AttemptDirectory
 
-TIME_LIMIT = shown.TIME_LIMIT
-PREEMPTION = shown.PREEMPTION
-TERMINATED = shown.TERMINATED
-CANCEL = shown.CANCEL
-NODE_FAILURE = shown.NODE_FAILURE
+TIME_LIMIT = job_info.TIME_LIMIT
+PREEMPTION = job_info.PREEMPTION
+TERMINATED = job_info.TERMINATED
+CANCEL = job_info.CANCEL
+NODE_FAILURE = job_info.NODE_FAILURE
 PERSON = "person"
 HANG = "hang"
 AGENT_LOST = "agent-lost"

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import KnownRun
-from cluster_ddp.run.record import Unnoted, run_in_comment
+from cluster_ddp.run.record import OrphanedJob, run_in_comment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.state import how_to_release
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
@@ -32,8 +32,8 @@ class NotBegun:
     sweep: SweepDirectory
     record: SweepRecord
     element: Element
-    # unnoted, found: as in `KnownRun`
-    unnoted: Unnoted | None = None
+    # orphaned, found: as in `KnownRun`
+    orphaned: OrphanedJob | None = None
     found: tuple[str, ...] = ()
 
     @property
@@ -59,13 +59,13 @@ def know_elements(
     noted = frozenset(array.job_id for array in record.arrays)
 
     def known(element: Element) -> K | NotBegun:
-        unnoted = None
+        orphaned = None
         if offset is not None and element.number >= offset:
-            unnoted = Unnoted(frozenset({record.id}), element.number - offset, noted)
+            orphaned = OrphanedJob(frozenset({record.id}), element.number - offset, noted)
         if element.name not in begun:
-            return NotBegun(sweep, record, element, unnoted)
+            return NotBegun(sweep, record, element, orphaned)
         run = know_run(sweep.run(element))
-        return replace(run, unnoted=unnoted) if unnoted is not None and isinstance(run, KnownRun) else run
+        return replace(run, orphaned=orphaned) if orphaned is not None and isinstance(run, KnownRun) else run
 
     return [known(element) for element in record.elements]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call, call_once
+from cluster_ddp.slurm.job_info import JobInfo, parse_job, unix_time
 from cluster_ddp.slurm.nodelist import NodeListError, expand
-from cluster_ddp.slurm.shown import ShownJob, parse_job, unix_time
 from cluster_ddp.slurm.start import SlurmStart
 from cluster_ddp.slurm.states import LETS_RUN
 
@@ -21,7 +21,7 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 """The same."""
 
 
-def show_job(job_id: str, *, seconds: float) -> ShownJob | None:
+def show_job(job_id: str, *, seconds: float) -> JobInfo | None:
     """Return what Slurm says about a job; None without an answer in time."""
     try:
         return parse_job(call_once(["scontrol", "show", "job", "-o", job_id], seconds=seconds))
@@ -165,7 +165,7 @@ def boot_times(hosts: Sequence[str]) -> dict[str, float]:
     return {host: moment for host, moment in booted.items() if moment is not None}
 
 
-def _job(task: str) -> ShownJob | None:
+def _job(task: str) -> JobInfo | None:
     return parse_job(call(["scontrol", "show", "job", "-o", task], seconds=_SECONDS))
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.jobs import know
+from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe_known
-from cluster_ddp.run.unnoted import ask_about, with_unnoted
 from cluster_ddp.run.via import LOCAL, QUEUED, SBATCH
 from cluster_ddp.slurm.commands import SlurmError
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
@@ -70,7 +70,7 @@ class RunHandle:
             jobs = ask_about([known], seconds=_QUEUE_SECONDS)
         except SlurmError:
             return describe_known(known, None)
-        (known,) = with_unnoted([known], jobs)
+        (known,) = with_orphaned_jobs([known], jobs)
         return describe_known(known, jobs)
 
     @property

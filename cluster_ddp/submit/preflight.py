@@ -16,7 +16,7 @@ from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, try_script
 from cluster_ddp.slurm.partitions import Partition, ask_nodes, ask_partitions
 from cluster_ddp.submit.base import Submission, SubmitError, check_writable
 from cluster_ddp.submit.check_program import ProgramCheck
-from cluster_ddp.submit.fits import Misfit, find_partition, misfits
+from cluster_ddp.submit.partition_limits import Misfit, find_partition, misfits
 from cluster_ddp.submit.save_time import what_does_not_fit
 
 if TYPE_CHECKING:

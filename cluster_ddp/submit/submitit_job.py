@@ -150,7 +150,7 @@ class _ThisMachine:
     def why_it_ends(self, seconds: float) -> str:
         """See `Allocation`: a SIGTERM is never explained here."""
         del seconds
-        from cluster_ddp.slurm.shown import TERMINATED
+        from cluster_ddp.slurm.job_info import TERMINATED
 
         return TERMINATED
 

@@ -39,9 +39,9 @@ from cluster_ddp.run.sweep_status import TO_START, describe_element, know_elemen
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.commands import cancel_job, query_jobs, require, submit_script
 from cluster_ddp.slurm.control import max_array_size
+from cluster_ddp.submit.adopting import adopt_sweep_jobs, note_array
 from cluster_ddp.submit.base import check_writable
 from cluster_ddp.submit.script import BatchScript, check_setup, own_comment, render_script
-from cluster_ddp.submit.taking_up import note_array, take_up_sweep
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec, LoadedJob
@@ -193,7 +193,7 @@ def submit_sweep(plan: SweepPlan, *, at_once: int | None) -> Submitted:
     require("sbatch")
     check_setup(plan.spec)
     if plan.sweep.exists():
-        take_up_sweep(plan.sweep, seconds=_QUEUE_SECONDS)
+        adopt_sweep_jobs(plan.sweep, seconds=_QUEUE_SECONDS)
     record = prepare(plan, SBATCH, at_once)
     try:
         found = find_out(plan.sweep)

@@ -23,7 +23,7 @@ from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.stopfile import PERSON, TERMINATED, read_stop, request_stop
 from cluster_ddp.slurm.commands import SlurmError, SlurmRefused
-from cluster_ddp.slurm.shown import ShownJob, parse_job, seconds_until_kill, why_it_ends
+from cluster_ddp.slurm.job_info import JobInfo, parse_job, seconds_until_kill, why_it_ends
 from cluster_ddp.slurm.start import SlurmStart
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class World:
         kills = [at + wait for at, word in self.life.events if at <= self.now and (wait := KILLS[word]) is not None]
         return min(kills, default=None)
 
-    def shown(self) -> ShownJob | None:
+    def shown(self) -> JobInfo | None:
         """The job as ``scontrol show job`` tells it now."""
         reasons = {"time limit": "TimeLimit", "node down": "NodeDown"}
         reason = next((reason for word, reason in reasons.items() if self.happened(word) is not None), "None")
@@ -163,7 +163,7 @@ class SimulatedAllocation:
     def ask_ahead(self) -> bool:
         return False
 
-    def _show(self, seconds: float) -> ShownJob | None:
+    def _show(self, seconds: float) -> JobInfo | None:
         begins, ends = self._world.life.silent
         if begins <= self._world.now < ends:
             self._host.sleep(min(seconds, ends - self._world.now))

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cluster_ddp.slurm.shown import (
-    ShownJob,
+from cluster_ddp.slurm.job_info import (
+    JobInfo,
     grace_end,
     is_ending,
     parse_job,
@@ -101,7 +101,7 @@ def test_a_cancel_within_a_grace_that_nobody_has_seen(state: str, end: str, reas
     assert why_it_ends(job, 0, unseen_grace_end(job, lambda: 0)) == "preemption", "the partition gives no grace"
 
 
-def shown(line: str) -> ShownJob:
+def shown(line: str) -> JobInfo:
     job = parse_job(line)
     assert job is not None
     return job

@@ -14,8 +14,8 @@ from slurm_stand_ins import stand_in
 
 from cluster_ddp.slurm.commands import parse_queue, query_ended_jobs
 from cluster_ddp.slurm.control import boot_times, down_nodes, kill_wait, usable_nodes
+from cluster_ddp.slurm.job_info import is_ending, parse_job, why_it_ends
 from cluster_ddp.slurm.partitions import NodeKind, parse_nodes, parse_partitions
-from cluster_ddp.slurm.shown import is_ending, parse_job, why_it_ends
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
 
 ANSWERS: dict[str, dict[str, Any]] = {

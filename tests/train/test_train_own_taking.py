@@ -19,7 +19,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.watch.taking import Taking
 
 
@@ -209,7 +209,7 @@ def test_an_optimizer_s_state_that_is_overwritten_before_the_batches_of_an_epoch
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    put_back = Handed({"model": model, "optimizer": optimizer}, 1).as_now()
+    put_back = PassedIn({"model": model, "optimizer": optimizer}, 1).as_now()
     optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
     put_back()
     assert optimizer.state[model.bias]["step"] == 1

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 
 from cluster_ddp.train import TrainError, join_run
-from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.passed_in import PassedIn
 
 
 def refused() -> list[str]:
@@ -33,7 +33,7 @@ def refused() -> list[str]:
     messages = []
     for model, optimizer in handed.values():
         with pytest.raises(TrainError) as error:
-            Handed({"model": model, "optimizer": optimizer(model.parameters())}, 2)
+            PassedIn({"model": model, "optimizer": optimizer(model.parameters())}, 2)
         messages.append(str(error.value))
     return messages
 

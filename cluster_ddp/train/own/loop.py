@@ -13,9 +13,9 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.beginning import Beginning
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
-from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
 from cluster_ddp.train.own.leaving import Leaving
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
@@ -56,7 +56,7 @@ class Loop:
         Saves the state after the last finished step.
     kept
         The values passed to ``run.keep``.
-    handed
+    passed_in
         The objects passed in.
     deal
         How the samples of an epoch are dealt out to the ranks; None if unknown.
@@ -103,16 +103,16 @@ class Loop:
         save: Save,
         geometry: Geometry | Draws,
         kept: KeptNumbers,
-        handed: Handed,
+        passed_in: PassedIn,
         *,
         deal: Deal | None,
         max_bad_steps: int,
     ) -> None:
         self._session, self._save_state, self._geometry, self.kept = session, save, geometry, kept
-        self._handed, self._deal = handed, deal
+        self._passed_in, self._deal = passed_in, deal
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
-        self.generators = OwnGenerators(handed.model, *handed.optimizers)
-        self._skipped_updates = SkippedUpdates(handed.scalers, max_bad_steps)
+        self.generators = OwnGenerators(passed_in.model, *passed_in.optimizers)
+        self._skipped_updates = SkippedUpdates(passed_in.scalers, max_bad_steps)
         self._seeds: StepSeeds | None = None
         self._stop = StopDecision()
         self.batches = 0
@@ -146,7 +146,7 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the objects passed in, and what a resume needs to know about the loop."""
-        return {**self._handed.state_dict(), "loop": self._own_state()}
+        return {**self._passed_in.state_dict(), "loop": self._own_state()}
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -174,7 +174,7 @@ class Loop:
         if "loop" not in state:
             raise TrainError(_OTHER_LOOP)
         self._load_own_state(state["loop"])
-        self._handed.load_state_dict(state)
+        self._passed_in.load_state_dict(state)
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         if state["geometry"].keys() != asdict(self._geometry).keys():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cluster_ddp.train.distributed import World
-from cluster_ddp.train.own.handed import put_rates, rates
+from cluster_ddp.train.own.passed_in import put_rates, rates
 from cluster_ddp.train.own.twins import twins
 from cluster_ddp.train.state.training import State, Stateful
 

@@ -28,11 +28,11 @@ from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.data.batches import Batches, batches_of
 from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
-from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import Kept, KeptNumbers
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import LeaveBlock, Loop
 from cluster_ddp.train.own.parts import Echo, Once, Own
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.watch.changed_data import ChangedData
 from cluster_ddp.train.own.watch.first_steps import first_steps_of
 from cluster_ddp.train.own.watch.mode import TrainingMode
@@ -133,9 +133,9 @@ class ScriptRun:
                 loop.warn(found.remark)
             self.watch(loop, loader, found)
             warn = self._session.saving.warn
-            taking = Taking(self._handed.optimizers, self._handed.scalers, warn)
+            taking = Taking(self._passed_in.optimizers, self._passed_in.scalers, warn)
             changed = ChangedData(found.data, found.samplers, warn)
-            as_now = (self._handed.as_now, self._kept.as_now)
+            as_now = (self._passed_in.as_now, self._kept.as_now)
             self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, changed, as_now)
             loop.beginning.hand_out()
             return self._loader
@@ -274,24 +274,29 @@ class ScriptRun:
             How to get what was overlooked into the checkpoint, for the message.
         """
         beat = self._session.beat
-        self._others = OtherOptimizers(self._handed, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
-        loop.look = first_steps_of(loop, self._handed, loop.warn, loader, found, remedy)
+        self._others = OtherOptimizers(self._passed_in, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
+        loop.look = first_steps_of(loop, self._passed_in, loop.warn, loader, found, remedy)
 
     def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws, deal: Deal | None = None) -> Loop:
-        self._handed = handed = Handed(things, self.world.world_size)
-        for module in handed.wrapped:
+        self._passed_in = passed_in = PassedIn(things, self.world.world_size)
+        for module in passed_in.wrapped:
             settle_layout(module, self.world.world_size)
-        unfrozen = Unfrozen(handed.wrapped)
+        unfrozen = Unfrozen(passed_in.wrapped)
         bad = self.job.train.max_bad_steps
-        self._loop = loop = Loop(self._session, self._save, order, self._kept, handed, deal=deal, max_bad_steps=bad)
+        self._loop = loop = Loop(self._session, self._save, order, self._kept, passed_in, deal=deal, max_bad_steps=bad)
         loop.beginning.thread = self._block.thread
-        besides = {name: thing for name, thing in handed.others.items() if isinstance(thing, nn.Module)}
+        besides = {name: thing for name, thing in passed_in.others.items() if isinstance(thing, nn.Module)}
         state = State(
-            handed.model, handed.optimizers[0], also=loop, apart=handed.apart, others=handed.more, besides=besides
+            passed_in.model,
+            passed_in.optimizers[0],
+            also=loop,
+            apart=passed_in.apart,
+            others=passed_in.more,
+            besides=besides,
         )
-        fresh = Once(state, handed.model, handed.optimizers[0], Echo, self.world)
-        self._begin(handed.model, state, handed.stepping, order, order.total, fresh)
-        for optimizer in handed.stepping:
+        fresh = Once(state, passed_in.model, passed_in.optimizers[0], Echo, self.world)
+        self._begin(passed_in.model, state, passed_in.stepping, order, order.total, fresh)
+        for optimizer in passed_in.stepping:
             if unfrozen:
                 optimizer.register_step_pre_hook(lambda *_: unfrozen.check())
             optimizer.register_step_post_hook(loop.note_update)

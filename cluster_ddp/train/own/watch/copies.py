@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import has_values, sampled
 
@@ -27,7 +27,7 @@ class Copies:
 
     Parameters
     ----------
-    handed
+    passed_in
         What was passed in. The weights its optimizers train have the shapes to look for.
     kept
         What the loop keeps with `ScriptRun.keep`.
@@ -35,9 +35,9 @@ class Copies:
         Called with the message.
     """
 
-    def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
-        self._handed, self._kept = handed, kept
-        self._weights = [weight for optimizer in handed.optimizers for weight in _trained(optimizer)]
+    def __init__(self, passed_in: PassedIn, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+        self._passed_in, self._kept = passed_in, kept
+        self._weights = [weight for optimizer in passed_in.optimizers for weight in _trained(optimizer)]
         self._warn = warn
         self._before: dict[int, tuple[Any, int]] = {}  # the holder is kept alive, so that its id is not reused
 
@@ -62,11 +62,13 @@ class Copies:
 
     def _like_the_weights(self) -> Iterator[tuple[str, Any, list[Tensor]]]:
         wanted = Counter(weight.shape for weight in self._weights)
-        held = {tensor.data_ptr() for tensor in (*self._handed.tensors(), *self._kept.tensors()) if has_values(tensor)}
+        held = {
+            tensor.data_ptr() for tensor in (*self._passed_in.tensors(), *self._kept.tensors()) if has_values(tensor)
+        }
         held |= {weight.grad.data_ptr() for weight in self._weights if weight.grad is not None}
-        given = {_look_of(tensor) for tensor in self._handed.states() if has_values(tensor)}
+        given = {_look_of(tensor) for tensor in self._passed_in.states() if has_values(tensor)}
         of_optimizers = {
-            id(part) for _, part in reachable((("", own) for own in self._handed.optimizers), _IN_OPTIMIZER)
+            id(part) for _, part in reachable((("", own) for own in self._passed_in.optimizers), _IN_OPTIMIZER)
         }
         for name, holder in reachable(running_variables(), _DEPTH):
             values = holder.values() if isinstance(holder, dict) else holder

@@ -45,12 +45,12 @@ class Counts:
     ----------
     warn
         Called with the message.
-    handed
+    passed_in
         The objects passed in; their attributes are not checked.
     """
 
-    def __init__(self, warn: Callable[[str], None], handed: Iterable[Any] = ()) -> None:
-        self._warn, self._handed = warn, list(handed)
+    def __init__(self, warn: Callable[[str], None], passed_in: Iterable[Any] = ()) -> None:
+        self._warn, self._passed_in = warn, list(passed_in)
 
     def first(self) -> None:
         """Does nothing: the source is checked after the second step."""
@@ -93,7 +93,7 @@ class Counts:
         first, *inner = (owner or attribute).split(".")
         found = reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
         if owner:
-            if isinstance(found, (Kept, nn.Module)) or any(found is thing for thing in self._handed):
+            if isinstance(found, (Kept, nn.Module)) or any(found is thing for thing in self._passed_in):
                 return False
             found = getattr(found, attribute)
         return found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)

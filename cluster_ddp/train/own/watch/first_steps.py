@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cluster_ddp.train.own.data.batches import Batches
-from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.leaving import OtherHandlers
 from cluster_ddp.train.own.loop import Loop
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.comm_hooks import CommHooks
 from cluster_ddp.train.own.watch.copies import Copies
@@ -58,7 +58,7 @@ class FirstSteps:
 
 
 def first_steps_of(
-    loop: Loop, handed: Handed, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
+    loop: Loop, passed_in: PassedIn, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
 ) -> Callable[[bool], None]:
     """Create the function that watches the program around a loop, for `Loop.look`.
 
@@ -67,12 +67,12 @@ def first_steps_of(
 
     def kept() -> Iterator[Tensor]:
         loop.before_save()
-        yield from (*handed.tensors(), *loop.kept.tensors())
+        yield from (*passed_in.tensors(), *loop.kept.tensors())
 
     def seeded() -> list[Any]:
         return [*loop.generators, *OwnGenerators(loader), *([] if batches is None else batches.generators)]
 
-    gradients = CarriedGradients(handed.stepping, warn)
+    gradients = CarriedGradients(passed_in.stepping, warn)
     draws_itself = loader is None
     first = FirstSteps(
         [
@@ -80,14 +80,14 @@ def first_steps_of(
             *([Sources(loop.kept, warn)] if draws_itself else []),
             OtherLoaders(None if batches is None else batches.data, warn),
             Overlooked(kept, seeded, warn, remedy),
-            Copies(handed, loop.kept, warn),
-            Queues(handed, loop.kept, warn),
-            OtherSchedulers(handed.optimizers, list(handed.others.values()), warn),
+            Copies(passed_in, loop.kept, warn),
+            Queues(passed_in, loop.kept, warn),
+            OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
-            Counts(warn, handed.others.values()),
+            Counts(warn, passed_in.others.values()),
             OtherHandlers(lambda: loop.unheard, warn),
-            RankBuffers(handed.wrapped, warn),
-            CommHooks(handed.wrapped, warn),
+            RankBuffers(passed_in.wrapped, warn),
+            CommHooks(passed_in.wrapped, warn),
         ]
     )
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cluster_ddp.train.errors import TrainError
-from cluster_ddp.train.own.handed import Handed
+from cluster_ddp.train.own.passed_in import PassedIn
 
 
 class OtherOptimizers:
@@ -21,15 +21,15 @@ class OtherOptimizers:
 
     Parameters
     ----------
-    handed
+    passed_in
         What was passed in.
     batches
         Returns the number of batches so far, or None outside of a step: code after the loop may train freely.
     """
 
-    def __init__(self, handed: Handed, batches: Callable[[], int | None]) -> None:
-        self._known = {id(optimizer) for optimizer in handed.stepping}
-        self._weights = {id(weight) for optimizer in handed.optimizers for weight in _weights_of(optimizer)}
+    def __init__(self, passed_in: PassedIn, batches: Callable[[], int | None]) -> None:
+        self._known = {id(optimizer) for optimizer in passed_in.stepping}
+        self._weights = {id(weight) for optimizer in passed_in.optimizers for weight in _weights_of(optimizer)}
         self._batches = batches
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_post_hook(self._see)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cluster_ddp.train.own.handed import Handed
 from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import has_tensors
 
@@ -16,7 +16,7 @@ _Queue = collections.deque[Any] | list[Any]
 
 _ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # a public attribute of an object, from the end of its name
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
-_DEPTH_OF_HANDED = 4
+_DEPTH_OF_PASSED_IN = 4
 
 
 class Queues:
@@ -28,7 +28,7 @@ class Queues:
 
     Parameters
     ----------
-    handed
+    passed_in
         What was passed in; what it holds is saved.
     kept
         What the loop keeps with `ScriptRun.keep`.
@@ -36,8 +36,8 @@ class Queues:
         Called with the message.
     """
 
-    def __init__(self, handed: Handed, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
-        self._handed, self._kept, self._warn = handed, kept, warn
+    def __init__(self, passed_in: PassedIn, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+        self._passed_in, self._kept, self._warn = passed_in, kept, warn
         self._before: list[tuple[_Queue, tuple[int, int]]] = []
 
     def first(self) -> None:
@@ -60,8 +60,8 @@ class Queues:
         return found_or_nothing(self._of_the_loop())
 
     def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
-        handed = [("", thing) for thing in (*self._handed.optimizers, *self._handed.others.values())]
-        held = {id(part) for _, part in (*reachable(handed, _DEPTH_OF_HANDED), *self._kept.values.items())}
+        passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
+        held = {id(part) for _, part in (*reachable(passed_in, _DEPTH_OF_PASSED_IN), *self._kept.values.items())}
         for name, found in reachable(running_variables(), _DEPTH):
             if _is_queue(name, found) and found and has_tensors(found[-1]) and id(found) not in held:
                 yield name, found

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import run_in_comment
-from cluster_ddp.run.remembered import EndedRun
+from cluster_ddp.run.state_cache import EndedRun
 from cluster_ddp.run.storage import is_mine_alone
 from cluster_ddp.run.sweep_status import NotBegun
 from cluster_ddp.slurm.commands import query_jobs, query_own_jobs
@@ -29,7 +29,7 @@ def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
     If a submission was cut off and some of the runs belong to other people, those take a second call.
     """
     known = list(known)
-    if not any(isinstance(entry, KnownRun | NotBegun) and entry.unnoted for entry in known):
+    if not any(isinstance(entry, KnownRun | NotBegun) and entry.orphaned for entry in known):
         return query_jobs({job_id for entry in known for job_id in entry.slurm_job_ids}, seconds=seconds)
     jobs = query_own_jobs(seconds=seconds)
     mine = {folder: is_mine_alone(folder) for folder in {_folder(entry) for entry in known}}
@@ -37,20 +37,20 @@ def ask_about(known: Iterable[Known], *, seconds: float) -> dict[str, SlurmJob]:
     return {**query_jobs(others - jobs.keys(), seconds=seconds), **jobs}
 
 
-def with_unnoted(known: Sequence[K], jobs: Mapping[str, SlurmJob]) -> list[K]:
+def with_orphaned_jobs(known: Sequence[K], jobs: Mapping[str, SlurmJob]) -> list[K]:
     """Return the same runs and elements, each with the jobs that its folder does not mention."""
     by_name: dict[tuple[str | None, str], list[str]] = {}
     for job_id in dict.fromkeys(job.job_id for job in jobs.values()):
         by_name.setdefault((run_in_comment(jobs[job_id].comment), job_id.partition("_")[2]), []).append(job_id)
-    return [_with_unnoted(entry, by_name) for entry in known]
+    return [_with_orphaned_jobs(entry, by_name) for entry in known]
 
 
-def _with_unnoted(entry: K, by_name: Mapping[tuple[str | None, str], list[str]]) -> K:
-    if isinstance(entry, EndedRun) or entry.unnoted is None:
+def _with_orphaned_jobs(entry: K, by_name: Mapping[tuple[str | None, str], list[str]]) -> K:
+    if isinstance(entry, EndedRun) or entry.orphaned is None:
         return entry
-    task = "" if entry.unnoted.task is None else str(entry.unnoted.task)
-    ids = (job_id for name in sorted(entry.unnoted.names) for job_id in by_name.get((name, task), ()))
-    noted = {*entry.slurm_job_ids, *entry.unnoted.noted_arrays}
+    task = "" if entry.orphaned.task is None else str(entry.orphaned.task)
+    ids = (job_id for name in sorted(entry.orphaned.names) for job_id in by_name.get((name, task), ()))
+    noted = {*entry.slurm_job_ids, *entry.orphaned.noted_arrays}
     return replace(entry, found=tuple(job_id for job_id in ids if noted.isdisjoint((job_id, job_id.partition("_")[0]))))
 
 

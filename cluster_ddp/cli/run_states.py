@@ -12,13 +12,13 @@ from cluster_ddp.cli.output import inform
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import KnownRun, know
+from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord
-from cluster_ddp.run.remembered import EndedRun
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import runs_dir_of
+from cluster_ddp.run.state_cache import EndedRun
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts
-from cluster_ddp.run.unnoted import ask_about, with_unnoted
 from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob
@@ -44,7 +44,7 @@ def describe_with(known: Sequence[K], jobs: SlurmJobs, describe: Callable[[K, Sl
     """The state of each run with what squeue says and, where that leaves a doubt, what the accounting knows."""
     if jobs is None:
         return [describe(run, jobs) for run in known]
-    known = with_unnoted(known, jobs)
+    known = with_orphaned_jobs(known, jobs)
     found = [describe(run, jobs) for run in known]
     doubtful = {s.slurm_job_id for s in found if s.slurm_job_id is not None and s.state in _DOUBTFUL}
     forgotten = frozenset(doubtful.difference(jobs))

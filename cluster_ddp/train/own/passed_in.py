@@ -25,7 +25,7 @@ _DEPTH = 4  # how deep to search an optimizer for inner ones
 _FABRIC = ("lightning", "lightning_fabric")
 
 
-class Handed:
+class PassedIn:
     """Models, optimizers, schedulers and anything else with a state, combined into one state for a checkpoint.
 
     The module that an optimizer trains is saved as ``model.<name>``; if there are several, each under its own name.

@@ -20,7 +20,7 @@ TERMINATED = "terminated"
 
 
 @dataclass(frozen=True)
-class ShownJob:
+class JobInfo:
     """The fields that show how a job ends, as Slurm writes them; empty if not shown."""
 
     state: str
@@ -39,7 +39,7 @@ class ShownJob:
     qos: str
 
 
-def parse_job(answer: str) -> ShownJob | None:
+def parse_job(answer: str) -> JobInfo | None:
     """Parse the line of ``scontrol show job -o``; None for an empty or incomplete answer."""
     fields = dict(reversed(re.findall(r"(?<!\S)(\w+)=(\S*)", answer)))  # the first counts: a comment may say anything
     if not {"JobState", "Restarts"} <= fields.keys():
@@ -47,7 +47,7 @@ def parse_job(answer: str) -> ShownJob | None:
     lists = {name: fields.get(name, "") for name in ("ExcNodeList", "ReqNodeList", "NodeList")}
     features = fields.get("Features", "")  # may itself begin with a bracket, as in (a|b)&c
     excluded, required, nodes = ("" if shown.startswith("(") else shown for shown in lists.values())  # (null)
-    return ShownJob(
+    return JobInfo(
         state=fields.get("JobState", ""),
         reason=fields.get("Reason", ""),
         requeued_by_slurm=fields.get("Requeue", "0") != "0",
@@ -64,7 +64,7 @@ def parse_job(answer: str) -> ShownJob | None:
     )
 
 
-def is_ending(job: ShownJob | None) -> bool:
+def is_ending(job: JobInfo | None) -> bool:
     """Whether Slurm is certainly about to end a job, for a start that may have missed a signal."""
     if job is None:
         return False
@@ -72,7 +72,7 @@ def is_ending(job: ShownJob | None) -> bool:
     return preempted or job.reason == "TimeLimit" or job.state == "COMPLETING"
 
 
-def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
+def why_it_ends(job: JobInfo, restart_count: int, grace_end: str = "") -> str:
     """Return why Slurm ends a job.
 
     After a time limit or a preemption that Slurm does not requeue itself, only the job can requeue itself; after a node
@@ -104,13 +104,13 @@ def why_it_ends(job: ShownJob, restart_count: int, grace_end: str = "") -> str:
     return NODE_DOWN if job.reason == "NodeDown" else CANCEL
 
 
-def grace_end(job: ShownJob) -> str:
+def grace_end(job: JobInfo) -> str:
     """Return EndTime during the grace of a preemption; empty otherwise, or if Slurm shows none."""
     in_grace = job.state in LETS_RUN and job.preempt_time[:1].isdigit()
     return job.end_time if in_grace and job.end_time[:1].isdigit() else ""
 
 
-def unseen_grace_end(job: ShownJob, grace: Callable[[], float]) -> str:
+def unseen_grace_end(job: JobInfo, grace: Callable[[], float]) -> str:
     """Return when a preemption's grace would have ended, in Slurm's form, for a job first queried at its end.
 
     Empty if nothing suggests a cancel: newer Slurm versions show the end of the grace as the time of the preemption.
@@ -122,7 +122,7 @@ def unseen_grace_end(job: ShownJob, grace: Callable[[], float]) -> str:
     return datetime.fromtimestamp(preempted + grace() - 1).isoformat()
 
 
-def seconds_until_kill(job: ShownJob, kill_wait: float) -> float:
+def seconds_until_kill(job: JobInfo, kill_wait: float) -> float:
     """Return a lower bound of the seconds until SIGKILL when Slurm ends a job.
 
     It is KillWait, or the rest of a preemption's grace if that is longer: whether the partition or the QOS gives the

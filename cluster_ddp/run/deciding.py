@@ -37,12 +37,12 @@ def why_delayed(history: History) -> str | None:
     return str(said[-1].get("reason"))
 
 
-def is_undecided(history: History) -> bool:
+def is_deciding_or_waiting(history: History) -> bool:
     """Whether a keeper may still requeue the last attempt, whose nodes have ended."""
-    return why_delayed(history) is not None or is_being_decided(history)
+    return why_delayed(history) is not None or is_deciding(history)
 
 
-def is_being_decided(history: History) -> bool:
+def is_deciding(history: History) -> bool:
     """Whether the last attempt's nodes signed off a moment ago, so that its keeper may not have decided yet."""
     last = history.last
     if last is None or last.ended is not None:

@@ -1,4 +1,4 @@
-"""Notes the jobs that an interrupted submission has left in the queue, before acting on a run or a sweep."""
+"""Adopts orphaned jobs: notes those that an interrupted submission left in the queue, before acting on a run or sweep."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import know
+from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, SweepRecord, change_sweep, read_sweep
 from cluster_ddp.run.sweep_status import know_elements
-from cluster_ddp.run.unnoted import ask_about, with_unnoted
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.submit.base import note_submitted
 
 
-def take_up_run(run: RunDirectory, *, seconds: float) -> None:
+def adopt_run_jobs(run: RunDirectory, *, seconds: float) -> None:
     """Note the jobs of a run that are in the queue and whose submitter was killed before noting them.
 
     Raises
@@ -24,22 +24,24 @@ def take_up_run(run: RunDirectory, *, seconds: float) -> None:
         squeue is missing, or the controller does not answer in that time.
     """
     known = know(run)
-    if known.unnoted is None or known.record is None:
+    if known.orphaned is None or known.record is None:
         return
-    (found,) = with_unnoted([known], ask_about([known], seconds=seconds))
+    (found,) = with_orphaned_jobs([known], ask_about([known], seconds=seconds))
     for job_id in found.found:
         add_slurm_job(run, job_id)
         note_submitted(run, known.record.via, job_id)
 
 
-def take_up_sweep(sweep: SweepDirectory, *, seconds: float) -> None:
-    """Note the array of a sweep that is in the queue, as `take_up_run` does with the jobs of a run."""
+def adopt_sweep_jobs(sweep: SweepDirectory, *, seconds: float) -> None:
+    """Note the array of a sweep that is in the queue, as `adopt_run_jobs` does with the jobs of a run."""
     record = read_sweep(sweep)
     if record.announced is None or record.busy:
         return
     known = know_elements(sweep, record, know)
     tasks: dict[str, list[Element]] = {}
-    for element, entry in zip(record.elements, with_unnoted(known, ask_about(known, seconds=seconds)), strict=True):
+    for element, entry in zip(
+        record.elements, with_orphaned_jobs(known, ask_about(known, seconds=seconds)), strict=True
+    ):
         for job_id in entry.found:
             tasks.setdefault(job_id.partition("_")[0], []).append(element)
     for job_id, elements in tasks.items():
