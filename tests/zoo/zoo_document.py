@@ -20,6 +20,9 @@ ELSEWHERE = [
      "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("ranks that drift apart later: no checkpoint is published", "did not hold what rank 0 held",
      "train/test_train_ranks_refused.py::test_ranks_that_drift_apart_make_no_checkpoint"),
+    ("a parameter that is not trained and that each rank changes in its own way, such as a codebook",
+     "each rank has a state of its own", "train/test_train_ranks_refused.py::"
+     "test_ranks_that_drift_apart_make_no_checkpoint"),
     ("a layer unfrozen in training, several ranks", "was frozen when training began and is trained now",
      "train/test_train_ranks_refused.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
     ("a layer frozen in training without `train.find_unused_parameters`, several ranks",

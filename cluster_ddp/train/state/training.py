@@ -186,11 +186,16 @@ class State:
         """The tensors that a restore fills in place: those of the model and of the average."""
         return self._model_state()[0]
 
-    def late_buffers(self) -> list[str]:
-        """Names of buffers that were created later, which are not broadcast from rank 0."""
-        first = set(map(id, self._first_buffers))
-        late = [name for name, buffer in self._model.named_buffers() if id(buffer) not in first]
-        return [prefix + name for name in late for prefix in ("model.", _BUFFER)]
+    def from_rank_0(self) -> list[str]:
+        """Names of tensors of the model that each rank may have changed for itself, and that rank 0 saves.
+
+        These are buffers that were created later, which are not broadcast from rank 0, and parameters that the
+        optimizer does not hold, such as the codebook of a VQ-VAE: only the task changes them.
+        """
+        sent = {*map(id, self._first_buffers), *(id(weight) for group in self._groups for weight in group["params"])}
+        own = [name for name, buffer in self._model.named_buffers() if id(buffer) not in sent]
+        own += [name for name, weight in self._by_name.items() if id(weight) not in sent]
+        return [prefix + name for name in own for prefix in ("model.", _BUFFER)]
 
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
