@@ -102,7 +102,8 @@ class State:
         self._seeded = seeded
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
-        self._first_buffers = list(model.buffers())  # those that are broadcast from rank 0 before each step
+        # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
+        self._first_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._besides = {
             f"{name}.{path}".rstrip("."): part
@@ -192,9 +193,9 @@ class State:
         These are buffers that were created later, which are not broadcast from rank 0, and parameters that the
         optimizer does not hold, such as the codebook of a VQ-VAE: only the task changes them.
         """
-        sent = {*map(id, self._first_buffers), *(id(weight) for group in self._groups for weight in group["params"])}
-        own = [name for name, buffer in self._model.named_buffers() if id(buffer) not in sent]
-        own += [name for name, weight in self._by_name.items() if id(weight) not in sent]
+        held = {id(weight) for group in self._groups for weight in group["params"]}
+        own = [name for name, _ in self._model.named_buffers() if name not in self._first_buffers]
+        own += [name for name, weight in self._by_name.items() if id(weight) not in held]
         return [prefix + name for name in own for prefix in ("model.", _BUFFER)]
 
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
