@@ -110,6 +110,9 @@ ELSEWHERE = [
      "of each parameter, which the checkpoint does not hold",
      "train/test_train_comes_back.py::"
      "test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_refused"),
+    ("reported before the first step: another number of threads than at the save, on the CPU",
+     "when the checkpoint was saved: the last", "train/test_train_said.py::"
+     "test_another_number_of_threads_than_at_the_save_is_said"),
     ("a set whose length changed between attempts", "when the checkpoint was saved, and",
      "zoo/test_zoo_data.py::test_a_data_set_that_changed_between_attempts_is_seen"),
     ("reported before the first step: samples that are not what they were at the save, judged by the last of the set",

@@ -63,6 +63,7 @@ class Counts:
     # data_length, data_fingerprint: to recognise a training set that changed between attempts; None: not known
     data_length: int | None = None
     data_fingerprint: int | None = None
+    threads: int | None = None  # with which torch computes on the CPU; None: not known
 
     def expect_length(self, length: int) -> None:
         """Raise a `DataError` unless the training set is as long as at the save; the first attempt records that."""
