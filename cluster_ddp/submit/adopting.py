@@ -1,4 +1,4 @@
-"""Adopts orphaned jobs: notes those that an interrupted submission left in the queue, before acting on a run or sweep."""
+"""Adopts orphaned jobs: notes what an interrupted submission left in the queue, before acting on a run or sweep."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def _not_on_all(names: list[str]) -> list[str]:
 
 
 def refuse_own_state(
-    when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], late: Collection[str]
+    when: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any], own: Collection[str]
 ) -> None:
     """Compare, between the ranks, the state that is saved from rank 0 only; all ranks must call it.
 
@@ -310,8 +310,8 @@ def refuse_own_state(
         For the message: "after step 2".
     tensors, scalars
         The whole state, as it is saved.
-    late
-        Names of those buffers that were created later, which are not broadcast from rank 0.
+    own
+        Names of the model's tensors that each rank may have changed for itself: see `State.from_rank_0`.
 
     Raises
     ------
@@ -323,7 +323,7 @@ def refuse_own_state(
     named = {
         name: tensor
         for name, tensor in tensors.items()
-        if name in late or (name.startswith(_FROM_RANK_0) and not name.startswith(f"task.{MODULE_BUFFERS}."))
+        if name in own or (name.startswith(_FROM_RANK_0) and not name.startswith(f"task.{MODULE_BUFFERS}."))
     }
     texts = {f"{kind}.{name}": value for kind in ("task", "extra_state") for name, value in scalars[kind].items()}
     texts |= {name: value for name, value in scalars.items() if name.startswith("optimizer_")}
@@ -341,11 +341,12 @@ def refuse_own_state(
         _refuse_divided(f"{when} optimizers", sorted(differing))
     if differing:
         raise TaskError(
-            f"{when} the state differs between the ranks: "
-            f"{'; '.join(sorted(differing.values())[:_SHOWN])}{_more(differing)}\n    a checkpoint holds that of rank "
-            "0, and a resume would give it to all ranks: let state_dict() return what is the same on all of them, "
-            "such as a sum over them (reduce_tensor), or a list by rank (all_gather_object); register a buffer in "
-            "__init__ with its final shape, and change it in place (copy_, add_)"
+            f"{when} the state differs between the ranks: {'; '.join(sorted(differing.values())[:_SHOWN])}"
+            f"{_more(differing)}\n"
+            "    a checkpoint holds that of rank 0, and a resume would give it to all ranks: let state_dict() return "
+            "what is the same on all of them, such as a sum over them (reduce_tensor), or a list by rank "
+            "(all_gather_object); register a buffer in __init__ with its final shape, and change it in place (copy_, "
+            "add_); make a parameter that is not trained a buffer, or change it in the same way on all ranks"
         )
 
 

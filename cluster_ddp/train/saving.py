@@ -158,7 +158,7 @@ class Saving:
         if self._checkpointer is None or (self.has_saved(step) and not again):
             return
         tensors, scalars = collected = state.collect()
-        refuse_own_state(f"after step {step}", *collected, state.late_buffers())
+        refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
         self._check(state, step, collected, together=False)
         is_begun = self._checkpointer.save(
             step=step,
@@ -189,7 +189,7 @@ class Saving:
             self._checkpointer.prepare(state.collect()[0])
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
-            refuse_own_state(f"after step {step}", *collected, state.late_buffers())
+            refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
             self._check(state, step, collected, together=True)
             self.warn_unsaved(state)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from cluster_ddp.job import JobSpec
@@ -176,10 +177,23 @@ class Session:
         if restored is not None:
             self._resumed = True
             self.beat.steps = restored.step
+            if restored.manifest.world_size == self.world.world_size:  # otherwise no bits are promised
+                self._compare_threads(state.counts.threads)
+        state.counts.threads = torch.get_num_threads()
         if self.world.world_size > 1:
             self._compared_after = self.step + _COMPARED_AFTER
         state.watch()
         return {} if restored is None else restored.manifest.metrics
+
+    def _compare_threads(self, before: int | None) -> None:
+        """Warn if torch uses another number of threads than at the save: it then adds in a different order."""
+        now = torch.get_num_threads()
+        if self.world.device.type == "cpu" and before not in (None, now):
+            self.saving.warn(
+                f"torch uses {now} threads, but used {before} when the checkpoint was saved: the last bits of the "
+                "weights may differ from those of a run that was never stopped. For the same bits, keep "
+                "slurm.cpus_per_task as it was, or set OMP_NUM_THREADS"
+            )
 
     def record_start(self, **fields: Any) -> None:
         """Record that training starts or resumes."""

@@ -58,3 +58,19 @@ def test_an_end_that_was_passed_before_the_resume_is_said(tmp_path: Path, capfd:
     assert "no step is left" not in capfd.readouterr().err
     train(Plain(), job(**shorter), run, 1)
     assert "training ends at step 2 now, and the checkpoint is of step 3: no step is left" in capfd.readouterr().err
+
+
+def test_another_number_of_threads_than_at_the_save_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each change: the attempt after it is compared with the one that saved last."""
+    sections = {"train": {"steps": 6, "global_batch": 24}}
+    run = new_run(tmp_path, **sections)
+    said = []
+    for attempt, (threads, stop_at) in enumerate([(2, 2), (2, 3), (4, 4), (4, None)]):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        train(Plain(), job(**sections), run, attempt, stop_at=stop_at)
+        said += [line for line in capfd.readouterr().err.splitlines() if "threads" in line]
+    assert len(said) == 1
+    assert "torch uses 4 threads, but used 2 when the checkpoint was saved: the last bits" in said[0]
+    assert any("threads is 4, and" in warning for warning in describe(run, {}).warnings)

@@ -20,6 +20,9 @@ ELSEWHERE = [
      "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("ranks that drift apart later: no checkpoint is published", "did not hold what rank 0 held",
      "train/test_train_ranks_refused.py::test_ranks_that_drift_apart_make_no_checkpoint"),
+    ("a parameter that is not trained and that each rank changes in its own way, such as a codebook",
+     "the state differs between the ranks", "train/test_train_ranks_refused.py::"
+     "test_ranks_that_drift_apart_make_no_checkpoint"),
     ("a layer unfrozen in training, several ranks", "was frozen when training began and is trained now",
      "train/test_train_ranks_refused.py::test_layers_are_frozen_on_several_ranks_only_where_ddp_follows"),
     ("a layer frozen in training without `train.find_unused_parameters`, several ranks",
@@ -107,6 +110,9 @@ ELSEWHERE = [
      "of each parameter, which the checkpoint does not hold",
      "train/test_train_comes_back.py::"
      "test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_refused"),
+    ("reported before the first step: another number of threads than at the save, on the CPU",
+     "when the checkpoint was saved: the last", "train/test_train_said.py::"
+     "test_another_number_of_threads_than_at_the_save_is_said"),
     ("a set whose length changed between attempts", "when the checkpoint was saved, and",
      "zoo/test_zoo_data.py::test_a_data_set_that_changed_between_attempts_is_seen"),
     ("reported before the first step: samples that are not what they were at the save, judged by the last of the set",

@@ -109,6 +109,7 @@ OF_RANKS = [
     Case(model="attention", loss="(sum, weight)", train={"bucket_mb": 0.002}),
     Case(model="attention", train={"comm_hook": "fp16", "clip_norm": 0.5}),
     Case(model="teacher asked first"),
+    Case(model="buffer replaced"),
     Case(model="two towers", train={"find_unused_parameters": True}),
     Case(optimizer="SGD momentum", model="freezes", train={"find_unused_parameters": True}),
     Case(model="tied embeddings", train={"static_graph": True}),

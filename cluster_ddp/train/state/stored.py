@@ -75,7 +75,7 @@ def _is_counts(value: Any) -> bool:
     places = rest.pop("stream_places", None)
     if places is not None and not _is_list_of(places, lambda place: _is_list_of(place, _is_whole) and len(place) == 2):
         return False
-    may_be_none = [rest.pop(name, None) for name in ("data_length", "data_fingerprint")]
+    may_be_none = [rest.pop(name, None) for name in ("data_length", "data_fingerprint", "threads")]
     if rest.get("evaluated_step") == -1:
         del rest["evaluated_step"]
     return all(map(_is_whole, rest.values())) and all(number is None or _is_whole(number) for number in may_be_none)

@@ -63,6 +63,7 @@ class Counts:
     # data_length, data_fingerprint: to recognise a training set that changed between attempts; None: not known
     data_length: int | None = None
     data_fingerprint: int | None = None
+    threads: int | None = None  # with which torch computes on the CPU; None: not known
 
     def expect_length(self, length: int) -> None:
         """Raise a `DataError` unless the training set is as long as at the save; the first attempt records that."""
@@ -102,7 +103,8 @@ class State:
         self._seeded = seeded
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
-        self._first_buffers = list(model.buffers())  # those that are broadcast from rank 0 before each step
+        # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
+        self._first_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._saved = {id(optimizer), *(id(module) for _, module in self._modules)}
         self._besides = {
             f"{name}.{path}".rstrip("."): part
@@ -186,11 +188,16 @@ class State:
         """The tensors that a restore fills in place: those of the model and of the average."""
         return self._model_state()[0]
 
-    def late_buffers(self) -> list[str]:
-        """Names of buffers that were created later, which are not broadcast from rank 0."""
-        first = set(map(id, self._first_buffers))
-        late = [name for name, buffer in self._model.named_buffers() if id(buffer) not in first]
-        return [prefix + name for name in late for prefix in ("model.", _BUFFER)]
+    def from_rank_0(self) -> list[str]:
+        """Names of tensors of the model that each rank may have changed for itself, and that rank 0 saves.
+
+        These are buffers that were created later, which are not broadcast from rank 0, and parameters that the
+        optimizer does not hold, such as the codebook of a VQ-VAE: only the task changes them.
+        """
+        held = {id(weight) for group in self._groups for weight in group["params"]}
+        own = [name for name, _ in self._model.named_buffers() if name not in self._first_buffers]
+        own += [name for name, weight in self._by_name.items() if id(weight) not in held]
+        return [prefix + name for name in own for prefix in ("model.", _BUFFER)]
 
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
