@@ -15,6 +15,7 @@ Errors = Callable[..., str]
     [
         ("slurm:\n  time: banana\n", 2, ["slurm.time", '"banana"', "04:00:00", "90m"]),
         ("slurm:\n  tmie: 3\n", 2, ["slurm.tmie", "did you mean: time", "allowed in slurm: partition,"]),
+        ("train:\n  learning_rate: 0.1\n", 2, ["train.learning_rate", "did you mean: lr\n"]),
         ("slumr: {nodes: 2}\n", 1, ["slumr", "did you mean: slurm", "extends"]),
         ("partition: gpu\n", 1, ["did you mean: slurm.partition"]),
         ("slurm:\n\n  nodes: two\n", 3, ["slurm.nodes", '"two"', "a whole number"]),
