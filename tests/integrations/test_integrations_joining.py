@@ -30,7 +30,7 @@ def steps(batch: int, world: int, samples: int) -> FrameworkSteps:
 def test_another_number_of_ranks_needs_a_data_set_of_whole_steps() -> None:
     steps(8, 1, 96).expect_same_batches(dataclasses.asdict(steps(4, 2, 96)))
     steps(8, 1, 97).expect_same_batches(dataclasses.asdict(steps(8, 1, 97)))
-    with pytest.raises(TrainError, match="97 samples are no multiple of the 8 of a step"):
+    with pytest.raises(TrainError, match="97 samples are not a multiple of the 8 in a step"):
         steps(8, 1, 97).expect_same_batches(dataclasses.asdict(steps(4, 2, 97)))
     with pytest.raises(TrainError, match="give the DataLoader batch_size=8"):
         steps(4, 1, 96).expect_same_batches(dataclasses.asdict(steps(4, 2, 96)))

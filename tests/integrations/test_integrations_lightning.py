@@ -140,7 +140,7 @@ def test_an_average_that_nothing_keeps_is_told(tmp_path: Path) -> None:
     ((ended, _),) = run_ranks(fit, 1, run.path, 0, None, "Average")
     assert ended is not None
     of_hook, of_module = told(run)
-    assert "on_save_checkpoint() of Average is for Lightning's own" in of_hook
+    assert "on_save_checkpoint() of Average only affects Lightning's own" in of_hook
     assert "(Linear)" in of_module
     assert "Make it a part of the LightningModule" in of_module
 

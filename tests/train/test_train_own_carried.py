@@ -200,7 +200,7 @@ def test_an_environment_that_goes_on_is_named() -> None:
         next_obs = next_obs + batch + 1
     (message,) = messages
     assert "in next_obs, which" in message
-    assert "The state of envs starts over as well" in message
+    assert "The state of envs also starts over" in message
     del envs
 
 
