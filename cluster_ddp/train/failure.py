@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from cluster_ddp.job import ClusterDDPError
 from cluster_ddp.launch.variables import NODE_VARIABLE
@@ -22,7 +23,7 @@ from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.refusals import SECOND_DERIVATIVES
+from cluster_ddp.train.refusals import SECOND_DERIVATIVES, other_settings
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), Path(__file__).parents[1]))
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -162,4 +163,12 @@ def _advice(error: BaseException, text: str) -> str | None:
         )
     if "create_graph" in text:
         return f"the optimizer {SECOND_DERIVATIVES}"
+    if isinstance(error, KeyError):
+        return _advice_for_step(error)
     return None
+
+
+def _advice_for_step(error: KeyError) -> str | None:
+    held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    stepping = [optimizer for optimizer in held if isinstance(optimizer, Optimizer) and optimizer.state]
+    return other_settings(stepping[-1], error) if stepping else None

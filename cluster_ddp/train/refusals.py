@@ -87,15 +87,16 @@ def refuse_without_group(error: Exception) -> None:
         ) from error
 
 
-def refuse_other_settings(optimizer: Optimizer, error: KeyError) -> None:
-    """Raise a `TaskError` if the optimizer's settings now require state that the checkpoint does not contain."""
+def other_settings(optimizer: Optimizer, error: KeyError) -> str | None:
+    """Explain an error of ``step()`` if, after a resume, its settings require state that the checkpoint lacks."""
     missing = error.args[0]
-    if not any(missing in held for held in (*optimizer.state.values(), *optimizer.param_groups)):
-        kind = type(optimizer).__name__
-        raise TaskError(
-            f"step() of {kind} needs {missing} of each parameter, which the checkpoint does not hold: optimizer() made "
-            f"{kind} with other settings then, such as without amsgrad. Make it as it was, or start a new run"
-        ) from error
+    if any(missing in held for held in (*optimizer.state.values(), *optimizer.param_groups)):
+        return None
+    kind = type(optimizer).__name__
+    return (
+        f"step() of {kind} needs {missing} of each parameter, which the checkpoint does not hold: {kind} was created "
+        "with other settings then, such as without amsgrad. Create it as it was, or start a new run"
+    )
 
 
 def refuse_dtypes(model: nn.Module) -> None:

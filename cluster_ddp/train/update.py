@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
-from cluster_ddp.train.refusals import refuse_other_settings, refuse_without_group
+from cluster_ddp.train.refusals import other_settings, refuse_without_group
 from cluster_ddp.train.step import gradients_of
 
 
@@ -101,8 +101,8 @@ class Update:
             refuse_without_group(error)
             raise
         except KeyError as error:
-            if self._goes_on:
-                refuse_other_settings(self.optimizer, error)
+            if self._goes_on and (text := other_settings(self.optimizer, error)):
+                raise TaskError(text) from error
             raise
         # Like optimizer.zero_grad(), which takes three to six times as long, but for all parameters, not only the
         # optimizer's.

@@ -301,3 +301,23 @@ def test_a_second_optimizer_that_divides_its_state_among_the_ranks_is_named(tmp_
     run_ranks(divided, 2, run.path)
     assert "after step 2 optimizers differ between the ranks: task.more" in failure(run)
     assert "the optimizer keeps different state on each rank" in failure(run)
+
+
+def with_amsgrad(place: Path, attempt: int) -> None:
+    """Is stopped in its fourth step, and is given amsgrad after that."""
+    begin_attempt(place, attempt)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=attempt > 0)
+        for step in run.steps(6, model=model, optimizer=optimizer):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            if attempt == 0 and step == 3:
+                interrupt("stop")
+
+
+def test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_explained(tmp_path: Path) -> None:
+    run = new_run(tmp_path, every=2)
+    for attempt in (0, 1):
+        run_ranks(with_amsgrad, 1, run.path, attempt)
+    assert "step() of AdamW needs max_exp_avg_sq of each parameter, which the checkpoint does not hold" in failure(run)

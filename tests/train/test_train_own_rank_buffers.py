@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -35,3 +36,34 @@ def test_buffers_that_are_not_those_of_rank_0_are_told(tmp_path: Path) -> None:
     assert told(sent) == []
     (message,) = told(kept)
     assert message.startswith("the ranks hold different buffers: 1.running_mean of Sequential, 1.running_var of Seq")
+
+
+def teach(*places: Path) -> None:
+    """A loop with a mean teacher, whose buffers follow those of the model: asked in each step, and only at the end."""
+    for place, is_asked in zip(places, (True, False), strict=True):
+        begin_attempt(place, 0)
+        with join_run() as run:
+            torch.manual_seed(5)
+            model = DistributedDataParallel(model_of())
+            teacher = copy.deepcopy(model.module).eval()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in run.steps(6, model=model, teacher=teacher, optimizer=optimizer):
+                batch = torch.randn(4, 6)
+                wanted = teacher(batch).detach() if is_asked else 0.0
+                (model(batch) - wanted).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    for mean, now in zip(teacher.parameters(), model.module.parameters(), strict=True):
+                        mean.lerp_(now, 0.1)
+                    for mean, now in zip(teacher.buffers(), model.module.buffers(), strict=True):
+                        mean.copy_(now)
+            teacher(torch.randn(4, 6))
+
+
+def test_a_teacher_with_buffers_of_its_own_on_each_rank_is_told(tmp_path: Path) -> None:
+    asked, kept = new_run(tmp_path / "asked"), new_run(tmp_path / "kept")
+    run_ranks(teach, 2, asked.path, kept.path)
+    assert told(kept) == []
+    (message,) = told(asked)
+    assert message.startswith("steps use a model outside DDP whose buffers differ between the ranks: teacher.1.running")

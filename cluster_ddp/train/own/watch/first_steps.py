@@ -86,7 +86,7 @@ def first_steps_of(
             Carried(loop.kept, warn),
             Counts(warn, passed_in.others.values()),
             OtherHandlers(lambda: loop.unheard, warn),
-            RankBuffers(passed_in.wrapped, warn),
+            RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),
         ]
     )
