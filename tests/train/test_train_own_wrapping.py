@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from own_loops import begin_attempt, model_of, new_run, told
+from own_loops import LOADERS, begin_attempt, failure, model_of, new_run, told
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -67,3 +69,27 @@ def test_a_communication_hook_with_a_state_is_told(tmp_path: Path) -> None:
     assert told(none) == []
     (message,) = told(kept)
     assert message.startswith("DDP sums the gradients by a communication hook that keeps a state (PowerSGDState)")
+
+
+def prepared_for_one(place: Path) -> None:
+    """What Accelerate does on the CPU without being told to use it."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    begin_attempt(place, 0)
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = model_of()
+        model, optimizer, loader = Accelerator().prepare(
+            model, torch.optim.SGD(model.parameters()), LOADERS["tensors"]()
+        )
+        run.resumable(loader, model=model, optimizer=optimizer, epochs=1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_that_sees_a_single_process_is_told_how_to_see_all(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    run = new_run(tmp_path)
+    run_ranks(prepared_for_one, 2, run.path)
+    assert "Accelerate sees a single process where there are 2 ranks" in failure(run)

@@ -40,6 +40,7 @@ from cluster_ddp.train.own.watch.other_optimizers import OtherOptimizers
 from cluster_ddp.train.own.watch.overlooked import HAND_OVER
 from cluster_ddp.train.own.watch.taking import Taking
 from cluster_ddp.train.own.watch.unfrozen import Unfrozen
+from cluster_ddp.train.own.wrapping import refuse_single_process
 from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import refuse_dtypes
 from cluster_ddp.train.session import Order, Session
@@ -124,6 +125,7 @@ class ScriptRun:
         with self._block.only_loop():
             world, epochs = self.world.world_size, whole("epochs", epochs)
             accumulate = whole("accumulate", accumulate, 1)
+            refuse_single_process(things, world)
             found = batches_of(loader, world, None if batches is None else whole("batches", batches, 1))
             batch, samples, deal = _same_on_all_ranks(found)
             geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
@@ -158,6 +160,7 @@ class ScriptRun:
             An object that was passed in cannot be saved.
         """
         with self._block.only_loop():
+            refuse_single_process(things, self.world.world_size)
             loop = self._take_over(things, Draws(whole("the number of steps", total)))
             self.watch(loop)
             loop.beginning.hand_out()

@@ -35,6 +35,16 @@ def refuse_divided(bare: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_single_process(things: Mapping[str, Any], world_size: int) -> None:
+    """Raise a `TrainError` if Accelerate prepared things for one process although there are several ranks."""
+    prepared = (getattr(thing, "accelerator_state", None) for thing in things.values())  # of its optimizers
+    if world_size > 1 and any(getattr(state, "num_processes", None) == 1 for state in prepared):
+        raise TrainError(
+            f"Accelerate sees a single process where there are {world_size} ranks: on the CPU it uses several only "
+            "with Accelerator(cpu=True), or with ACCELERATE_USE_CPU=true in the environment"
+        )
+
+
 def refuse_unwrapped(names: Mapping[str, bool]) -> None:
     """Raise a `TrainError` for a trained model that is not wrapped in DDP, on several ranks.
 
