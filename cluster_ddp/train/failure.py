@@ -169,6 +169,9 @@ def _advice(error: BaseException, text: str) -> str | None:
 
 
 def _advice_for_step(error: KeyError) -> str | None:
-    held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    stepping = [optimizer for optimizer in held if isinstance(optimizer, Optimizer) and optimizer.state]
-    return other_settings(stepping[-1], error) if stepping else None
+    """Explain an error of an optimizer's own code; a closure that it called may have missed any other key."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    optimizer = frame.f_locals.get("self")
+    if not isinstance(optimizer, Optimizer) or not optimizer.state or not isinstance(next(iter(error.args), None), str):
+        return None
+    return other_settings(optimizer, error)

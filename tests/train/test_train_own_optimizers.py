@@ -321,3 +321,26 @@ def test_settings_by_which_an_optimizer_keeps_more_than_was_saved_are_explained(
     for attempt in (0, 1):
         run_ranks(with_amsgrad, 1, run.path, attempt)
     assert "step() of AdamW needs max_exp_avg_sq of each parameter, which the checkpoint does not hold" in failure(run)
+
+
+def closing_over(place: Path) -> None:
+    """Fails in the closure that an optimizer calls, by a key that has nothing to do with the optimizer."""
+    begin_attempt(place, 0)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in run.steps(4, model=model, optimizer=optimizer):
+            batch = {"image" if step < 2 else "picture": torch.randn(4, 6)}
+
+            def closure(batch: dict[str, Tensor] = batch) -> Tensor:
+                loss = model(batch["image"]).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+
+def test_a_key_that_a_closure_misses_is_not_taken_for_one_of_the_optimizer(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(closing_over, 1, run.path)
+    assert failure(run) == "KeyError: 'image'"
