@@ -16,13 +16,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.heartbeat import STACKS_SIGNALS, HeartbeatFile, RankSlot, stacks_beside
-from cluster_ddp.launch.processes import die_with_parent
+from cluster_ddp.launch.processes import die_with_parent, is_alive
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
 from cluster_ddp.network import resolve
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World, setup_distributed
+from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.stop import StopSignals
 
 
@@ -46,6 +47,17 @@ class Beat:
         if self._slot is not None:
             self._slot.beat(steps)
 
+    def expect_alone(self) -> None:
+        """Check that no other process has become the same rank.
+
+        Raises
+        ------
+        TrainError
+            One has: it claimed the slot at the same time.
+        """
+        if self._slot is not None and self._slot.pid not in (0, os.getpid()):
+            raise _second(self._slot)
+
 
 @dataclass(frozen=True)
 class RankProcess:
@@ -67,8 +79,18 @@ def become_rank(world: World, attempt: AttemptDirectory | None, warning_signal: 
     slot = None
     if heartbeat is not None and world.local_rank < len(heartbeat.slots):
         slot = heartbeat.slots[world.local_rank]
+        if slot.pid not in (0, os.getpid(), os.getppid()) and is_alive(slot.pid):
+            raise _second(slot)
         slot.claim(rank=world.rank)
     return RankProcess(stop, Beat(slot), _register_stacks(world, heartbeat if attempt else None))
+
+
+def _second(slot: RankSlot) -> TrainError:
+    return TrainError(
+        f"process {slot.pid} is already rank {slot.rank} of this run, so both would write the same checkpoints: only "
+        "one process of each rank may join the run. To train on several ranks, let cluster-ddp start them "
+        "(launch.procs_per_node); processes that a program starts itself, as in Hogwild training, cannot join it"
+    )
 
 
 def join_ranks(job: JobSpec) -> None:

@@ -24,6 +24,7 @@ from cluster_ddp.job import JobSpec, load_resolved
 from cluster_ddp.launch.variables import ATTEMPT_VARIABLE, RUN_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
+from cluster_ddp.run.liveness import identify, identity_name, is_alive, parse_identity
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.blocks import Block
@@ -34,6 +35,7 @@ from cluster_ddp.train.session import joined_rank
 from cluster_ddp.train.stop import handlers_put_back
 
 _joined: list[ScriptRun] = []
+_OCCUPANT = ".joined-by-"
 
 
 @contextlib.contextmanager
@@ -71,7 +73,8 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         return JobSpec(name="script", script=_name_of_program())
 
     around = contextlib.nullcontext() if place else handlers_put_back()
-    with around, joined_rank(directory, attempt, read_job, writer=writer) as (job, process):
+    alone = contextlib.nullcontext() if place or not find_world().is_main else _alone_in(directory.path)
+    with around, joined_rank(directory, attempt, read_job, writer=writer) as (job, process), alone:
         if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded torch itself
             seed_everything(derive(Use.BUILD, job.train.seed))
         run = ScriptRun(job, directory, attempt, process, writer, block)
@@ -99,6 +102,35 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         run.end()
     if left is not None:
         raise left
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Occupy a folder, in which another process would find this one's checkpoints, and resume from them.
+
+    Raises
+    ------
+    TrainError
+        Another process of this machine occupies it.
+    """
+    own = folder / f"{_OCCUPANT}{identity_name(identify(os.getpid()))}"
+    with contextlib.suppress(OSError):  # a folder that cannot be written is reported by the first save
+        folder.mkdir(parents=True, exist_ok=True)
+        own.touch()
+    try:
+        for file in set(folder.glob(f"{_OCCUPANT}*")) - {own}:
+            other = parse_identity(file.name.removeprefix(_OCCUPANT))
+            is_there = other is None or is_alive(other)  # None: on another machine, so it may have been killed there
+            if other is not None and is_there:
+                raise TrainError(
+                    f"process {other.pid} trains in {folder} at the same time: each would resume from the other's "
+                    "checkpoints. Give each its own folder, join_run(folder), or wait until that process has ended"
+                )
+            if is_there is False:
+                file.unlink(missing_ok=True)
+        yield
+    finally:
+        own.unlink(missing_ok=True)
 
 
 def joined_run() -> ScriptRun | None:

@@ -196,7 +196,14 @@ class Session:
             )
 
     def record_start(self, **fields: Any) -> None:
-        """Record that training starts or resumes."""
+        """Record that training starts or resumes.
+
+        Raises
+        ------
+        TrainError
+            Another process has become the same rank.
+        """
+        self.beat.expect_alone()
         self.record(
             events.RESUMED if self._resumed else events.STARTED,
             world_size=self.world.world_size,

@@ -12,8 +12,9 @@ import torch
 from own_loops import LOADERS, Crash, begin_attempt, distributed, failure, interrupt, model_of, new_run, states
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from train_ranks import run_ranks
+from train_ranks import rank_environments, run_ranks, start_program
 
+from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.train import TrainError, join_run
@@ -146,3 +147,52 @@ def by_hand(folder: Path) -> list[tuple[list[str], Any]]:
 def test_without_the_launcher_each_folder_has_its_blocks(tmp_path: Path) -> None:
     (ends,) = run_ranks(by_hand, 1, tmp_path)
     assert ends == [(["entered"], None), ([], 0), (["entered", "trained"], None), (["entered"], 1)]
+
+
+HOGWILD = """
+import multiprocessing, sys
+from cluster_ddp.train import join_run
+
+forked = multiprocessing.get_context("fork")
+inside, refused = forked.Event(), forked.Event()
+
+def train(number):
+    if number == 1:
+        inside.wait(60)
+    try:
+        with join_run(sys.argv[1]):
+            print(number, "is inside", flush=True)
+            inside.set()
+            refused.wait(60)
+    finally:
+        refused.set()
+
+processes = [forked.Process(target=train, args=(number,)) for number in range(2)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_second_process_does_not_join_as_the_same_rank(launched: bool, tmp_path: Path) -> None:
+    """As where a program forks its workers, or is started twice: each would resume from the other's checkpoints."""
+    run = new_run(tmp_path)
+    program, log = tmp_path / "hogwild.py", tmp_path / "log"
+    program.write_text(HOGWILD)
+    heartbeat = HeartbeatFile.create(slots=1)
+    more = {"CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CLUSTER_DDP_")}
+    if launched:
+        begin_attempt(run.path, 0)
+        environment = rank_environments(run, 1)[0] | more
+    process = start_program(environment, log, program, str(tmp_path / "own"))
+    process.join(60)
+    heartbeat.unlink()
+    assert log.read_text().count("is inside") == 1
+    if launched:
+        assert "is already rank 0 of this run" in failure(run)
+    else:
+        assert f"trains in {tmp_path / 'own'} at the same time" in log.read_text()
+        assert [path.name for path in (tmp_path / "own").iterdir()] == ["checkpoints"]

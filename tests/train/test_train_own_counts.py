@@ -103,6 +103,38 @@ def begins_at_the_place(once: Any, run: Any = Kept) -> None:
                 break
 
 
+def logged(batches: Any, every: int = 2) -> Any:
+    """As in the reference scripts of torchvision: what it counts, it prints."""
+    number, spent = 0, 1.0
+    for batch in batches:
+        yield batch
+        if number % every == 0 or number == 2:
+            left = spent * (3 - number)
+            print(f"{left} s left")
+        number += 1  # noqa: SIM113 - as people write it
+
+
+def cut(batches: Any) -> Any:
+    number = 0
+    for batch in batches:
+        if number >= 2:
+            break
+        yield batch
+        number += 1  # noqa: SIM113
+
+
+def goes_through_what_logs(once: Any) -> None:
+    for _ in range(2):
+        for _ in logged(once()):
+            pass
+
+
+def goes_through_what_cuts(once: Any) -> None:
+    for _ in range(2):
+        for _ in cut(once()):
+            pass
+
+
 class Trainer:
     """As minGPT has one, with a best loss and early stopping."""
 
@@ -171,6 +203,8 @@ best = 0.0
         (sets_the_rate_by_a_call, "step"),
         (lambda once: Trainer().ends_by_a_limit(once), "self.iter_num"),
         (lambda once: Trainer().sets_the_rate(once), "self.iter_num"),
+        (goes_through_what_cuts, "number"),
+        (goes_through_what_logs, None),
         (only_prints, None),
         (begins_at_the_place, None),
     ],

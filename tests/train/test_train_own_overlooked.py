@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from own_loops import begin_attempt, model_of, new_run
+from own_loops import Images, begin_attempt, model_of, new_run
 from own_loops import told as warnings_of
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
@@ -156,3 +159,36 @@ def test_a_count_in_another_module_that_is_handed_over_is_told(tmp_path: Path) -
     assert last.startswith(
         "training changes model.is_late, which no checkpoint contains"
     )  # nothing of behind the steps
+
+
+def accumulate(place: Path) -> None:
+    """A loop that updates in each fourth batch, and only then keeps an average of weights and sends gradients."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        torch.manual_seed(5)
+        model = DistributedDataParallel(model_of())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = Average(model.module)
+        loader = run.resumable(
+            DataLoader(Images(), batch_size=4, sampler=DistributedSampler(Images())),
+            model=model,
+            optimizer=optimizer,
+            epochs=3,
+        )
+        for _ in loader.epochs():
+            for number, (inputs, _) in loader.enumerate():
+                updates = number % 4 == 3
+                with nullcontext() if updates else model.no_sync():
+                    model(inputs).square().mean().backward()
+                if updates:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    average.update()
+
+
+def test_updates_are_watched_and_not_batches_where_gradients_accumulate(tmp_path: Path) -> None:
+    """After two batches no average has moved, and DDP has not yet sent its buffers."""
+    run = new_run(tmp_path)
+    run_ranks(accumulate, 2, run.path)
+    (message,) = warnings_of(run)
+    assert "a module that was not passed in (Average)" in message

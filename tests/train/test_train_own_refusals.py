@@ -126,8 +126,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         plain(), model=model, optimizer=opt, epochs=1, accumulate=0), "accumulate has to be at least 1, and is 0"),
     "steps over a loader": (lambda run, model, opt: run.steps(plain(), model=model, optimizer=opt),
         "the number of steps has to be a whole number, and is <torch.utils.data"),
-    "scheduler": (lambda run, model, opt: run.resumable(
-        plain(), model=model, optimizer=torch.optim.lr_scheduler.StepLR(opt, 1).optimizer, epochs=1),
+    "scheduler": (lambda run, model, opt: [
+        torch.optim.lr_scheduler.StepLR(opt, 1), run.resumable(plain(), model=model, optimizer=opt, epochs=1)],
         "give scheduler="),
     "kept elsewhere": (lambda run, model, opt: updates(run.resumable(
         plain(), model=model, optimizer=(hidden := Hidden(model.parameters(), lr=0.1)), epochs=1), model, hidden),
@@ -301,6 +301,23 @@ def test_a_program_that_only_evaluates_is_no_failure(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_ranks(left_alone, 1, run.path) == [0]
     assert states(run) == []  # the launcher sees that the program has ended well
+
+
+def without_a_scheduler(place: Path) -> int:
+    """A program that computes its learning rate from one that it keeps where schedulers do."""
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        updates(run.resumable(plain(), model=model, optimizer=optimizer, epochs=1), model, optimizer)
+    return run.step
+
+
+def test_an_initial_rate_without_a_scheduler_is_no_failure(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert run_ranks(without_a_scheduler, 1, run.path) == [8]
 
 
 def destroying(place: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -313,18 +314,30 @@ def _ddp_of(thing: Any) -> DistributedDataParallel | None:
 
 
 def _refuse_forgotten_schedulers(optimizers: Mapping[str, Optimizer], rest: Mapping[str, Any]) -> None:
-    """Refuse a torch scheduler that was not passed in: it leaves ``initial_lr`` in the optimizer's groups.
+    """Refuse a scheduler that was not passed in: it leaves ``initial_lr`` in the optimizer's groups.
 
-    Any other object passed in might hold it, so with one of these nothing is refused.
+    Programs that compute the rate themselves write that key too, so a scheduler has to exist. Any other object passed
+    in might hold it, so with one of these nothing is refused.
     """
     if any(not isinstance(thing, (nn.Module, torch.amp.GradScaler)) for thing in rest.values()):
         return
     for name, optimizer in optimizers.items():
-        if any("initial_lr" in group for group in optimizer.param_groups):
+        if any("initial_lr" in group for group in optimizer.param_groups) and _has_scheduler(optimizer):
             raise TrainError(
                 f"a learning rate scheduler was made for {name} and was not passed in: after a resume it would start "
                 "over; give scheduler="
             )
+
+
+def _has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether the program holds an object that steps, has a state to load, and refers to this optimizer."""
+    return any(
+        callable(getattr(type(held), "step", None))
+        and callable(getattr(type(held), "load_state_dict", None))
+        and not isinstance(held, Optimizer)
+        and _bare(getattr(held, "__dict__", {}).get("optimizer")) is optimizer
+        for held in gc.get_objects()
+    )
 
 
 def _collected(state: OptimizerState) -> list[Any]:

@@ -39,7 +39,7 @@ class Counts:
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
     the epochs since. Last, the program's own objects for early stopping. The source of the running functions shows
     whether a number is compared or goes into an assignment. Numbers that are only printed, logged, or used every n
-    steps (``step % 100``) are not reported.
+    steps (``step % 100``) are not reported, nor are those of a generator that only passes the batches on.
 
     Parameters
     ----------
@@ -124,7 +124,19 @@ def _text_of(frame: FrameType) -> _Text | None:
             scope = node  # the innermost comes last
     parents = dict(_parents(scope))
     loops = [node for node in parents if isinstance(node, ast.For) and _is_in(node, frame)]
-    return _Text(parents, loops) if loops else None
+    return _Text(parents, loops) if loops and not _only_passes_on(loops[0], parents) else None
+
+
+def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a generator yields each batch as it is, as those do that time and print: no count changes its batches."""
+    inside = list(_below(loop, parents))
+    yields = [node for node in inside if isinstance(node, ast.Yield)]
+    batch = ast.unparse(loop.target)
+    return (
+        bool(yields)
+        and all(node.value is not None and ast.unparse(node.value) == batch for node in yields)
+        and not any(isinstance(node, (ast.Break, ast.Continue, ast.Return, ast.Raise)) for node in inside)
+    )
 
 
 def _counts_in(text: _Text) -> Iterator[str]:

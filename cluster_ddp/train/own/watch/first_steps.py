@@ -51,7 +51,7 @@ class FirstSteps:
         ]
 
     def end_step(self) -> None:
-        """Call after each step, from within the iterator from which the loop takes its next batch."""
+        """Call after each update, from within the iterator from which the loop takes its next batch."""
         if self._rounds:
             for look in self._rounds.pop(0):
                 look()
@@ -74,9 +74,9 @@ def first_steps_of(
 
     gradients = CarriedGradients(passed_in.stepping, warn)
     draws_itself = loader is None
-    first = FirstSteps(
+    first_batches = FirstSteps([loop.kept])
+    first_updates = FirstSteps(
         [
-            loop.kept,
             *([Sources(loop.kept, warn)] if draws_itself else []),
             OtherLoaders(None if batches is None else batches.data, warn),
             Overlooked(kept, seeded, warn, remedy),
@@ -92,7 +92,9 @@ def first_steps_of(
     )
 
     def end_step(updated: bool) -> None:
-        first.end_step()
+        first_batches.end_step()
+        if updated:  # while gradients accumulate, a batch changes nothing that could be seen to change
+            first_updates.end_step()
         gradients.end_step(updated=updated)
 
     return end_step
