@@ -6,13 +6,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec
@@ -24,9 +23,9 @@ from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.precision import Precision
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use
-from cluster_ddp.train.refusals import refuse_loader, refuse_unfinished, refuse_without_group
+from cluster_ddp.train.refusals import refuse_loader
 from cluster_ddp.train.state.surroundings import generators_around
-from cluster_ddp.train.task import Task, expect_type
+from cluster_ddp.train.task import Task
 
 
 @dataclass(frozen=True)
@@ -195,89 +194,6 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
                 weight.copy_(before)
 
 
-class Switching(Protocol):
-    """An optimizer that evaluates with other weights than it trains with, such as those of the package schedulefree."""
-
-    param_groups: list[dict[str, Any]]
-
-    def train(self) -> Any:
-        """Put the training weights into the parameters."""
-
-    def eval(self) -> Any:
-        """Put the evaluation weights into the parameters."""
-
-
-def switches(optimizer: object) -> TypeGuard[Switching]:
-    """Whether an optimizer has its own weights for evaluation."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-def make_optimizer(task: Task, model: nn.Module, lr: float) -> Optimizer:
-    """Create the task's optimizer, in training mode."""
-    try:
-        made = task.optimizer(model, lr)
-    except (RuntimeError, ValueError) as error:
-        refuse_without_group(error)
-        raise
-    optimizer = expect_type(made, Optimizer, "optimizer()")
-    refuse_unfinished(optimizer)
-    if switches(optimizer):
-        optimizer.train()
-    return optimizer
-
-
-@contextlib.contextmanager
-def weights_to_evaluate(optimizer: Optimizer | Switching) -> Iterator[None]:
-    """Put the optimizer's evaluation weights into the parameters, and afterwards restore the same bits as before.
-
-    Switching back involves rounding, but an evaluation that is repeated after a stop must leave no trace.
-    """
-    if not switches(optimizer):
-        yield
-        return
-    weights = [weight.detach() for weight in _held_in(optimizer.param_groups)]
-    kept = [weight.clone() for weight in weights]
-    optimizer.eval()
-    try:
-        yield
-    finally:
-        optimizer.train()
-        torch._foreach_copy_(weights, kept)
-
-
-class EvaluatedWeights:
-    """The evaluation weights of a switching optimizer, which checkpoints contain as the averages.
-
-    They are derived from the rest of the state, so a resume does not need them; ``export --ema`` writes them.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Switching) -> None:
-        held = _held_in(optimizer.param_groups)
-        self._optimizer = optimizer
-        self._weights = [weight.detach() for weight in held]
-        self._evaluated = [weight.clone() for weight in self._weights]
-        places = {id(weight): place for place, weight in enumerate(held)}
-        named = model.state_dict(keep_vars=True).items()
-        self._named = {name: self._evaluated[places[id(weight)]] for name, weight in named if id(weight) in places}
-
-    def refresh(self) -> None:
-        """Copy the current evaluation weights; nothing else may be reading the parameters."""
-        with weights_to_evaluate(self._optimizer):
-            torch._foreach_copy_(self._evaluated, self._weights)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights as of the last `refresh`, by their names in the model."""
-        return self._named
-
-    def restore(self, updates: int) -> None:
-        """Do nothing: the next `refresh` does not depend on what was restored."""
-
-
-def evaluated_weights(model: nn.Module, optimizer: Optimizer) -> EvaluatedWeights | None:
-    """The optimizer's evaluation weights; None for most optimizers, which evaluate with the training weights."""
-    return EvaluatedWeights(model, optimizer) if switches(optimizer) else None
-
-
 class BeforeEvaluation:
     """The state that an evaluation may change, to be restored if it is interrupted, because it will be repeated.
 
@@ -310,7 +226,3 @@ class BeforeEvaluation:
             module.set_extra_state(state)
         if self._task_state:
             self._task.load_state_dict(self._task_state)
-
-
-def _held_in(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
-    return [weight for group in groups for weight in group["params"]]

@@ -155,6 +155,10 @@ class Session:
         if self.world.is_main and self._writer is not None:
             self._writer.write(event, attempt=self._attempt, step=self.step, **fields)
 
+    def warn(self, message: str) -> None:
+        """Print a warning on rank 0, and record it for `status`."""
+        self.saving.warn(message)
+
     # Start.
 
     def resume(
@@ -189,7 +193,7 @@ class Session:
         """Warn if torch uses another number of threads than at the save: it then adds in a different order."""
         now = torch.get_num_threads()
         if self.world.device.type == "cpu" and before not in (None, now):
-            self.saving.warn(
+            self.warn(
                 f"torch uses {now} threads, but used {before} when the checkpoint was saved: the last bits of the "
                 "weights may differ from those of a run that was never stopped. For the same bits, keep "
                 "slurm.cpus_per_task as it was, or set OMP_NUM_THREADS"
@@ -241,7 +245,7 @@ class Session:
             self.beat.step(self.step)
             consensus.begin(batch)
             self.decision = consensus.end(batch)
-            return self.decision.level == 0
+            return not self.decision.stops
 
         return ask
 
@@ -289,7 +293,7 @@ class Session:
         """
         assert self._state is not None
         self.beat.enter(Phase.STOPPING)
-        if self.decision.level:
+        if self.decision.stops:
             self.record(events.STOP_REQUESTED, reason=self.decision.reason)
         durable = self._save_for_good(save)
         if self.step < self._total_steps:

@@ -125,6 +125,11 @@ class StopDecision:
     save: bool = False
     synced: bool = False
 
+    @property
+    def stops(self) -> bool:
+        """Whether training stops, however urgently."""
+        return self.level > 0
+
 
 _NOTHING = StopDecision()
 

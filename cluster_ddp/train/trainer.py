@@ -23,13 +23,8 @@ from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, 
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
-from cluster_ddp.train.evaluation import (
-    BeforeEvaluation,
-    Evaluation,
-    evaluated_weights,
-    make_optimizer,
-    weights_to_evaluate,
-)
+from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation
+from cluster_ddp.train.evaluation_weights import evaluation_weights_of, make_optimizer, weights_to_evaluate
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
@@ -116,7 +111,7 @@ class Trainer:
         """Train until all steps are done, or all ranks agree to stop."""
         batches = self.stream.batches(self.step, self.state.counts)
         self._evaluate_and_save()  # a stop may have interrupted the evaluation of the step that we resume from
-        if self.session.decision.level:
+        if self.session.decision.stops:
             return
         self.session.beat.enter(Phase.TRAINING)
         for micro, batch in batches:
@@ -155,59 +150,69 @@ class Trainer:
             if decision.synced:  # the ranks have just exchanged their votes, so all of them are here
                 self.log.exchange()
             self._evaluate_and_save()
-            if self.session.decision.level:
+            if self.session.decision.stops:
                 return
 
     # Setup.
 
     def _build(self) -> None:
-        train, world, device = self.job.train, self.world, self.device
-        set_backends(train)
-        if world.local_rank == 0:
+        """Build everything, in an order that never changes: what is built draws numbers, and each part is reseeded."""
+        set_backends(self.job.train)
+        if self.world.local_rank == 0:
             self.task.prepare()
         barrier()
-        self.plan: BatchPlan = agree_on_batches(train, self.directory, world)
+        self.plan: BatchPlan = agree_on_batches(self.job.train, self.directory, self.world)
+        self._build_model()
+        self._build_data()
+        self._build_update()
+        self._build_state()
+        self.profiler = Profiler(self.job.train.profile, self.directory, self.attempt, self.world)
+        self.log = Log(self.job, self.directory, self.attempt, self.world, self.stream, self.device, self.wrapped)
 
+    def _build_model(self) -> None:
+        train, world, device = self.job.train, self.world, self.device
         self.model = prepare_model(self._make_model(self.task), train, device)
         self.ema = Ema(self.model, train.ema_decay) if train.ema_decay is not None else None
         self.wrapped = wrap(self.model, train, world, device)
         self.frozen_layers = FrozenLayers(self.model, train, world.world_size)
-        self._seed(Use.TRAIN_DATA)
-        self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.saving.warn)
         self.precision = choose_precision(train, device)
+
+    def _build_data(self) -> None:
+        train, world, device = self.job.train, self.world, self.device
+        self._seed(Use.TRAIN_DATA)
+        self.stream: Stream = open_stream(self.task, train, self.plan, world, device, self.session.warn)
+        order = self.stream.order if isinstance(self.stream, MapStream) else None
+        self.single_samples = SingleSamples(self.model, order, self.plan)
         self._seed(Use.EVAL_DATA)
         self.evaluation = Evaluation.of(self.task, train, self.plan, world, self.precision, device)
+        if self.evaluation is None:
+            self.session.saving.check_metric({})
 
+    def _build_update(self) -> None:
+        train = self.job.train
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
         self._seed(Use.OPTIMIZER)
         self.optimizer = make_optimizer(self.task, self.model, lr)
         refuse_other_passes(self.optimizer)
-        self.schedule = Schedule(
-            train, self.optimizer, peak=lr, total=self.stream.total_steps, warn=self.session.saving.warn
-        )
-        scaler = make_scaler(train, self.precision)
+        self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.stream.total_steps, warn=self.session.warn)
+        self.scaler = make_scaler(train, self.precision)
         parameters = list(self.model.parameters())  # including those that are frozen now
         compressed = train.comm_hook != "none"
         self.gradients = Gradients(
-            parameters, scaler, world_size=world.world_size, device=device, compressed=compressed
+            parameters, self.scaler, world_size=self.world.world_size, device=self.device, compressed=compressed
         )
-        self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=scaler)
+        self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=self.scaler)
         self.buffers = Buffers(self.model)
         self.nonfinite = NonFiniteCheck(train.max_bad_steps, self.update, self.gradients, self.model)
 
-        order = self.stream.order if isinstance(self.stream, MapStream) else None
-        self.single_samples = SingleSamples(self.model, order, self.plan)
+    def _build_state(self) -> None:
         around = generators_around([self.task, *self.model.modules(), self.optimizer])
         own = OwnGenerators(self.task, self.model, self.optimizer, around=around)
-        self.seeds = StepSeeds(train.seed, world.rank, device, own)
-        self.evaluated = evaluated_weights(self.model, self.optimizer) if self.ema is None else None
-        averages = self.ema or self.evaluated
-        self.state = State(self.model, self.optimizer, scaler=scaler, ema=averages, also=self.task, seeded=own)
-        if self.evaluation is None:
-            self.session.saving.check_metric({})
-        self.profiler = Profiler(train.profile, self.directory, self.attempt, world)
-        self.log = Log(self.job, self.directory, self.attempt, world, self.stream, device, self.wrapped)
+        self.seeds = StepSeeds(self.job.train.seed, self.world.rank, self.device, own)
+        self.evaluation_weights = evaluation_weights_of(self.model, self.optimizer) if self.ema is None else None
+        averages = self.ema or self.evaluation_weights
+        self.state = State(self.model, self.optimizer, scaler=self.scaler, ema=averages, also=self.task, seeded=own)
 
     def _seed(self, use: Use) -> None:
         """Reseed, so that what is built next draws the same numbers in every attempt.
@@ -231,7 +236,7 @@ class Trainer:
             self._seed(Use.OPTIMIZER)
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
-        averages = ema or evaluated_weights(model, optimizer)
+        averages = ema or evaluation_weights_of(model, optimizer)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
 
     # Resume.
@@ -245,7 +250,7 @@ class Trainer:
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
         if self.step > (total := self.stream.total_steps):
-            self.session.saving.warn(
+            self.session.warn(
                 f"training ends at step {total} now, and the checkpoint is of step {self.step}: no step is left, and "
                 f"the weights are not those of a run of {total} steps"
             )
@@ -255,8 +260,8 @@ class Trainer:
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))
         self.session.record_start(training=setup)
-        if self.evaluated is not None:
-            self.session.saving.warn(
+        if self.evaluation_weights is not None:
+            self.session.warn(
                 f"{type(self.optimizer).__name__} evaluates with weights other than those that it trains (its eval()): "
                 "checkpoints contain both, and export --ema writes them"
             )
@@ -271,14 +276,14 @@ class Trainer:
     # Evaluation and saving, between steps.
 
     def _evaluate_and_save(self) -> None:
-        evaluated = False
-        if self._evaluation_is_due() and not self.session.decision.level:
+        was_evaluated = False
+        if self._evaluation_is_due() and not self.session.decision.stops:
             self._evaluate()
-            evaluated = not self.session.decision.level
+            was_evaluated = not self.session.decision.stops
         # A checkpoint that a stop saved before the evaluation of its step does not record the evaluation yet.
         gains = self.job.checkpoint.keep_best is not None or self.session.saving.has_saved(self.step)
-        if self.session.save_is_due or (evaluated and gains):
-            self._save(again=evaluated)
+        if self.session.save_is_due or (was_evaluated and gains):
+            self._save(again=was_evaluated)
 
     def _evaluation_is_due(self) -> bool:
         step = self.step
@@ -295,25 +300,25 @@ class Trainer:
         self.log.flush()
         self.session.beat.enter(Phase.EVALUATING)
         self.buffers.send()  # each rank has its own BatchNorm statistics
-        evaluated = self.model if self.ema is None else self.ema.model()
-        before = BeforeEvaluation(self.model, evaluated, self.buffers, self.task)
+        model = self.model if self.ema is None else self.ema.model()
+        before = BeforeEvaluation(self.model, model, self.buffers, self.task)
         with weights_to_evaluate(self.optimizer) if self.ema is None else contextlib.nullcontext():
-            values = self.evaluation.run(evaluated, self.session.goes_on())
+            values = self.evaluation.run(model, self.session.goes_on())
         if values is None:
             before.put_back()
         else:
             self.state.counts.evaluated_step = self.step
             named = {f"val/{name}": value for name, value in values.items()}
             self.session.saving.check_metric(named)
-            self.log.evaluated(self.step, self.stream.epoch(self.step - 1), named)
+            self.log.record_evaluation(self.step, self.stream.epoch(self.step - 1), named)
         self.session.beat.enter(Phase.TRAINING)
 
     def _save(self, *, again: bool = False) -> None:
         self.nonfinite.check_weights(self.step)
         self.log.flush()
-        if self.evaluated is not None:
+        if self.evaluation_weights is not None:
             self.session.saving.wait_for_staging()  # a save of this step may still be running
-            self.evaluated.refresh()
+            self.evaluation_weights.refresh()
         counts = self.state.counts
         self.stream.note_place(counts)
         counts.skipped, counts.bad_in_a_row = self.update.tally()

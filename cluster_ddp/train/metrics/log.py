@@ -169,7 +169,7 @@ class Log:
         self.exchange()
         self._pass_on()
 
-    def evaluated(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+    def record_evaluation(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Log the results of an evaluation."""
         self.flush()
         self._report.log(step=step, samples=self._stream.consumed(step), epoch=epoch, values=values)

@@ -138,11 +138,11 @@ class Loop:
     @property
     def stops(self) -> bool:
         """Whether all ranks have agreed to stop."""
-        return self._stop.level > 0
+        return self._stop.stops
 
     def warn(self, message: str) -> None:
         """Report a warning, on rank 0."""
-        self._session.saving.warn(message)
+        self._session.warn(message)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the objects passed in, and what a resume needs to know about the loop."""
@@ -280,7 +280,7 @@ class Loop:
         self._save_is_due |= self._session.save_is_due
         if not last:
             self._save_or_leave()
-        elif self._stop.level and self._is_updated:
+        elif self._stop.stops and self._is_updated:
             self.save()
 
     def jump(self, step: int) -> None:
@@ -319,7 +319,7 @@ class Loop:
         if (
             not self.has_stopped
             and self._session.step < self._geometry.total
-            and (asked := self._session.asked()).level
+            and (asked := self._session.asked()).stops
         ):
             self._session.decision = asked
             self.has_stopped = True
@@ -349,7 +349,7 @@ class Loop:
             self._wait()
             return
         self._waited = 0
-        if self._stop.level:
+        if self._stop.stops:
             self._session.decision = self._stop
             self.has_stopped = True
             raise LeaveBlock
@@ -358,7 +358,7 @@ class Loop:
             self.save()
 
     def _wait(self) -> None:
-        if self._save_is_due or self._stop.level:
+        if self._save_is_due or self._stop.stops:
             self._waited += 1
             if self._waited == _MANY:
                 self.warn(

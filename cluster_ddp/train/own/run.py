@@ -90,7 +90,7 @@ class ScriptRun:
     @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop."""
-        return self._session.decision.level > 0 or (self._loop is not None and self._loop.stops)
+        return self._session.decision.stops or (self._loop is not None and self._loop.stops)
 
     # Loops that run.resumable() and run.steps() drive.
 
@@ -134,7 +134,7 @@ class ScriptRun:
             if found.remark is not None:
                 loop.warn(found.remark)
             self.watch(loop, loader, found)
-            warn = self._session.saving.warn
+            warn = self._session.warn
             taking = Taking(self._passed_in.optimizers, self._passed_in.scalers, warn)
             changed = ChangedData(found.data, found.samplers, warn)
             as_now = (self._passed_in.as_now, self._kept.as_now)
@@ -228,7 +228,7 @@ class ScriptRun:
         Whether all ranks agreed to stop, the same on every rank; if so, leave the loop.
         """
         self._resumed()
-        stops = self._session.end_step().level > 0
+        stops = self._session.end_step().stops
         if not stops and self._session.save_is_due:
             self._save()
         return stops
@@ -322,7 +322,7 @@ class ScriptRun:
         refuse_dtypes(bare)
         self._check_weights = FiniteWeights(bare).check
         self._session.resume(state, order, total_steps=total_steps, fresh=fresh)
-        mode = TrainingMode(bare, self._session.saving.warn)
+        mode = TrainingMode(bare, self._session.warn)
         if self.world.is_main:
             self._report = self._open_report()
         for optimizer in optimizers:
@@ -337,7 +337,7 @@ class ScriptRun:
                 self._loop.save_where_stopped if is_stopped else self._loop.save_at_end, completed=not is_stopped
             )
         else:
-            is_stopped = self._session.decision.level > 0 and self.step < self._total_steps
+            is_stopped = self._session.decision.stops and self.step < self._total_steps
             self._session.end(self._save, completed=not is_stopped)
         self._block.leave(stopped=is_stopped)
 
