@@ -41,7 +41,7 @@ from cluster_ddp.train.errors import DistributedError
 
 T = TypeVar("T")
 
-_LATE = 60.0  # seconds after which rank 0 says that it is waiting for the others
+LATE_SECONDS = 60.0  # seconds after which rank 0 says that it is waiting for the others
 _HOLD_THE_GROUP = ("logger", "reducer", "process_group")  # attributes of a DistributedDataParallel that hold the group
 _left: list[dist.ProcessGroup | None] = []
 _stores: dict[tuple[str, str, int], list[Store]] = {}  # stores of the groups that were destroyed, by meeting point
@@ -175,10 +175,11 @@ def setup_distributed(backend: str | None = None, timeout: float | None = None) 
 def _said_while_waiting(world: World) -> Iterator[None]:
     """Make rank 0 report a long wait, for ranks that are slow or will never come."""
     timer = threading.Timer(
-        _LATE,
+        LATE_SECONDS,
         lambda: say(
-            f"cluster_ddp: rank 0 has waited {_LATE:g} s for all {world.world_size} ranks to join: each has to call "
-            "join_run() or setup_distributed(), which must not be under `if rank == 0:`; one may also be slow to start"
+            f"cluster_ddp: rank 0 has waited {LATE_SECONDS:g} s for all {world.world_size} ranks to join: each has to "
+            "call join_run() or setup_distributed(), which must not be under `if rank == 0:`; one may also be slow to "
+            "start"
         ),
     )
     timer.daemon = True

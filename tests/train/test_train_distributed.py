@@ -57,7 +57,7 @@ def test_backends_by_platform(system: str, cuda: bool, backend: str) -> None:
 def test_rank_0_says_that_it_waits_for_ranks_that_do_not_come(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(distributed, "_LATE", 0.1)
+    monkeypatch.setattr(distributed, "LATE_SECONDS", 0.1)
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",
