@@ -130,7 +130,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
                 file.unlink(missing_ok=True)
         yield
     finally:
-        own.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            own.unlink()
 
 
 def joined_run() -> ScriptRun | None:
