@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, FAILED, NODE_FINISHED, STARTED, EventWriter
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.status import describe
-from cluster_ddp.run.sweep import SweepDirectory, change_sweep, claimed, read_sweep
+from cluster_ddp.run.sweep import SweepDirectory, claimed, read_sweep, update_sweep
 from cluster_ddp.slurm.commands import submit_script
 from cluster_ddp.submit.element import main as element_program
 from cluster_ddp.submit.element import run_of_element
@@ -141,7 +141,7 @@ def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -
     sweep = the_sweep(here)
     with subprocess.Popen(["sleep", "60"]) as other:
         start_time = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        change_sweep(sweep, lambda record: claimed(record))  # type: ignore[arg-type]
+        update_sweep(sweep, claimed)
         text = sweep.record_file.read_text()
         mine = json.loads(text)["submitting"]
         sweep.record_file.write_text(
