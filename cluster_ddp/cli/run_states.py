@@ -11,14 +11,14 @@ from typing import TypeVar
 from cluster_ddp.cli.output import inform
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.jobs import KnownRun, know
+from cluster_ddp.run.jobs import know
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.run.state_cache import EndedRun
+from cluster_ddp.run.state_cache import Known
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
-from cluster_ddp.run.sweep_status import NotBegun, SweepCounts
+from cluster_ddp.run.sweep_status import SweepCounts
 from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob
@@ -27,7 +27,7 @@ _EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 
 _FAILED_STATUS = 4
 _DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
-K = TypeVar("K", bound="KnownRun | EndedRun | NotBegun")
+K = TypeVar("K", bound=Known)
 S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
@@ -59,7 +59,7 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
 
 
-def ask_slurm(known: Sequence[KnownRun | EndedRun | NotBegun]) -> SlurmJobs:
+def ask_slurm(known: Sequence[Known]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be queried."""
     try:
         return ask_about(known, seconds=PATIENCE_SECONDS)

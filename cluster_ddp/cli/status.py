@@ -20,9 +20,9 @@ from cluster_ddp.cli.run_states import K, SlurmJobs, ask_slurm, describe_with, s
 from cluster_ddp.cli.screen import alternate_screen, draw, is_screen
 from cluster_ddp.printing import one_line, printable
 from cluster_ddp.run.goodput import Goodput
-from cluster_ddp.run.jobs import KnownRun, know
+from cluster_ddp.run.jobs import know
 from cluster_ddp.run.runs import find_run, runs_dir_of
-from cluster_ddp.run.state_cache import EndedRun, EndedRuns
+from cluster_ddp.run.state_cache import EndedRuns, Known
 from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.sweep import find_sweep, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, best_of, know_elements
@@ -113,7 +113,7 @@ class Look:
             self._asked_at = time.monotonic()
         return describe_with(known, self._jobs, describe)
 
-    def _known(self) -> Sequence[KnownRun | EndedRun | NotBegun]:
+    def _known(self) -> Sequence[Known]:
         if self.sweep is not None:
             return know_elements(self.sweep, read_sweep(self.sweep), self._ended.know)
         return [know(run) for run in dict.fromkeys(find_run(name, self.runs_dir) for name in self._names)]
