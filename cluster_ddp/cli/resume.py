@@ -33,7 +33,7 @@ def command(
     """Continue a run or a sweep from its last checkpoint: in the queue, or on this machine if it is a local one."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
-        from cluster_ddp.cli.sweep import go_on
+        from cluster_ddp.cli.sweep_start import go_on
 
         if settings:
             raise RunError(
