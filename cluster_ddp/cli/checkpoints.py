@@ -12,6 +12,7 @@ from cluster_ddp.cli.best import best_checkpoint
 from cluster_ddp.cli.options import JsonList, Run
 from cluster_ddp.cli.output import show, show_json
 from cluster_ddp.cli.run_states import show_metrics
+from cluster_ddp.exit_statuses import RUN_FAILED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import find_run, runs_dir_of
 
@@ -40,7 +41,7 @@ def command(
     else:
         _print(listed, best)
     if verify and any(info.state in ("damaged", "unreadable") for info in listed):
-        raise typer.Exit(4)
+        raise typer.Exit(RUN_FAILED)
 
 
 def _row(info: CheckpointInfo) -> dict[str, Any]:

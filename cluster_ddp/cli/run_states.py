@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from cluster_ddp.cli.output import inform
+from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import know
@@ -23,8 +24,8 @@ from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
-_EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
-_FAILED_STATUS = 4
+# RUN_FAILED for all others.
+_EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: RUN_STOPPED, RunState.CANCELLED: RUN_STOPPED}
 _DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
 K = TypeVar("K", bound=Known)
@@ -98,7 +99,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"\n{_coloured(status.state)}  {one_line(run.id)}\n")
     inform(*(f"  {label:<10} {text}" for label, text in rows if text))
-    return _EXIT_STATUS.get(status.state, _FAILED_STATUS)
+    return _EXIT_STATUS.get(status.state, RUN_FAILED)
 
 
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
@@ -110,5 +111,5 @@ def how_to_go_on(name: str, record: RunRecord | None) -> str:
 def _coloured(state: RunState) -> str:
     if not sys.stderr.isatty():
         return state.value
-    colour = {0: 32, 5: 33}.get(_EXIT_STATUS.get(state, _FAILED_STATUS), 31)
+    colour = {0: 32, RUN_STOPPED: 33}.get(_EXIT_STATUS.get(state, RUN_FAILED), 31)
     return f"\x1b[1;{colour}m{state.value}\x1b[0m"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from cluster_ddp.cli.output import inform, print_json_line, remark
 from cluster_ddp.cli.run_states import show_metrics
+from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.status import RunStatus
@@ -60,8 +61,8 @@ def run_here(
 def _outcome(states: Iterable[RunState]) -> tuple[RunState, int]:
     """The state of a sweep that ran here, and the exit status that tells it."""
     if {RunState.FAILED, RunState.STALLED} & set(states):
-        return RunState.FAILED, 4
-    return (RunState.COMPLETED, 0) if set(states) == {RunState.COMPLETED} else (RunState.STOPPED, 5)
+        return RunState.FAILED, RUN_FAILED
+    return (RunState.COMPLETED, 0) if set(states) == {RunState.COMPLETED} else (RunState.STOPPED, RUN_STOPPED)
 
 
 def _report_element(status: RunStatus) -> None:

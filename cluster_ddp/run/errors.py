@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 
 
 class RunError(ClusterDDPError):
     """A run cannot be used as asked."""
-
-    exit_status = 2
 
 
 class RunNotFound(RunError):
@@ -22,13 +21,13 @@ class RunAlive(RunError):
 class RunGone(RunError):
     """The directory of a run has vanished while it was training."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 class ElementWithdrawn(RunError):
     """The sweep of an element was stopped or cancelled before the element began."""
 
-    exit_status = 76  # the same as for a run that only a person may restart
+    exit_status = exit_statuses.RUN_ENDED
 
 
 class RunEnded(RunError):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster_ddp.exit_statuses import RUN_ENDED
 from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.job.units import format_slurm_time
 from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN
@@ -46,7 +47,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # one element of the sweep $1; $2 is 
 fi"""
 _RUN_OF_ELEMENT = """if [[ -n $cluster_ddp_sweep ]]; then
     run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") || {
-        (($? != 76)) || exit 76 # the sweep was stopped or cancelled before
+        (($? != @ended@)) || exit @ended@ # the sweep was stopped or cancelled before
         cluster_ddp_fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
     }
     cluster_ddp_run=$run
@@ -207,7 +208,7 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
         yield '    cluster_ddp_fail once "the run directory is missing: sbatch job.sbatch RUN_DIRECTORY"'
         yield "run=$cluster_ddp_run"
         if sweep:
-            yield _RUN_OF_ELEMENT.replace("@keeper@", keeper)
+            yield _RUN_OF_ELEMENT.replace("@keeper@", keeper).replace("@ended@", str(RUN_ENDED))
     else:
         yield "# Without a run directory, this job creates its own run and finds it again at each restart."
         yield "# What to run: a job file or a template, and settings that override it, such as --set train.epochs=3."

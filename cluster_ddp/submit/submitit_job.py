@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 
@@ -30,7 +31,7 @@ _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 class SubmititRunFailed(ClusterDDPError):
     """The run has failed or stalled; submitit treats any exception as a failed job."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 def warning_name() -> str:
