@@ -58,12 +58,12 @@ def command(
             else "it more: --set train.epochs=... (or train.steps)"
         )
         inform(f"run {found.id} is complete; to train further, give {more}")
-        job_id, state = status.slurm_job_id, status.state.value
+        job_id, state = status.slurm_job_id, status.state
     elif isinstance(plan.start, local.LocalStart):
         status = resume.resume_here(plan, plan.start, show=sys.stderr if as_json else sys.stdout)
-        state, exit_status = status.state.value, report_ended(found, status)
+        state, exit_status = status.state, report_ended(found, status)
     else:
-        job_id, state = resume.send_again(plan, plan.start), RunState.PENDING.value
+        job_id, state = resume.send_again(plan, plan.start), RunState.PENDING
         report_submitted(found, job_id)
     if as_json:
         print_json_line(found, job_id, state)

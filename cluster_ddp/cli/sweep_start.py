@@ -34,7 +34,7 @@ def submit(plan: SweepPlan, at_once: int | None, *, as_json: bool) -> None:
     submitted = submit_sweep(plan, at_once=at_once)
     _report(plan, submitted)
     if as_json:
-        print_json_line(plan.sweep, submitted.job_ids[0] if submitted.job_ids else None, "PENDING")
+        print_json_line(plan.sweep, submitted.job_ids[0] if submitted.job_ids else None, RunState.PENDING)
 
 
 def run_here(
@@ -54,7 +54,7 @@ def run_here(
     )
     state, exit_status = _outcome(states)
     if as_json:
-        print_json_line(plan.sweep, None, state.value)
+        print_json_line(plan.sweep, None, state)
     return exit_status
 
 

@@ -43,6 +43,7 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
 
@@ -350,7 +351,7 @@ def main(arguments: Sequence[str]) -> int:
     except RunAlive as error:
         return _refuse(error, exit_statuses.RUN_ALIVE)
     except RunEnded as error:
-        return _refuse(error, 0 if error.state == "COMPLETED" else exit_statuses.RUN_ENDED)
+        return _refuse(error, 0 if error.state is RunState.COMPLETED else exit_statuses.RUN_ENDED)
     except RequeueFailed as error:
         return _refuse(error, 1)
     except ClusterDDPError as error:

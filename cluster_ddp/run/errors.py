@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.run.run_state import RunState
 
 
 class RunError(ClusterDDPError):
@@ -33,6 +34,6 @@ class ElementWithdrawn(RunError):
 class RunEnded(RunError):
     """The run is completed, cancelled, stalled or failed; only a person's `resume` restarts it."""
 
-    def __init__(self, message: str, state: str) -> None:
+    def __init__(self, message: str, state: RunState) -> None:
         super().__init__(message)
         self.state = state

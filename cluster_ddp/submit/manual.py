@@ -44,6 +44,7 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import make_or_join, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.via import LAUNCH
@@ -318,7 +319,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _refuse_complete(seen: History) -> None:
     outcome = outcome_so_far(seen)
     if outcome is not None and outcome.ending is Ending.COMPLETED:
-        raise RunEnded(f"run {seen.run.id} is complete: there is nothing left to train", Ending.COMPLETED.state.value)
+        raise RunEnded(f"run {seen.run.id} is complete: there is nothing left to train", RunState.COMPLETED)
 
 
 def _refuse_alive(seen: History) -> None:
@@ -339,7 +340,7 @@ def _refuse_alive(seen: History) -> None:
 
 def _refuse_cancelled(seen: History) -> None:
     if len(read_history(seen.run).cancels) > len(seen.cancels):
-        raise RunEnded(f"run {seen.run.id} was cancelled while its nodes waited for each other", "CANCELLED")
+        raise RunEnded(f"run {seen.run.id} was cancelled while its nodes waited for each other", RunState.CANCELLED)
 
 
 def _warn_of_address(start: ManualStart) -> None:

@@ -61,11 +61,12 @@ class SubmititJob:
             The attempt cannot begin.
         """
         from cluster_ddp.run.errors import RunEnded
+        from cluster_ddp.run.run_state import RunState
 
         try:
             kept = _keep(RunDirectory(Path(self.run_directory)))
         except RunEnded as error:
-            if error.state == "COMPLETED":
+            if error.state is RunState.COMPLETED:
                 return "done"
             raise
         if kept.follows == "start again":
