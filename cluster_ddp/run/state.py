@@ -6,9 +6,9 @@ import time
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_deciding, waits_for_requeue, why_delayed
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import Event, History
+from cluster_ddp.run.keeper_at_work import is_deciding, waits_for_requeue, why_delayed
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.run_state import RunState

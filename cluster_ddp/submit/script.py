@@ -113,7 +113,7 @@ def render_script(
         "keeper": launcher.keeper,
         "starts": "\n".join(python_starts(launcher.keeper, "cluster_ddp")),
         "exec": hand_over(spec),
-        "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.in_container()]),
+        "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.definitions_from_run()]),
         "signal": spec.requeue.signal,
         "port": _port(spec),
         "network": "\n".join(_exports(spec, network)),
@@ -260,8 +260,12 @@ class _Launcher:
         yield "# The interpreter outside of the container needs cluster_ddp, but no torch."
         yield f"host_python={quote(self._host_python)}"
 
-    def in_container(self) -> Iterator[str]:
-        """Yield the line that defines the array `python` if ranks run in a container; it names the run directory."""
+    def definitions_from_run(self) -> Iterator[str]:
+        """Yield the lines that define what depends on the run directory.
+
+        That is the array `args` of a script whose arguments may differ in a sweep, and the array `python` if ranks run
+        in a container, which mounts the directory.
+        """
         if self._sweep and self._spec.script is not None:
             yield "# The arguments of the script, by the run's own job file: they may differ from element to element."
             yield f"mapfile -t -d '' args < <({self.keeper} -m cluster_ddp.submit.element --arguments \"$run\")"
