@@ -144,8 +144,7 @@ def plan_manual(
     if not 0 <= node < nodes:
         raise SubmitError(f"--node-rank {node}: the {nodes} nodes are numbered from 0 to {nodes - 1}")
     devices = devices_here()
-    asked = procs or (spec.launch.procs_per_node if isinstance(spec.launch.procs_per_node, int) else None)
-    ranks = asked or len(devices) or 1
+    ranks = procs or spec.launch.fixed_procs or len(devices) or 1
     if devices and ranks > len(devices):
         raise SubmitError(
             f"{ranks} ranks need {ranks} GPUs, and this node has {len(devices)} ({','.join(devices)}).\n"
@@ -153,7 +152,7 @@ def plan_manual(
         )
     if spec.task is not None:
         plan_batch(spec.train, nodes * ranks)
-    fixed = port or (spec.launch.port if isinstance(spec.launch.port, int) else None)
+    fixed = port or spec.launch.fixed_port
     if fixed and node == 0 and not is_free(fixed):
         raise SubmitError(f"port {fixed} is in use on this node; use a different --master-port on all nodes")
     run = RunDirectory(Path(os.path.normpath(path)))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_ddp.exit_statuses import RUN_ENDED
 from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.job.units import format_slurm_time
-from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN
+from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN, node_program
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
@@ -25,8 +25,9 @@ from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_ar
 _TEMPLATE = Path(__file__).with_name("template.sbatch")
 _MARK = re.compile(r"@([a-z]+)@")
 
-# What only the running script knows is a mark in the torchrun command line (see quote_around).
+# What only the running script knows is a mark in the commands of the nodes (see quote_around).
 _VARIABLES = {
+    "\0python\0": "${python[@]}",
     "\0run\0": "$run",
     "\0nodes\0": "$SLURM_JOB_NUM_NODES",
     "\0id\0": "$SLURM_JOB_ID",
@@ -221,9 +222,9 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
 
 
 def _port(spec: JobSpec) -> str:
-    if spec.launch.port != "auto":
-        return f"export MASTER_ADDR MASTER_PORT={spec.launch.port}"
-    return "export MASTER_ADDR"
+    if spec.launch.fixed_port is None:
+        return "export MASTER_ADDR"
+    return f"export MASTER_ADDR MASTER_PORT={spec.launch.fixed_port}"
 
 
 def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
@@ -280,18 +281,19 @@ class _Launcher:
             nodes="\0nodes\0",
             procs=self._spec.procs_per_node,
             rdzv_id="\0id\0." + ATTEMPT,
-            endpoint="\0addr\0:" + (PORT if self._spec.launch.port == "auto" else "\0port\0"),
+            endpoint="\0addr\0:" + (PORT if self._spec.launch.fixed_port is None else "\0port\0"),
         )
         options = list(itertools.takewhile(lambda word: word.startswith("--"), command[1:]))
         target = command[1 + len(options) :]  # what is run, followed by its own options
         if self._sweep and self._spec.script is not None:
             target = [target[0], "\0args\0"]
+        node = node_program("\0python\0", "\0run\0", ())
         lines = [
             f"{' '.join(SRUN)}{self._srun_options}",
-            f'    "${{python[@]}}" -m cluster_ddp.launch.node --run "$run" --attempt {quote(ATTEMPT)} --',
+            f"    {_words(node)}",
             f"    {command[0]}",
-            *(f"        {quote_around(option, _VARIABLES)}" for option in options),
-            f"        {' '.join(quote_around(word, _VARIABLES) for word in target)}",
+            *(f"        {_words([option])}" for option in options),
+            f"        {_words(target)}",
         ]
         return " \\\n    ".join(lines)
 
@@ -306,6 +308,11 @@ class _Launcher:
         gpus = " --nv" if self._spec.slurm.gpu_count else ""
         mounts = "".join(f" --bind {quote(mount)}" for mount in container.mounts)
         return f'apptainer exec{gpus} --bind "$run"{mounts} {image} '
+
+
+def _words(words: Iterable[str]) -> str:
+    """Return words of a command for the script, in which marks become expansions."""
+    return " ".join(quote_around(word, _VARIABLES) for word in words)
 
 
 def _pyxis_options(container: ContainerSpec) -> str:

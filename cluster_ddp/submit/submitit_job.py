@@ -115,7 +115,7 @@ def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> lis
         nodes, address, name = 1, LOOPBACK, run.id
     else:
         nodes, address, name = start.nodes, first_host(start.node_list), start.job_id
-    port = PORT if spec.launch.port == "auto" else spec.launch.port
+    port = spec.launch.fixed_port or PORT
     return torchrun_command(
         spec,
         run_directory=str(run.path),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster_ddp.launch.environment import threads_each
+from cluster_ddp.launch.environment import omp_threads
 from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.status import RunStatus, describe
@@ -126,8 +126,7 @@ class SweepHere:
 
     def _environment(self, place: Place) -> dict[str, str]:
         ranks = len(self.places) * (self.nodes or 1) * (self.procs or 1)
-        threads = os.environ.get("OMP_NUM_THREADS") or str(threads_each(ranks))
-        return {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
+        return {**os.environ, "OMP_NUM_THREADS": omp_threads(ranks), "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
 
 
 def run_sweep(
