@@ -31,7 +31,6 @@ from cluster_ddp.submit.supervisor import STOPPING
 from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
 
 _POLL_SECONDS = 0.2
-_CLAIM_SECONDS = 2.0
 
 
 @dataclass
@@ -53,6 +52,8 @@ class SweepHere:
         Called with each element that has ended.
     claim
         The claim in the sweep's record by which this process starts elements.
+    claim_seconds
+        How often it looks whether it still has the claim.
     """
 
     sweep: SweepDirectory
@@ -61,6 +62,7 @@ class SweepHere:
     procs: int | None
     report: Callable[[RunStatus], None]
     claim: dict[str, Any] | None
+    claim_seconds: float = 2.0
     _signals: list[int] = field(default_factory=list)
     _closed: bool = False  # whether no more elements are started
 
@@ -82,7 +84,7 @@ class SweepHere:
     def _run(self, waiting: list[Element]) -> None:
         looked = time.monotonic()
         while (waiting and not self._closed) or any(place.process for place in self.places):
-            if time.monotonic() - looked > _CLAIM_SECONDS:
+            if time.monotonic() - looked >= self.claim_seconds:
                 looked = time.monotonic()
                 self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel` or somebody else
             self._pass_on()
