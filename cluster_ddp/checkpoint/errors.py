@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 
 _SHOWN = 12  # names of each kind of difference
@@ -12,13 +13,13 @@ _SHOWN = 12  # names of each kind of difference
 class CheckpointError(ClusterDDPError):
     """A checkpoint cannot be written or read as asked."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 class NoSuchCheckpoint(CheckpointError):
     """The requested checkpoint was never saved, so the request is wrong."""
 
-    exit_status = 2
+    exit_status = exit_statuses.WRONG_INPUT
 
 
 class CheckpointDamaged(CheckpointError):

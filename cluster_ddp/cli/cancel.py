@@ -7,12 +7,12 @@ from cluster_ddp.cli.output import inform
 from cluster_ddp.cli.run_states import PATIENCE_SECONDS, how_to_go_on
 from cluster_ddp.cli.sweep_end import cancel_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_deciding_or_waiting
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import CANCELLED, COMPLETED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
+from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.record import RunRecord, read_record, run_in_comment
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.stopfile import AT_ONCE, CANCEL, request_stop

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster_ddp import words
+from cluster_ddp.cli.best import best_checkpoint
 from cluster_ddp.cli.options import JsonList, Run
 from cluster_ddp.cli.output import show, show_json
 from cluster_ddp.cli.run_states import show_metrics
+from cluster_ddp.exit_statuses import RUN_FAILED
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.runs import find_run, runs_dir_of
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def command(
 
     found = find_run(run, runs_dir_of(None))
     listed = list_checkpoints(found.checkpoints, run_id_of(found), read_all=verify)
-    best = best_of(found, listed)
+    best = best_checkpoint(found, listed)
     if as_json:
         show_json([{**_row(info), "best": info.step == best} for info in listed])
     elif not listed:
@@ -39,7 +41,7 @@ def command(
     else:
         _print(listed, best)
     if verify and any(info.state in ("damaged", "unreadable") for info in listed):
-        raise typer.Exit(4)
+        raise typer.Exit(RUN_FAILED)
 
 
 def _row(info: CheckpointInfo) -> dict[str, Any]:
@@ -58,21 +60,6 @@ def _row(info: CheckpointInfo) -> dict[str, Any]:
     }
 
 
-def best_of(run: RunDirectory, listed: list[CheckpointInfo]) -> int | None:
-    """The step of the best checkpoint by ``checkpoint.keep_best``; None where that is not set, or it has no metric."""
-    from cluster_ddp.checkpoint.folders import best_step
-    from cluster_ddp.job import ClusterDDPError, load_resolved
-
-    try:
-        wanted = load_resolved(run.job_file).checkpoint.keep_best
-    except ClusterDDPError:
-        return None
-    if wanted is None:
-        return None
-    metrics = {info.manifest.step: info.manifest.metrics for info in listed if info.manifest is not None}
-    return best_step(list(metrics), metrics, wanted.metric, wanted.mode)
-
-
 def _print(listed: list[CheckpointInfo], best: int | None) -> None:
     width = max(len(info.path.name) for info in listed)
     show(f"{'CHECKPOINT':<{width}}  {'STATE':<10}  {'CREATED':<19}  {'SIZE':>9}  {'SAMPLES':>12}  METRICS")
@@ -83,15 +70,6 @@ def _print(listed: list[CheckpointInfo], best: int | None) -> None:
         mark = "best  " if info.step == best else ""
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.manifest.created))
         show(
-            f"{info.path.name:<{width}}  {info.state:<10}  {created}  {size_in_words(info.manifest.size):>9}  "
+            f"{info.path.name:<{width}}  {info.state:<10}  {created}  {words.size(info.manifest.size):>9}  "
             f"{info.manifest.samples:>12,}  {mark}{show_metrics(info.manifest.metrics)}".rstrip()
         )
-
-
-def size_in_words(count: float) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.checkpoints import best_of, size_in_words
+from cluster_ddp import words
+from cluster_ddp.cli.best import best_checkpoint
 from cluster_ddp.cli.options import Runs
 from cluster_ddp.cli.output import inform, remark, show
 from cluster_ddp.cli.run_states import describe_runs
@@ -53,7 +54,7 @@ def command(
         elif status.state is not RunState.COMPLETED and runs:
             remark([f"{_name(run)} is {status.state.value} and is left alone"])
     did = "removed" if yes else "would be removed; --yes removes them"
-    inform(f"{size_in_words(total)} {did}" if total else "nothing to remove")
+    inform(f"{words.size(total)} {did}" if total else "nothing to remove")
 
 
 def _named(name: str, runs_dir: Path) -> list[RunDirectory]:
@@ -98,7 +99,7 @@ def _clean(run: RunDirectory, attempts: list[int], *, keep_best: bool, everythin
     keep = set() if everything else _kept(run, keep_best=keep_best, verify=yes)
     folders = heavy_folders(run, keep)
     for folder in folders:
-        show(f"{size_in_words(folder.size):>10}  {_name(run)}/checkpoints/{one_line(folder.path.name)}")
+        show(f"{words.size(folder.size):>10}  {_name(run)}/checkpoints/{one_line(folder.path.name)}")
     return remove_folders(run, folders, attempts) if yes and folders else sum(folder.size for folder in folders)
 
 
@@ -114,7 +115,7 @@ def _kept(run: RunDirectory, *, keep_best: bool, verify: bool) -> set[int]:
     from cluster_ddp.checkpoint.verify import list_checkpoints, newest_intact, run_id_of
 
     steps = steps_in(run.checkpoints)
-    best = best_of(run, list_checkpoints(run.checkpoints, run_id_of(run), read_all=False))
+    best = best_checkpoint(run, list_checkpoints(run.checkpoints, run_id_of(run), read_all=False))
     if keep_best and best is not None:
         last = newest_intact(run.checkpoints, run_id_of(run), step=best)[1].step if verify else best
         return {last}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster_ddp.cli.checkpoints import best_of
+from cluster_ddp.cli.best import best_checkpoint
 from cluster_ddp.cli.options import Run
 from cluster_ddp.cli.output import inform, show
 from cluster_ddp.run.errors import RunError
@@ -32,7 +32,7 @@ def command(
     if best:
         if step is not None:
             raise RunError("give either --step or --best, not both")
-        step = best_of(found, list_checkpoints(found.checkpoints, run_id_of(found), read_all=False))
+        step = best_checkpoint(found, list_checkpoints(found.checkpoints, run_id_of(found), read_all=False))
         if step is None:
             raise RunError("--best: checkpoint.keep_best is not set, or no checkpoint has its metric")
     if not output.parent.is_dir():

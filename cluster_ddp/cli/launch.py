@@ -61,12 +61,12 @@ def command(
     try:
         status = manual.start_manual(start, show=sys.stderr if as_json else sys.stdout)
     except RunEnded as error:
-        if error.state != RunState.COMPLETED.value:
+        if error.state is not RunState.COMPLETED:
             raise
         inform(str(error))
-        state, exit_status = error.state, 0
+        state, exit_status = RunState.COMPLETED, 0
     else:
-        state, exit_status = status.state.value, report_ended(start.run, status)
+        state, exit_status = status.state, report_ended(start.run, status)
     if as_json:
         print_json_line(start.run, None, state)
     raise typer.Exit(exit_status)

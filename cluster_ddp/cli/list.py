@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from cluster_ddp.cli.options import JsonList
@@ -12,6 +11,7 @@ from cluster_ddp.cli.run_states import ask_slurm, describe_with, sweep_lines
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.runs import runs_dir_of
 from cluster_ddp.run.status import RunSummary
+from cluster_ddp.words import moment
 
 
 def command(as_json: JsonList = False) -> None:
@@ -56,7 +56,7 @@ def _row(status: RunSummary) -> dict[str, Any]:
 def _cells(status: RunSummary) -> str:
     """The cells after a run's name; for one whose record cannot be read, why."""
     record = status.record
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created)) if record else "-"
+    created = moment(record.created) if record else "-"
     via = one_line(record.via) if record else "-"
     checkpoint = "-" if status.last_checkpoint is None else status.last_checkpoint
     cells = f"{status.state.value:<9}  {created:<16}  {via:<8}  {status.attempts:<8}  {checkpoint}"

@@ -43,7 +43,7 @@ def command(
     run, status = local.start_local(start, show=sys.stderr if as_json else sys.stdout)
     exit_status = report_ended(run, status)
     if as_json:
-        print_json_line(run, None, status.state.value)
+        print_json_line(run, None, status.state)
     raise typer.Exit(exit_status)
 
 

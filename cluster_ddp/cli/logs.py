@@ -10,7 +10,7 @@ import typer
 
 from cluster_ddp.cli.options import Run
 from cluster_ddp.cli.output import inform, show
-from cluster_ddp.cli.status import Look
+from cluster_ddp.cli.selection import Selection
 from cluster_ddp.launch.logs import AttemptLogs
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers, list_attempts
@@ -80,10 +80,10 @@ def _show_all(run: RunDirectory, number: int, node: int | None, rank: int | None
 
 def _follow(run: RunDirectory, node: int | None, rank: int | None) -> None:
     """Show new output, attempt after attempt, until nothing more will happen by itself or a person ends it."""
-    look, current, logs = Look([str(run.path)]), None, None
+    selection, current, logs = Selection([str(run.path)]), None, None
     try:
         while True:
-            (status,) = look.take().runs  # before the logs, so that all output of a run that is over is read
+            (status,) = selection.snapshot().runs  # before the logs, so that all output of a run that is over is read
             if current is None and not status.attempts and status.state.open:
                 inform(f"run {run.id} has not started yet: {_state(status)}")
                 current = -1

@@ -13,6 +13,7 @@ from cluster_ddp.printing import printable, say
 
 if TYPE_CHECKING:
     from cluster_ddp.run.directory import RunDirectory
+    from cluster_ddp.run.run_state import RunState
     from cluster_ddp.run.sweep import SweepDirectory
 
 
@@ -60,12 +61,12 @@ def report_submitted(run: RunDirectory, job_id: str | None) -> None:
     )
 
 
-def print_json_line(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: str) -> None:
+def print_json_line(run: RunDirectory | SweepDirectory, slurm_job_id: str | None, state: RunState) -> None:
     """Print the line of ``--json``: run_id, directory, slurm_job_id, state. Nobody has to read it.
 
     If it cannot be written the exit status stays as it is: one that says that the job was not submitted would be wrong.
     """
-    fields = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": slurm_job_id, "state": state}
+    fields = {"run_id": run.id, "directory": str(run.path), "slurm_job_id": slurm_job_id, "state": state.value}
     try:
         print(json.dumps(fields), flush=True)
     except OSError as error:

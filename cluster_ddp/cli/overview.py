@@ -11,14 +11,12 @@ from typing import TypeVar
 
 from cluster_ddp.cli.run_states import SlurmJobs
 from cluster_ddp.run.errors import RunError
-from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.runs import list_runs
-from cluster_ddp.run.state_cache import EndedRun, EndedRuns
+from cluster_ddp.run.state_cache import EndedRuns, Known
 from cluster_ddp.run.status import RunStatus, RunSummary
 from cluster_ddp.run.sweep import SweepDirectory, list_sweeps, read_sweep
 from cluster_ddp.run.sweep_status import NotBegun, SweepCounts, know_elements
 
-Known = KnownRun | EndedRun | NotBegun
 S = TypeVar("S", bound=RunSummary)
 
 

@@ -33,7 +33,7 @@ def command(
     """Continue a run or a sweep from its last checkpoint: in the queue, or on this machine if it is a local one."""
     sweep = find_sweep(run, runs_dir_of(None))
     if sweep is not None:
-        from cluster_ddp.cli.sweep import go_on
+        from cluster_ddp.cli.sweep_start import go_on
 
         if settings:
             raise RunError(
@@ -58,12 +58,12 @@ def command(
             else "it more: --set train.epochs=... (or train.steps)"
         )
         inform(f"run {found.id} is complete; to train further, give {more}")
-        job_id, state = status.slurm_job_id, status.state.value
+        job_id, state = status.slurm_job_id, status.state
     elif isinstance(plan.start, local.LocalStart):
         status = resume.resume_here(plan, plan.start, show=sys.stderr if as_json else sys.stdout)
-        state, exit_status = status.state.value, report_ended(found, status)
+        state, exit_status = status.state, report_ended(found, status)
     else:
-        job_id, state = resume.send_again(plan, plan.start), RunState.PENDING.value
+        job_id, state = resume.send_again(plan, plan.start), RunState.PENDING
         report_submitted(found, job_id)
     if as_json:
         print_json_line(found, job_id, state)

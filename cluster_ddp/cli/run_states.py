@@ -9,25 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from cluster_ddp.cli.output import inform
+from cluster_ddp.exit_statuses import RUN_FAILED, RUN_STOPPED
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.jobs import KnownRun, know
+from cluster_ddp.run.jobs import know
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import runs_dir_of
-from cluster_ddp.run.state_cache import EndedRun
+from cluster_ddp.run.state_cache import Known
 from cluster_ddp.run.status import RunStatus, RunSummary, describe_known
-from cluster_ddp.run.sweep_status import NotBegun, SweepCounts
+from cluster_ddp.run.sweep_status import SweepCounts
 from cluster_ddp.run.via import LAUNCH
 from cluster_ddp.slurm.commands import SlurmError, query_ended_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
-_EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: 5, RunState.CANCELLED: 5}
-_FAILED_STATUS = 4
+# RUN_FAILED for all others.
+_EXIT_STATUS = {RunState.COMPLETED: 0, RunState.STOPPED: RUN_STOPPED, RunState.CANCELLED: RUN_STOPPED}
 _DOUBTFUL = (RunState.LOST, RunState.STOPPED)  # a run that was queued again may have been cancelled there
 METRICS_SHOWN = 4
-K = TypeVar("K", bound="KnownRun | EndedRun | NotBegun")
+K = TypeVar("K", bound=Known)
 S = TypeVar("S", bound=RunSummary)
 SlurmJobs = Mapping[str, SlurmJob] | None
 PATIENCE_SECONDS = 20.0
@@ -59,7 +60,7 @@ def _ended_jobs(job_ids: frozenset[str]) -> dict[str, SlurmJob]:
     return query_ended_jobs(job_ids, seconds=PATIENCE_SECONDS)
 
 
-def ask_slurm(known: Sequence[KnownRun | EndedRun | NotBegun]) -> SlurmJobs:
+def ask_slurm(known: Sequence[Known]) -> SlurmJobs:
     """What squeue says about the jobs of all the runs; None when it cannot be queried."""
     try:
         return ask_about(known, seconds=PATIENCE_SECONDS)
@@ -98,7 +99,7 @@ def report_ended(run: RunDirectory, status: RunStatus) -> int:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"\n{_coloured(status.state)}  {one_line(run.id)}\n")
     inform(*(f"  {label:<10} {text}" for label, text in rows if text))
-    return _EXIT_STATUS.get(status.state, _FAILED_STATUS)
+    return _EXIT_STATUS.get(status.state, RUN_FAILED)
 
 
 def how_to_go_on(name: str, record: RunRecord | None) -> str:
@@ -110,5 +111,5 @@ def how_to_go_on(name: str, record: RunRecord | None) -> str:
 def _coloured(state: RunState) -> str:
     if not sys.stderr.isatty():
         return state.value
-    colour = {0: 32, 5: 33}.get(_EXIT_STATUS.get(state, _FAILED_STATUS), 31)
+    colour = {0: 32, RUN_STOPPED: 33}.get(_EXIT_STATUS.get(state, RUN_FAILED), 31)
     return f"\x1b[1;{colour}m{state.value}\x1b[0m"

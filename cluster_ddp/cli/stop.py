@@ -9,12 +9,12 @@ from cluster_ddp.cli.output import inform, inform_if_slow
 from cluster_ddp.cli.run_states import PATIENCE_SECONDS, describe_runs, how_to_go_on
 from cluster_ddp.cli.sweep_end import stop_sweep
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_deciding_or_waiting
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import STOP_REQUESTED, EventWriter, caller, login_writer
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.jobs import living_jobs, slurm_job_ids
+from cluster_ddp.run.keeper_at_work import is_deciding_or_waiting
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import find_run_to_change, runs_dir_of
 from cluster_ddp.run.status import RunStatus

@@ -11,6 +11,7 @@ import typer
 from cluster_ddp.cli.options import Job, JsonLine, NoCheck, Settings
 from cluster_ddp.cli.output import inform, print_json_line, remark, report_submitted
 from cluster_ddp.printing import one_line, printable
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.via import QUEUED, SBATCH
 from cluster_ddp.submit.base import Submission, SubmitError, start_run
 from cluster_ddp.submit.ways import submission
@@ -62,7 +63,7 @@ def command(
     run, job_id = start_run(loaded.spec, sending)
     report_submitted(run, job_id)
     if as_json:
-        print_json_line(run, job_id, "PENDING")
+        print_json_line(run, job_id, RunState.PENDING)
 
 
 def _steps(spec: JobSpec) -> list[str]:

@@ -14,7 +14,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.jobs import KnownRun, know, living_jobs
 from cluster_ddp.run.status import RunStatus
-from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, change_sweep, read_sweep, withdraw
+from cluster_ddp.run.sweep import SweepDirectory, SweepRecord, read_sweep, update_sweep, withdraw
 from cluster_ddp.run.sweep_status import NotBegun, describe_element, know_elements, tasks_of
 from cluster_ddp.slurm.commands import SlurmError, cancel_job, query_jobs
 from cluster_ddp.slurm.states import ACTIVE, WAITING, SlurmJob
@@ -121,11 +121,10 @@ def _start_no_more(sweep: SweepDirectory) -> bool:
     """Let no element begin any more, and take the claim from a process that starts some; whether there was one."""
     busy = False
 
-    def withdrawn(record: SweepRecord | None) -> SweepRecord:
+    def withdrawn(record: SweepRecord) -> SweepRecord:
         nonlocal busy
-        assert record is not None
         busy = record.busy
         return withdraw(replace(record, submitting=None), (array.job_id for array in record.arrays))
 
-    change_sweep(sweep, withdrawn)
+    update_sweep(sweep, withdrawn)
     return busy

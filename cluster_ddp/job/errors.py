@@ -6,11 +6,13 @@ Every package derives its own errors from `ClusterDDPError`; the command line pr
 
 from __future__ import annotations
 
+from cluster_ddp import exit_statuses
+
 
 class ClusterDDPError(Exception):
     """An error that the user can fix. ``str()`` of it is the whole message, possibly of several lines."""
 
-    exit_status: int = 2
+    exit_status: int = exit_statuses.WRONG_INPUT
     comes_back: bool = False  # whether it recurs in every attempt, however far earlier ones got, until a person acts
 
 

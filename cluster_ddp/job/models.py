@@ -85,6 +85,16 @@ class LaunchSpec(Section):
     hang_timeout: fields.SecondsOrAuto = "auto"
     container: ContainerSpec | None = None
 
+    @property
+    def fixed_procs(self) -> int | None:
+        """Ranks per node; None for ``auto``."""
+        return None if self.procs_per_node == "auto" else self.procs_per_node
+
+    @property
+    def fixed_port(self) -> int | None:
+        """Where the ranks meet; None for ``auto``."""
+        return None if self.port == "auto" else self.port
+
 
 class NetworkSpec(Section):
     """NCCL's and Gloo's settings; `None` leaves the choice to the profile."""
@@ -314,8 +324,8 @@ class JobSpec(Section):
     @property
     def procs_per_node(self) -> int:
         """Ranks per node: ``launch.procs_per_node``, where ``auto`` means one per GPU, or one without GPUs."""
-        if isinstance(self.launch.procs_per_node, int):
-            return self.launch.procs_per_node
+        if self.launch.fixed_procs is not None:
+            return self.launch.fixed_procs
         return max(self.slurm.gpu_count, 1)
 
     @property

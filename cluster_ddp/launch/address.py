@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
@@ -26,7 +27,7 @@ _DOCUMENTATION_ADDRESS = "192.0.2.1"  # routed nowhere, so it takes the default 
 class AddressError(ClusterDDPError):
     """This node has no address that the others can reach."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 def local_address(master: str, *, nodes: int, interface: str | None = None) -> str:

@@ -114,6 +114,11 @@ def threads_each(processes: int) -> int:
     return max(1, usable_cpus() // processes)
 
 
+def omp_threads(processes: int) -> str:
+    """Return OMP_NUM_THREADS for each of several processes here: the user's own, or an equal share of the CPUs."""
+    return os.environ.get("OMP_NUM_THREADS") or str(threads_each(processes))
+
+
 def usable_cpus() -> int:
     """Count the CPUs that this node program, its agent and its ranks may use together."""
     try:

@@ -14,9 +14,21 @@ PORT = "{port}"
 """Stands in the rendezvous endpoint for a port that is free on the first node, another for each attempt."""
 
 
-def node_program(python: str, run_directory: str, torchrun: Sequence[str]) -> list[str]:
-    """Return the command that runs on every node; `torchrun` is the torchrun command line with its placeholders."""
-    return [python, "-m", "cluster_ddp.launch.node", "--run", run_directory, "--attempt", ATTEMPT, "--", *torchrun]
+def node_program(
+    python: str, run_directory: str, torchrun: Sequence[str], *, attempt: str = ATTEMPT, node: int | None = None
+) -> list[str]:
+    """Return the command that runs on every node.
+
+    Parameters
+    ----------
+    torchrun
+        The torchrun command line with its placeholders.
+    node
+        The node's rank, if not the one that Slurm tells.
+    """
+    rank = [] if node is None else ["--node-rank", str(node)]
+    words = [python, "-m", "cluster_ddp.launch.node", "--run", run_directory, "--attempt", attempt, *rank]
+    return [*words, "--", *torchrun]
 
 
 def leaves_port_open(step: Sequence[str]) -> bool:

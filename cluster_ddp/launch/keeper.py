@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
 from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
@@ -42,12 +43,9 @@ from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
 from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED
 from cluster_ddp.slurm.start import this_start
-
-ALIVE_STATUS = 75
-ENDED_STATUS = 76
-FAILED_STATUS = 4
 
 _DECIDE_SECONDS = 60.0
 _HURRIED_DECIDE_SECONDS = 2.0
@@ -351,14 +349,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         kept = Keeper(run, parsed.step, SlurmAllocation(start), warning=warning).keep()
     except RunAlive as error:
-        return _refuse(error, ALIVE_STATUS)
+        return _refuse(error, exit_statuses.RUN_ALIVE)
     except RunEnded as error:
-        return _refuse(error, 0 if error.state == "COMPLETED" else ENDED_STATUS)
+        return _refuse(error, 0 if error.state is RunState.COMPLETED else exit_statuses.RUN_ENDED)
     except RequeueFailed as error:
         return _refuse(error, 1)
     except ClusterDDPError as error:
         return _refuse(error, error.exit_status)
-    return FAILED_STATUS if kept.follows == "fail" else 0
+    return exit_statuses.RUN_FAILED if kept.follows == "fail" else 0
 
 
 def _refuse(error: ClusterDDPError, status: int) -> int:

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             program = NodeProgram(run, parsed.attempt, parsed.torchrun, node_rank=node_rank)
             program.start()
         except (ClusterDDPError, OSError) as error:
-            return _did_not_start(run, parsed.attempt, node_rank, error)
+            return did_not_start(run, parsed.attempt, node_rank, error)
         return program.watch()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
+def did_not_start(run: RunDirectory, attempt: int, node_rank: int, error: ClusterDDPError | OSError) -> int:
     """Record and print why this node cannot take part; if it cannot write, the keeper records it."""
     host, words = host_name(), explain(error, run)
     of_the_job = isinstance(error, OSError) and error.errno == errno.EMFILE and not node_allows_fewer_files()

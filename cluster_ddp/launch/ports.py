@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.address import LOOPBACK
 
@@ -18,7 +19,7 @@ _STRIDE = 1009  # between attempts, and between tries: far from the ports of job
 class NoFreePort(ClusterDDPError):
     """Every port that was tried on this host is taken."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 def job_port(slurm_job_id: int) -> int:

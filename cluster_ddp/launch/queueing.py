@@ -6,7 +6,6 @@ giving up the requeue would end a run that was meant to continue.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from cluster_ddp.job.errors import ClusterDDPError
@@ -38,9 +37,9 @@ def queue_again(
     known: Callable[[], str | None],
     until: Callable[[], float | None],
     delayed: Callable[[str], None],
-    unwanted: Callable[[], bool] = lambda: False,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    unwanted: Callable[[], bool],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
 ) -> bool:
     """Requeue the job; return False if its owner has cancelled or stopped it meanwhile.
 

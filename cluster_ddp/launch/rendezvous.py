@@ -74,7 +74,7 @@ def sign_rendezvous(argv: list[str], key_file: Path) -> None:
     if len(key) < KEY_BYTES:
         raise OSError(errno.EINVAL, f"has {len(key)} bytes, and a key has {KEY_BYTES}", str(key_file))
     signer = Signer(key)
-    rendezvous_handler_registry.register(SIGNED, lambda parameters: _rendezvous(parameters, signer))
+    rendezvous_handler_registry.register(SIGNED, lambda parameters: make_rendezvous(parameters, signer))
     argv[argv.index("--rdzv-backend=c10d")] = f"--rdzv-backend={SIGNED}"
     # torch would make a store for the ranks that listens on all addresses; `Rendezvous` makes one that does not.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -160,7 +160,14 @@ class Rendezvous(DynamicRendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
 
-def _rendezvous(parameters: RendezvousParameters, signer: Signer) -> Rendezvous:
+def make_rendezvous(parameters: RendezvousParameters, signer: Signer, *, may_miss: int = _MISSED) -> Rendezvous:
+    """Return one agent's part in a rendezvous of agents with the same key.
+
+    Parameters
+    ----------
+    may_miss
+        Signs of life that a node may miss before the others drop it.
+    """
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=-1)
     assert parameters.local_addr is not None
     is_host = parameters.get_as_bool("is_host")
@@ -181,7 +188,7 @@ def _rendezvous(parameters: RendezvousParameters, signer: Signer) -> Rendezvous:
         RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items() if value is not None}),
     )
     assert isinstance(handler, Rendezvous)
-    object.__setattr__(handler.settings, "keep_alive_max_attempt", _MISSED)  # older torch has no argument for it
+    object.__setattr__(handler.settings, "keep_alive_max_attempt", may_miss)  # older torch has no argument for it
     handler.signer, handler.address = signer, parameters.local_addr
     return handler
 

@@ -16,6 +16,7 @@ from cluster_ddp.run.events import EventWriter, login_writer
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.liveness import identify, is_alive
 from cluster_ddp.run.record import add_slurm_job, update_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import FINAL_REASONS, read_stop, request_stop
 from cluster_ddp.run.storage import Storage, replace_file, write_json
 
@@ -199,7 +200,7 @@ def _decide_late(history: History, last: AttemptRecord) -> Decision | None:
     decision = decide(history.run, attempt)
     if decision.action == "stall":
         record_decision(attempt, decision, writer=login_writer())
-        raise RunEnded(f"run {history.run.id} has stalled: {decision.why}", "STALLED")
+        raise RunEnded(f"run {history.run.id} has stalled: {decision.why}", RunState.STALLED)
     return decision
 
 

@@ -165,7 +165,7 @@ def refuse_ended(history: History) -> None:
         message = (
             f"run {run_id} {ending.words}{why}. It starts again only if you ask for it: cluster-ddp resume {run_id}"
         )
-    raise RunEnded(message, ending.state.value)
+    raise RunEnded(message, ending.state)
 
 
 def failures_of(history: History, number: int) -> list[Event]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.run.run_state import RunState
 
 
 class RunError(ClusterDDPError):
     """A run cannot be used as asked."""
-
-    exit_status = 2
 
 
 class RunNotFound(RunError):
@@ -22,18 +22,18 @@ class RunAlive(RunError):
 class RunGone(RunError):
     """The directory of a run has vanished while it was training."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 class ElementWithdrawn(RunError):
     """The sweep of an element was stopped or cancelled before the element began."""
 
-    exit_status = 76  # the same as for a run that only a person may restart
+    exit_status = exit_statuses.RUN_ENDED
 
 
 class RunEnded(RunError):
     """The run is completed, cancelled, stalled or failed; only a person's `resume` restarts it."""
 
-    def __init__(self, message: str, state: str) -> None:
+    def __init__(self, message: str, state: RunState) -> None:
         super().__init__(message)
         self.state = state

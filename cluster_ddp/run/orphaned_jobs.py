@@ -13,13 +13,12 @@ from typing import TypeVar
 
 from cluster_ddp.run.jobs import KnownRun
 from cluster_ddp.run.record import run_in_comment
-from cluster_ddp.run.state_cache import EndedRun
+from cluster_ddp.run.state_cache import EndedRun, Known
 from cluster_ddp.run.storage import is_mine_alone
 from cluster_ddp.run.sweep_status import NotBegun
 from cluster_ddp.slurm.commands import query_jobs, query_own_jobs
 from cluster_ddp.slurm.states import SlurmJob
 
-Known = KnownRun | EndedRun | NotBegun
 K = TypeVar("K", bound=Known)
 
 

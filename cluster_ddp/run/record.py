@@ -74,7 +74,6 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(RunRecord))
 
 def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
     """Make the record of a new run."""
-    procs = spec.launch.procs_per_node
     return RunRecord(
         id=run_id,
         name=spec.name,
@@ -84,7 +83,7 @@ def new_record(spec: JobSpec, *, run_id: str, via: str) -> RunRecord:
         git_revision=_git_revision(code_folder(spec)),
         versions=package_versions(),
         nodes=spec.slurm.nodes,
-        procs=procs if isinstance(procs, int) else None,
+        procs=spec.launch.fixed_procs,
         submitting=claim() if via in QUEUED else None,
     )
 

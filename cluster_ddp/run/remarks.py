@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 from cluster_ddp.run.ending import what_failed
 from cluster_ddp.run.events import WARNING
 from cluster_ddp.run.history import History
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.unfinished import seconds_of_a_save, unfinished_saves
+from cluster_ddp.words import moment
 
 _MAX_WARNINGS = 10
 
@@ -41,8 +40,3 @@ def last_failure(history: History) -> str | None:
         if record.number >= history.first_number and (failed := what_failed(history, record.number)):
             return f"attempt {record.number}: {failed}"
     return None
-
-
-def moment(seconds: float) -> str:
-    """Format a time in Unix seconds for people, in the local time zone."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

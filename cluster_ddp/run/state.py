@@ -6,17 +6,17 @@ import time
 
 from cluster_ddp.run import events
 from cluster_ddp.run.attempt import attempt_is_alive
-from cluster_ddp.run.deciding import is_deciding, waits_for_requeue, why_delayed
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import Event, History
+from cluster_ddp.run.keeper_at_work import is_deciding, waits_for_requeue, why_delayed
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
-from cluster_ddp.run.remarks import moment
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import TERMINATED
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED, SBATCH
 from cluster_ddp.slurm.reasons import in_words
 from cluster_ddp.slurm.states import ACTIVE, SUSPENDED, WAITING, SlurmJob
+from cluster_ddp.words import moment
 
 _NEVER_BEGAN = "it should have started on this machine and has not"
 _LOCAL_START_SECONDS = 60.0

@@ -49,6 +49,10 @@ class EndedRun:
     status: RunStatus  # as it is while Slurm knows none of these jobs
 
 
+Known = KnownRun | EndedRun | NotBegun
+"""What is known of a run, or of a sweep's element, before squeue is asked about its jobs."""
+
+
 class EndedRuns:
     """The ended runs of one folder that the user has listed before.
 
@@ -71,7 +75,7 @@ class EndedRuns:
         """Return what to query squeue for, reading from the run only if necessary."""
         return self._recall(run) or know(run)
 
-    def describe(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
+    def describe(self, known: Known, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunStatus:
         """Return the status of a run (see `cluster_ddp.run.status.describe`), and remember it if the run has ended."""
         alone = _is_alone(known.slurm_job_ids, slurm_jobs)
         if isinstance(known, EndedRun):
@@ -81,7 +85,7 @@ class EndedRuns:
             self._keep(known, status)
         return status
 
-    def summarize(self, known: KnownRun | NotBegun | EndedRun, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
+    def summarize(self, known: Known, slurm_jobs: Mapping[str, SlurmJob] | None) -> RunSummary:
         """Return the short status of a run, which reads too little to be remembered."""
         if isinstance(known, KnownRun):
             return summarize_known(known, slurm_jobs)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster_ddp.run import events
-from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
+from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.goodput import Goodput, goodput_of
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.jobs import KnownRun, current_job, know
 from cluster_ddp.run.lineage import last_step_that_counts
-from cluster_ddp.run.metrics import LatestMetrics
+from cluster_ddp.run.outlook import Outlook, outlook_of
 from cluster_ddp.run.reading import as_whole
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.remarks import last_failure, warnings_of
 from cluster_ddp.run.run_state import RunState
+from cluster_ddp.run.silence import silent_nodes
 from cluster_ddp.run.state import state_of
 from cluster_ddp.slurm.states import SlurmJob
 
@@ -87,7 +87,7 @@ def describe_known(known: KnownRun, slurm_jobs: Mapping[str, SlurmJob] | None) -
     """Return the status of a run whose jobs have been looked up already; see `describe`."""
     history = read_history(known.run, known.attempts)
     summary = _summary(known, history, slurm_jobs)
-    step, samples = _position(history, history.metrics)
+    step, samples = _position(history)
     total_steps = as_whole(_latest(history, "total_steps"))
     trains = summary.state is RunState.RUNNING
     outlook = outlook_of(history, total_steps) if trains else Outlook(None, None)
@@ -146,14 +146,15 @@ def _last_job_id(history: History, ids: list[str]) -> str | None:
     return began or (ids[-1] if ids else None)
 
 
-def _position(history: History, metrics: LatestMetrics) -> tuple[int | None, int | None]:
+def _position(history: History) -> tuple[int | None, int | None]:
     """Return steps and samples according to the latest attempt that reported any."""
+    metrics = history.metrics
     for record in reversed(history.attempts):
         logged = [metrics.step] if record.number == metrics.attempt and metrics.step is not None else []
         steps = [*_steps_in(history, record.number, events.CHECKPOINT, events.STOPPED, events.COMPLETED), *logged]
         steps = steps or _steps_in(history, record.number, *_TELL_A_STEP)
         if steps:
-            return max(steps), _samples_at(max(steps), history, metrics)
+            return max(steps), _samples_at(max(steps), history)
     return metrics.step, metrics.samples
 
 
@@ -169,7 +170,8 @@ def _last_checkpoint(history: History) -> int | None:
         return None
 
 
-def _samples_at(step: int, history: History, metrics: LatestMetrics) -> int | None:
+def _samples_at(step: int, history: History) -> int | None:
+    metrics = history.metrics
     if step == metrics.step and metrics.samples is not None:
         return metrics.samples
     counts = (as_whole(event.get("samples")) for event in reversed(history.events) if event.get("step") == step)
@@ -181,62 +183,3 @@ def _latest(history: History, name: str) -> Any:
     told = (event for event in reversed(history.events) if event.get(name) is not None)
     latest = max(told, key=lambda event: as_whole(event.get("attempt")) or 0, default=None)
     return None if latest is None else latest[name]
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """How fast a run trains and when it will finish, from its latest measurements."""
-
-    samples_per_second: float | None  # None if the run does not measure it
-    ends: float | None  # Unix seconds at which the last step will finish if nothing interrupts it; None if not known
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds from now to the end."""
-        return None if self.ends is None else max(0.0, self.ends - time.time())
-
-
-def outlook_of(history: History, total_steps: int | None) -> Outlook:
-    """Return the outlook of a run that trains, from the last line of its metrics."""
-    latest = history.metrics
-    seconds, measured = latest.values.get("seconds_per_step"), latest.times.get(latest.attempt)
-    rate = latest.values.get("samples_per_second")
-    if latest.step is None or measured is None or latest.attempt != history.last_number:
-        return Outlook(None, None)
-    known = seconds is not None and total_steps is not None and seconds > 0
-    ends = measured + seconds * max(0, total_steps - latest.step) if known else None  # type: ignore[operator]
-    return Outlook(rate if rate is not None and rate > 0 else None, ends)
-
-
-_SILENT_SECONDS = 120.0  # nodes touch their file every few seconds; network storage may show it a minute late
-_NAMED = 3
-
-
-def silent_nodes(history: History) -> str | None:
-    """Name the nodes of the last attempt that have given no sign of life for minutes; None if all do."""
-    if history.last is None:
-        return None
-    attempt = history.run.attempt(history.last.number)
-    touched: dict[str, float] = {}
-    for event in history.of_attempt(attempt.number, events.NODE_STARTED):
-        node = event.get("node")
-        if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
-            host = str(event.get("host") or f"node {node}")
-            touched[host] = min(moment, touched.get(host, moment))
-    now = max([time.time(), *touched.values()])  # the storage has its own clock, which may be ahead
-    silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
-    if not silent:
-        return None
-    names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
-    return (
-        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: it hangs, or its storage does "
-        "not respond; Slurm may be unable to end such a job until it does"
-    )
-
-
-def _touched(attempt: AttemptDirectory, node: int) -> float | None:
-    """Return when a node program last touched its file; None if it has signed off or not started yet."""
-    try:
-        return attempt.alive_file(node).lstat().st_mtime
-    except OSError:
-        return None

@@ -149,6 +149,11 @@ def change_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord | None], S
     return after
 
 
+def update_sweep(sweep: SweepDirectory, change: Callable[[SweepRecord], SweepRecord]) -> None:
+    """Change the record of a sweep that exists, as `change_sweep` does; raises `RunNotFound` if it has vanished."""
+    change_sweep(sweep, lambda record: change(record or read_sweep(sweep)))
+
+
 def with_elements(sweep: SweepDirectory, record: SweepRecord | None, wanted: Sequence[Settings]) -> SweepRecord:
     """Return the record with these elements added; existing ones keep their numbers."""
     from cluster_ddp.job.grid import identity, labels  # loads YAML, which is not needed to show a sweep

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.slurm.environment import environment_for, without_filters
@@ -71,7 +72,7 @@ _COMMAND_TIMEOUT = 100.0
 class SlurmError(ClusterDDPError):
     """Slurm refused, cannot be reached, or is not installed here."""
 
-    exit_status = 3
+    exit_status = exit_statuses.SLURM_FAILED
 
 
 class SlurmRefused(SlurmError):

@@ -9,7 +9,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.jobs import know
 from cluster_ddp.run.orphaned_jobs import ask_about, with_orphaned_jobs
 from cluster_ddp.run.record import add_slurm_job
-from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, SweepRecord, change_sweep, read_sweep
+from cluster_ddp.run.sweep import Element, SlurmArray, SweepDirectory, read_sweep, update_sweep
 from cluster_ddp.run.sweep_status import know_elements
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.submit.base import note_submitted
@@ -50,12 +50,7 @@ def adopt_sweep_jobs(sweep: SweepDirectory, *, seconds: float) -> None:
 
 def note_array(sweep: SweepDirectory, array: SlurmArray, begun: Sequence[Element]) -> None:
     """Note an array in the sweep, and its tasks in the runs of those elements that already have one."""
-
-    def noted(record: SweepRecord | None) -> SweepRecord:
-        assert record is not None
-        return replace(record, arrays=(*record.arrays, array), announced=None)
-
-    change_sweep(sweep, noted)
+    update_sweep(sweep, lambda record: replace(record, arrays=(*record.arrays, array), announced=None))
     for element in begun:
         job_id = f"{array.job_id}_{element.number - array.offset}"
         add_slurm_job(sweep.run(element), job_id)

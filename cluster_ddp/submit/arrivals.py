@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.sign_of_life import touched_at
 from cluster_ddp.printing import one_line, say
@@ -36,7 +37,7 @@ _NAMES_SHOWN = 8
 class NodesMissing(ClusterDDPError):
     """Not all nodes arrived in time."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.storage import open_append
 from cluster_ddp.run.via import LOCAL, LOCAL_OUTPUT
 from cluster_ddp.submit import local
-from cluster_ddp.submit.base import SubmitError, exit_status
+from cluster_ddp.submit.base import SubmitError, as_program
 
 if TYPE_CHECKING:
     from cluster_ddp.job import JobSpec
@@ -59,7 +59,7 @@ class LocalSubmission:
             raise SubmitError(f"the run cannot be started here: {error.strerror}") from error
 
 
-@exit_status
+@as_program
 def main(arguments: Sequence[str]) -> None:
     """Entry point of ``python -m cluster_ddp.submit.background``."""
     from cluster_ddp.job import load_resolved

@@ -77,8 +77,8 @@ def start_run(spec: JobSpec, submission: Submission) -> tuple[RunDirectory, str 
     return run, job_id
 
 
-def exit_status(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]], int]:
-    """Turn a `main` into a program: print a user's error, which also determines the exit status."""
+def as_program(main: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str]], int]:
+    """Turn a `main` into one that prints an error for the user and returns the exit status, 0 without an error."""
 
     @functools.wraps(main)
     def program(arguments: Sequence[str]) -> int:

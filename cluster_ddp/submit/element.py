@@ -20,7 +20,7 @@ from cluster_ddp.run.storage import Storage
 from cluster_ddp.run.sweep import Element, SweepDirectory, read_sweep
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.start import this_start
-from cluster_ddp.submit.base import exit_status, note_submitted
+from cluster_ddp.submit.base import as_program, note_submitted
 
 
 def run_of_element(sweep: SweepDirectory, element: Element, *, via: str, job: str | None) -> RunDirectory:
@@ -81,7 +81,7 @@ def arguments_of(run: RunDirectory) -> tuple[str, ...]:
     return load_resolved(run.job_file).args
 
 
-@exit_status
+@as_program
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.element")
     parser.add_argument("sweep", type=Path, nargs="?")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.jobs import know
@@ -28,7 +29,7 @@ _QUEUE_SECONDS = 20.0
 class RunFailed(ClusterDDPError):
     """The run whose result was requested ended without one."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 class RunHandle:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from cluster_ddp.launch.address import LOOPBACK, LOOPBACK_INTERFACE
 from cluster_ddp.launch.attempt import speak_for_script
-from cluster_ddp.launch.environment import threads_each
+from cluster_ddp.launch.environment import omp_threads
 from cluster_ddp.launch.notice import give_notice
 from cluster_ddp.launch.ports import free_port
 from cluster_ddp.launch.torchrun import fill_in, torchrun_command
@@ -83,7 +83,7 @@ class LocalStart:
             ADDRESS_VARIABLE: LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
             "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_each(self.nodes * self.procs)),
+            "OMP_NUM_THREADS": omp_threads(self.nodes * self.procs),
         }
         if self.hide_gpus or self.gpus[node]:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[node])
@@ -129,8 +129,7 @@ def plan_local(
             "Use different --gpus or --nodes"
         )
     share = len(devices) // count
-    asked = procs or (spec.launch.procs_per_node if isinstance(spec.launch.procs_per_node, int) else None)
-    ranks = asked or share or 1
+    ranks = procs or spec.launch.fixed_procs or share or 1
     if devices and ranks > share:
         raise SubmitError(
             f"{ranks} ranks on each of {count} nodes need {ranks * count} GPUs, and there are {len(devices)} "
@@ -140,7 +139,7 @@ def plan_local(
         plan_batch(spec.train, count * ranks, global_batch)
     split = tuple(tuple(devices[node * share : (node + 1) * share]) for node in range(count))
     hide_gpus = gpus is not None and not devices
-    port = spec.launch.port if isinstance(spec.launch.port, int) else free_port()
+    port = spec.launch.fixed_port or free_port()
     return LocalStart(spec, count, ranks, split, hide_gpus=hide_gpus, port=port, python=interpreter(spec))
 
 

@@ -44,6 +44,7 @@ from cluster_ddp.run.events import (
 )
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.record import read_record
+from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.runs import make_or_join, runs_dir_of
 from cluster_ddp.run.status import RunStatus, describe
 from cluster_ddp.run.via import LAUNCH
@@ -143,8 +144,7 @@ def plan_manual(
     if not 0 <= node < nodes:
         raise SubmitError(f"--node-rank {node}: the {nodes} nodes are numbered from 0 to {nodes - 1}")
     devices = devices_here()
-    asked = procs or (spec.launch.procs_per_node if isinstance(spec.launch.procs_per_node, int) else None)
-    ranks = asked or len(devices) or 1
+    ranks = procs or spec.launch.fixed_procs or len(devices) or 1
     if devices and ranks > len(devices):
         raise SubmitError(
             f"{ranks} ranks need {ranks} GPUs, and this node has {len(devices)} ({','.join(devices)}).\n"
@@ -152,7 +152,7 @@ def plan_manual(
         )
     if spec.task is not None:
         plan_batch(spec.train, nodes * ranks)
-    fixed = port or (spec.launch.port if isinstance(spec.launch.port, int) else None)
+    fixed = port or spec.launch.fixed_port
     if fixed and node == 0 and not is_free(fixed):
         raise SubmitError(f"port {fixed} is in use on this node; use a different --master-port on all nodes")
     run = RunDirectory(Path(os.path.normpath(path)))
@@ -318,7 +318,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _refuse_complete(seen: History) -> None:
     outcome = outcome_so_far(seen)
     if outcome is not None and outcome.ending is Ending.COMPLETED:
-        raise RunEnded(f"run {seen.run.id} is complete: there is nothing left to train", Ending.COMPLETED.state.value)
+        raise RunEnded(f"run {seen.run.id} is complete: there is nothing left to train", RunState.COMPLETED)
 
 
 def _refuse_alive(seen: History) -> None:
@@ -339,7 +339,7 @@ def _refuse_alive(seen: History) -> None:
 
 def _refuse_cancelled(seen: History) -> None:
     if len(read_history(seen.run).cancels) > len(seen.cancels):
-        raise RunEnded(f"run {seen.run.id} was cancelled while its nodes waited for each other", "CANCELLED")
+        raise RunEnded(f"run {seen.run.id} was cancelled while its nodes waited for each other", RunState.CANCELLED)
 
 
 def _warn_of_address(start: ManualStart) -> None:

@@ -18,7 +18,7 @@ from cluster_ddp.run.record import add_slurm_job, read_record
 from cluster_ddp.run.runs import create_run, list_runs, runs_dir_of
 from cluster_ddp.run.via import SBATCH
 from cluster_ddp.slurm.start import SlurmStart, this_start
-from cluster_ddp.submit.base import check_writable, exit_status, note_submitted
+from cluster_ddp.submit.base import as_program, check_writable, note_submitted
 
 
 def own_run(start: SlurmStart, script: Path, job: str, settings: Sequence[str]) -> RunDirectory:
@@ -49,7 +49,7 @@ def _made_by(job_id: str, runs_dir: Path) -> RunDirectory | None:
     return None
 
 
-@exit_status
+@as_program
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster_ddp.submit.own_run")
     parser.add_argument("script", type=Path)

@@ -11,6 +11,9 @@ from cluster_ddp.job import JobSpec
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE
 from cluster_ddp.run.runs import START_FAILED
 
+TRIES = 3
+"""The limit on requeues after starts that failed before their keeper ran; the same as in `run/start_failed.sh`."""
+
 # An exec would skip an EXIT trap that launch.setup has set.
 _FAIL = r"""cluster_ddp_drop_traps() {
     trap - ERR DEBUG
@@ -27,7 +30,7 @@ cluster_ddp_fail() {
         trap 'kill $!' @signal@ TERM # which only this script receives
         "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2" &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
-    elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < 3)); then # no run yet
+    elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run yet
         sleep 10
         [[ $(timeout 60 scontrol show job -o "$SLURM_JOB_ID") != *JobState=RUNNING* ]] ||
             timeout 60 scontrol requeue "$SLURM_JOB_ID"
@@ -85,7 +88,8 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
     """
     yield f"cluster_ddp_run={run}"
     yield ""
-    yield _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@signal@", signal)
+    fail = _FAIL.replace("@policy@", f"{beside}/{START_FAILED}").replace("@tries@", str(TRIES))
+    yield fail.replace("@signal@", signal)
     yield ""
     if spec.launch.setup:
         yield from (_BEFORE_SETUP, "")

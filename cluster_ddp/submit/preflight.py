@@ -91,10 +91,10 @@ def _check_fit(loaded: LoadedJob, partition: Partition, remark: Callable[[Iterab
         raise _misfit_error(loaded, found)
     if not partition.up:
         remark([f"partition {partition.name} is not up: the job waits until it is (sinfo -p {partition.name})"])
-    _remark_on_grace(loaded.spec, partition, remark)
+    _remark_on_preemption(loaded.spec, partition, remark)
 
 
-def _remark_on_grace(spec: JobSpec, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:
+def _remark_on_preemption(spec: JobSpec, partition: Partition, remark: Callable[[Iterable[str]], None]) -> None:
     if partition.preempted and not spec.requeue.max_requeues:
         remark([f"jobs of partition {partition.name} may be preempted, and requeue.max_requeues is 0"])
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster_ddp.exit_statuses import RUN_ENDED
 from cluster_ddp.job import ClusterDDPError, ContainerSpec, JobSpec
 from cluster_ddp.job.units import format_slurm_time
-from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN
+from cluster_ddp.launch.job_step import ATTEMPT, PORT, SRUN, node_program
 from cluster_ddp.launch.torchrun import torchrun_command
 from cluster_ddp.network import NetworkPlan, resolve
 from cluster_ddp.submit.preamble import hand_over, preamble, python_starts
@@ -24,8 +25,9 @@ from cluster_ddp.submit.quote import comment, directive, inside, quote, quote_ar
 _TEMPLATE = Path(__file__).with_name("template.sbatch")
 _MARK = re.compile(r"@([a-z]+)@")
 
-# What only the running script knows is a mark in the torchrun command line (see quote_around).
+# What only the running script knows is a mark in the commands of the nodes (see quote_around).
 _VARIABLES = {
+    "\0python\0": "${python[@]}",
     "\0run\0": "$run",
     "\0nodes\0": "$SLURM_JOB_NUM_NODES",
     "\0id\0": "$SLURM_JOB_ID",
@@ -46,7 +48,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # one element of the sweep $1; $2 is 
 fi"""
 _RUN_OF_ELEMENT = """if [[ -n $cluster_ddp_sweep ]]; then
     run=$(@keeper@ -m cluster_ddp.submit.element "$cluster_ddp_sweep" "$cluster_ddp_element") || {
-        (($? != 76)) || exit 76 # the sweep was stopped or cancelled before
+        (($? != @ended@)) || exit @ended@ # the sweep was stopped or cancelled before
         cluster_ddp_fail again "element $cluster_ddp_element of $cluster_ddp_sweep has no run"
     }
     cluster_ddp_run=$run
@@ -112,7 +114,7 @@ def render_script(
         "keeper": launcher.keeper,
         "starts": "\n".join(python_starts(launcher.keeper, "cluster_ddp")),
         "exec": hand_over(spec),
-        "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.in_container()]),
+        "run": "\n".join([*_run(own_run_of, launcher.keeper, sweep=sweep), *launcher.definitions_from_run()]),
         "signal": spec.requeue.signal,
         "port": _port(spec),
         "network": "\n".join(_exports(spec, network)),
@@ -207,7 +209,7 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
         yield '    cluster_ddp_fail once "the run directory is missing: sbatch job.sbatch RUN_DIRECTORY"'
         yield "run=$cluster_ddp_run"
         if sweep:
-            yield _RUN_OF_ELEMENT.replace("@keeper@", keeper)
+            yield _RUN_OF_ELEMENT.replace("@keeper@", keeper).replace("@ended@", str(RUN_ENDED))
     else:
         yield "# Without a run directory, this job creates its own run and finds it again at each restart."
         yield "# What to run: a job file or a template, and settings that override it, such as --set train.epochs=3."
@@ -220,9 +222,9 @@ def _run(own_run_of: str | None, keeper: str, *, sweep: bool) -> Iterator[str]:
 
 
 def _port(spec: JobSpec) -> str:
-    if spec.launch.port != "auto":
-        return f"export MASTER_ADDR MASTER_PORT={spec.launch.port}"
-    return "export MASTER_ADDR"
+    if spec.launch.fixed_port is None:
+        return "export MASTER_ADDR"
+    return f"export MASTER_ADDR MASTER_PORT={spec.launch.fixed_port}"
 
 
 def _exports(spec: JobSpec, network: NetworkPlan) -> Iterator[str]:
@@ -259,8 +261,12 @@ class _Launcher:
         yield "# The interpreter outside of the container needs cluster_ddp, but no torch."
         yield f"host_python={quote(self._host_python)}"
 
-    def in_container(self) -> Iterator[str]:
-        """Yield the line that defines the array `python` if ranks run in a container; it names the run directory."""
+    def definitions_from_run(self) -> Iterator[str]:
+        """Yield the lines that define what depends on the run directory.
+
+        That is the array `args` of a script whose arguments may differ in a sweep, and the array `python` if ranks run
+        in a container, which mounts the directory.
+        """
         if self._sweep and self._spec.script is not None:
             yield "# The arguments of the script, by the run's own job file: they may differ from element to element."
             yield f"mapfile -t -d '' args < <({self.keeper} -m cluster_ddp.submit.element --arguments \"$run\")"
@@ -275,18 +281,19 @@ class _Launcher:
             nodes="\0nodes\0",
             procs=self._spec.procs_per_node,
             rdzv_id="\0id\0." + ATTEMPT,
-            endpoint="\0addr\0:" + (PORT if self._spec.launch.port == "auto" else "\0port\0"),
+            endpoint="\0addr\0:" + (PORT if self._spec.launch.fixed_port is None else "\0port\0"),
         )
         options = list(itertools.takewhile(lambda word: word.startswith("--"), command[1:]))
         target = command[1 + len(options) :]  # what is run, followed by its own options
         if self._sweep and self._spec.script is not None:
             target = [target[0], "\0args\0"]
+        node = node_program("\0python\0", "\0run\0", ())
         lines = [
             f"{' '.join(SRUN)}{self._srun_options}",
-            f'    "${{python[@]}}" -m cluster_ddp.launch.node --run "$run" --attempt {quote(ATTEMPT)} --',
+            f"    {_words(node)}",
             f"    {command[0]}",
-            *(f"        {quote_around(option, _VARIABLES)}" for option in options),
-            f"        {' '.join(quote_around(word, _VARIABLES) for word in target)}",
+            *(f"        {_words([option])}" for option in options),
+            f"        {_words(target)}",
         ]
         return " \\\n    ".join(lines)
 
@@ -301,6 +308,11 @@ class _Launcher:
         gpus = " --nv" if self._spec.slurm.gpu_count else ""
         mounts = "".join(f" --bind {quote(mount)}" for mount in container.mounts)
         return f'apptainer exec{gpus} --bind "$run"{mounts} {image} '
+
+
+def _words(words: Iterable[str]) -> str:
+    """Return words of a command for the script, in which marks become expansions."""
+    return " ".join(quote_around(word, _VARIABLES) for word in words)
 
 
 def _pyxis_options(container: ContainerSpec) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.run.directory import RunDirectory
 
@@ -30,7 +31,7 @@ _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 class SubmititRunFailed(ClusterDDPError):
     """The run has failed or stalled; submitit treats any exception as a failed job."""
 
-    exit_status = 4
+    exit_status = exit_statuses.RUN_FAILED
 
 
 def warning_name() -> str:
@@ -60,11 +61,12 @@ class SubmititJob:
             The attempt cannot begin.
         """
         from cluster_ddp.run.errors import RunEnded
+        from cluster_ddp.run.run_state import RunState
 
         try:
             kept = _keep(RunDirectory(Path(self.run_directory)))
         except RunEnded as error:
-            if error.state == "COMPLETED":
+            if error.state is RunState.COMPLETED:
                 return "done"
             raise
         if kept.follows == "start again":
@@ -113,7 +115,7 @@ def _torchrun(spec: JobSpec, run: RunDirectory, start: SlurmStart | None) -> lis
         nodes, address, name = 1, LOOPBACK, run.id
     else:
         nodes, address, name = start.nodes, first_host(start.node_list), start.job_id
-    port = PORT if spec.launch.port == "auto" else spec.launch.port
+    port = spec.launch.fixed_port or PORT
     return torchrun_command(
         spec,
         run_directory=str(run.path),

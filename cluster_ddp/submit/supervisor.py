@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
+from cluster_ddp.launch.job_step import node_program
 from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.launch.variables import SAFE_PATH_VARIABLE, TERMINAL_VARIABLE
 from cluster_ddp.printing import say
@@ -97,10 +98,10 @@ class Supervisor:
         run = str(self._attempt.run.path)
         number = self._attempt.number
         parent = os.getpid()
-        command = [self._start.python, "-m", "cluster_ddp.launch.node", f"--run={run}", f"--attempt={number}"]
+        torchrun = self._start.torchrun(run, number)
         with os.fdopen(open_append(self._attempt.log_file(node)), "ab") as log:
             return subprocess.Popen(
-                [*command, f"--node-rank={node}", "--", *self._start.torchrun(run, number)],
+                node_program(self._start.python, run, torchrun, attempt=str(number), node=node),
                 env=self._environment(node),
                 stdin=subprocess.DEVNULL,
                 stdout=self._show.fileno(),

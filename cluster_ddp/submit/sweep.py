@@ -32,6 +32,7 @@ from cluster_ddp.run.sweep import (
     change_sweep,
     claimed,
     read_sweep,
+    update_sweep,
     with_elements,
     withdraw,
 )
@@ -159,12 +160,9 @@ def _claimed(plan: SweepPlan, before: SweepRecord | None, via: str, at_once: int
 
 def release(sweep: SweepDirectory, claim: SweepRecord) -> None:
     """Release the claim, so that others can start elements of the sweep, unless somebody else has the claim by now."""
-
-    def released(record: SweepRecord | None) -> SweepRecord:
-        assert record is not None
-        return replace(record, submitting=None) if record.submitting == claim.submitting else record
-
-    change_sweep(sweep, released)
+    update_sweep(
+        sweep, lambda record: replace(record, submitting=None) if record.submitting == claim.submitting else record
+    )
 
 
 @dataclass(frozen=True)
@@ -220,12 +218,7 @@ def _withdraw_unless_claimed(sweep: SweepDirectory, claim: SweepRecord, job_id: 
     """Remove an array from the queue if `stop` or `cancel` has taken the claim before the array was noted."""
     if read_sweep(sweep).submitting == claim.submitting:
         return
-
-    def withdrawn(record: SweepRecord | None) -> SweepRecord:
-        assert record is not None
-        return withdraw(record, [job_id])
-
-    change_sweep(sweep, withdrawn)
+    update_sweep(sweep, lambda record: withdraw(record, [job_id]))
     cancel_job(job_id)
     raise RunError(
         f"sweep {sweep.id} was stopped or cancelled while it was being submitted; its Slurm job {job_id} has been "
@@ -272,12 +265,7 @@ def _options(plan: SweepPlan, tasks: str, at_once: int | None, after: str | None
 
 def _announce(sweep: SweepDirectory, offset: int) -> None:
     """Record which array is submitted next, in case this process is killed before it notes the array."""
-
-    def announced(record: SweepRecord | None) -> SweepRecord:
-        assert record is not None
-        return replace(record, announced=offset)
-
-    change_sweep(sweep, announced)
+    update_sweep(sweep, lambda record: replace(record, announced=offset))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster_ddp.launch.environment import threads_each
+from cluster_ddp.launch.environment import omp_threads
 from cluster_ddp.launch.processes import die_with_parent, present
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.status import RunStatus, describe
@@ -31,7 +31,6 @@ from cluster_ddp.submit.supervisor import STOPPING
 from cluster_ddp.submit.sweep import SweepPlan, find_out, prepare, release
 
 _POLL_SECONDS = 0.2
-_CLAIM_SECONDS = 2.0
 
 
 @dataclass
@@ -53,6 +52,8 @@ class SweepHere:
         Called with each element that has ended.
     claim
         The claim in the sweep's record by which this process starts elements.
+    claim_seconds
+        How often it looks whether it still has the claim.
     """
 
     sweep: SweepDirectory
@@ -61,6 +62,7 @@ class SweepHere:
     procs: int | None
     report: Callable[[RunStatus], None]
     claim: dict[str, Any] | None
+    claim_seconds: float = 2.0
     _signals: list[int] = field(default_factory=list)
     _closed: bool = False  # whether no more elements are started
 
@@ -82,7 +84,7 @@ class SweepHere:
     def _run(self, waiting: list[Element]) -> None:
         looked = time.monotonic()
         while (waiting and not self._closed) or any(place.process for place in self.places):
-            if time.monotonic() - looked > _CLAIM_SECONDS:
+            if time.monotonic() - looked >= self.claim_seconds:
                 looked = time.monotonic()
                 self._closed |= read_sweep(self.sweep).submitting != self.claim  # by `stop`, `cancel` or somebody else
             self._pass_on()
@@ -126,8 +128,7 @@ class SweepHere:
 
     def _environment(self, place: Place) -> dict[str, str]:
         ranks = len(self.places) * (self.nodes or 1) * (self.procs or 1)
-        threads = os.environ.get("OMP_NUM_THREADS") or str(threads_each(ranks))
-        return {**os.environ, "OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
+        return {**os.environ, "OMP_NUM_THREADS": omp_threads(ranks), "CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
 
 
 def run_sweep(

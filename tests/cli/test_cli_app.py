@@ -158,8 +158,9 @@ def test_a_line_of_json_that_cannot_be_written_does_not_deny_what_was_done(tmp_p
     """Exit status 2 after a submission would have a program submit it once more."""
     code = (
         "from cluster_ddp.cli.output import print_json_line; from cluster_ddp.run.directory import RunDirectory; "
-        "from pathlib import Path; from cluster_ddp.process import fast_exit; "
-        "print_json_line(RunDirectory(Path('/runs/x')), '7', 'PENDING'); fast_exit(0)"
+        "from cluster_ddp.run.run_state import RunState; from pathlib import Path; "
+        "from cluster_ddp.process import fast_exit; "
+        "print_json_line(RunDirectory(Path('/runs/x')), '7', RunState.PENDING); fast_exit(0)"
     )
     done = shell(f'"{sys.executable}" -c "{code}" >/dev/full', tmp_path)
     assert done.returncode == 0, done.stderr

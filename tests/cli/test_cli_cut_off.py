@@ -26,7 +26,7 @@ BEHIND = 'n=$(($(cat "$here/count" 2>/dev/null || echo 100) + 1)); echo $n >"$he
 
 
 @pytest.fixture
-def cluster(slurm: Slurm) -> Slurm:
+def slurm(slurm: Slurm) -> Slurm:
     """Slurm's commands, each of which notes its calls; squeue knows the jobs that it is asked about."""
     slurm.program("scontrol", "echo 'MaxArraySize = 1001'")
     slurm.program("sacct", 'echo >>"$here/asked.sacct"')
@@ -86,39 +86,39 @@ def state(call: Call, slurm: Slurm, *words: str) -> list[tuple[str, str | None]]
     return [(row["state"], row["slurm_job_id"]) for row in (rows if isinstance(rows, list) else [rows])]
 
 
-def test_a_job_that_nobody_noted_is_seen(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SUBMIT, behind=True)
+def test_a_job_that_nobody_noted_is_seen(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SUBMIT, behind=True)
     run = RunDirectory(only(here))
     assert read_record(run).slurm_job_ids == ()
-    queue(cluster, run.id, "101")
-    assert state(call, cluster, run.id) == state(call, cluster) == [("PENDING", "101")]
+    queue(slurm, run.id, "101")
+    assert state(call, slurm, run.id) == state(call, slurm) == [("PENDING", "101")]
     (row,) = json.loads(call("list", "--json").out)
     assert (row["state"], row["slurm_job_id"]) == ("PENDING", "101")
     assert read_record(run).slurm_job_ids == ()  # who only looks changes nothing
     said = call("resume", run.id)
     assert said.status == 2 and "is PENDING (Slurm job 101) and continues by itself" in said.err
-    assert len(cluster.submissions()) == 1
+    assert len(slurm.submissions()) == 1
     said = call("stop", run.id)
     assert said.status == 2 and f"to remove it from the queue for good: cluster-ddp cancel {run.id}" in said.err
     assert read_record(run).slurm_job_ids == ("101",)
     assert read_record(run).submitting is None
 
 
-def test_cancel_takes_the_job_that_nobody_noted_out_of_the_queue(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SUBMIT, behind=True)
+def test_cancel_takes_the_job_that_nobody_noted_out_of_the_queue(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SUBMIT, behind=True)
     run = RunDirectory(only(here))
-    queue(cluster, run.id, "101")
+    queue(slurm, run.id, "101")
     said = call("cancel", run.id)
     assert f"cancelled {run.id} and its Slurm job 101" in said.err
-    assert (cluster.folder / "cancelled").read_text() == "101\n"
-    queue(cluster, run.id)
-    assert state(call, cluster, run.id)[0][0] == "CANCELLED"
+    assert (slurm.folder / "cancelled").read_text() == "101\n"
+    queue(slurm, run.id)
+    assert state(call, slurm, run.id)[0][0] == "CANCELLED"
 
 
-def test_cancel_says_so_where_slurm_does_not_answer(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SUBMIT, behind=True)
+def test_cancel_says_so_where_slurm_does_not_answer(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SUBMIT, behind=True)
     run = RunDirectory(only(here))
-    cluster.program("squeue", "echo 'Access denied' >&2; exit 1")
+    slurm.program("squeue", "echo 'Access denied' >&2; exit 1")
     said = call("cancel", run.id)
     assert (
         said.status == 3 and "is marked as cancelled" in said.err and "one of its Slurm jobs may still run" in said.err
@@ -126,131 +126,131 @@ def test_cancel_says_so_where_slurm_does_not_answer(here: Path, cluster: Slurm, 
     assert call("stop", run.id).status == 2
 
 
-def test_what_was_never_given_to_slurm_is_lost_and_resume_submits_it(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SUBMIT, behind=False)
+def test_what_was_never_given_to_slurm_is_lost_and_resume_submits_it(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SUBMIT, behind=False)
     run = RunDirectory(only(here))
-    assert state(call, cluster, run.id) == [("LOST", None)]
+    assert state(call, slurm, run.id) == [("LOST", None)]
     assert f"is not in the queue; cluster-ddp resume {run.id} submits it" in call("status", run.id).out
     assert "To continue it: cluster-ddp resume" in call("stop", run.id).err
     said = call("resume", run.id, "--json")
     assert said.status == 0, said.err
     job = json.loads(said.out)["slurm_job_id"]
-    assert read_record(run).slurm_job_ids == (job,) and len(cluster.submissions()) == 1
+    assert read_record(run).slurm_job_ids == (job,) and len(slurm.submissions()) == 1
 
 
-def test_a_resume_and_a_chain_that_were_killed(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SUBMIT, "--chain", "3", behind=True, at=2)
+def test_a_resume_and_a_chain_that_were_killed(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SUBMIT, "--chain", "3", behind=True, at=2)
     run = RunDirectory(only(here))
     assert read_record(run).slurm_job_ids == ("101",)
-    queue(cluster, run.id, "101", "102")
-    assert state(call, cluster, run.id) == [("PENDING", "101")]
+    queue(slurm, run.id, "101", "102")
+    assert state(call, slurm, run.id) == [("PENDING", "101")]
     attempt = begin_attempt(run, slurm_job_id="101", host="n1", pid=0, nodes=2, procs=1)
-    queue(cluster, run.id, "102")
+    queue(slurm, run.id, "102")
     call("cancel", run.id)
-    assert (cluster.folder / "cancelled").read_text() == "102\n"
+    assert (slurm.folder / "cancelled").read_text() == "102\n"
     end_attempt(attempt)
-    queue(cluster, run.id)
-    killed(cluster, "resume", run.id, behind=True)
-    queue(cluster, run.id, "103")
-    assert state(call, cluster, run.id) == [("PENDING", "103")]
+    queue(slurm, run.id)
+    killed(slurm, "resume", run.id, behind=True)
+    queue(slurm, run.id, "103")
+    assert state(call, slurm, run.id) == [("PENDING", "103")]
     assert "(Slurm job 103) and continues by itself" in call("resume", run.id).err
     begin_attempt(run, slurm_job_id="103", host="n1", pid=0, nodes=2, procs=1)
     assert read_record(run).slurm_job_ids == ("101", "102", "103")
 
 
-def test_what_is_being_submitted_is_not_submitted_twice(here: Path, cluster: Slurm, call: Call) -> None:
-    cluster.program("sbatch", f'touch "$here/begun"; until [ -e "$here/go" ]; do sleep 0.05; done; {BEHIND}; echo $n')
+def test_what_is_being_submitted_is_not_submitted_twice(here: Path, slurm: Slurm, call: Call) -> None:
+    slurm.program("sbatch", f'touch "$here/begun"; until [ -e "$here/go" ]; do sleep 0.05; done; {BEHIND}; echo $n')
     with subprocess.Popen([sys.executable, "-m", "cluster_ddp", *SUBMIT], stderr=subprocess.DEVNULL) as submitting:
-        while not (cluster.folder / "begun").exists():
+        while not (slurm.folder / "begun").exists():
             time.sleep(0.05)
         run = RunDirectory(only(here))
         assert "PENDING (not submitted yet)" in call("status", run.id).out
         said = call("resume", run.id)
         assert said.status == 2 and f"is being submitted by process {submitting.pid} on" in said.err
-        (cluster.folder / "go").touch()
+        (slurm.folder / "go").touch()
         assert submitting.wait(60) == 0
     assert read_record(run).slurm_job_ids == ("101",)
 
 
-def test_a_refused_resume_says_no_more_than_it_did(here: Path, cluster: Slurm, call: Call) -> None:
+def test_a_refused_resume_says_no_more_than_it_did(here: Path, slurm: Slurm, call: Call) -> None:
     assert call(*SUBMIT).status == 0
     run = RunDirectory(only(here))
-    cluster.program("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    slurm.program("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     assert call("resume", run.id).status == 3
     assert read_record(run).submitting is None
 
 
-def test_the_array_of_a_sweep_that_nobody_noted_is_seen(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SWEEP, behind=True)
+def test_the_array_of_a_sweep_that_nobody_noted_is_seen(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SWEEP, behind=True)
     sweep = SweepDirectory(only(here))
     assert read_sweep(sweep).arrays == ()
-    queue(cluster, sweep.id, "101_0", "101_1", "101_2")
+    queue(slurm, sweep.id, "101_0", "101_1", "101_2")
     waiting = [("PENDING", f"101_{task}") for task in range(3)]
-    assert state(call, cluster, sweep.id) == waiting
-    asked(cluster)
-    assert "3 elements: 3 PENDING" in call("status").out and asked(cluster) == (1, 0)
-    assert "3 elements: 3 PENDING" in call("list").out and asked(cluster) == (1, 0)
+    assert state(call, slurm, sweep.id) == waiting
+    asked(slurm)
+    assert "3 elements: 3 PENDING" in call("status").out and asked(slurm) == (1, 0)
+    assert "3 elements: 3 PENDING" in call("list").out and asked(slurm) == (1, 0)
     assert "3 removed from the queue" in call("stop", sweep.id).err
-    assert (cluster.folder / "cancelled").read_text() == "--state=PENDING 101_0 101_1 101_2\n"
+    assert (slurm.folder / "cancelled").read_text() == "--state=PENDING 101_0 101_1 101_2\n"
     assert [(array.job_id, array.offset) for array in read_sweep(sweep).arrays] == [("101", 0)]
-    assert state(call, cluster, sweep.id) == waiting
+    assert state(call, slurm, sweep.id) == waiting
     assert "0 of 3 elements submitted" in call(*SWEEP).err
 
 
-def test_cancel_of_a_sweep_that_was_killed(here: Path, cluster: Slurm, call: Call) -> None:
-    killed(cluster, *SWEEP, behind=True)
+def test_cancel_of_a_sweep_that_was_killed(here: Path, slurm: Slurm, call: Call) -> None:
+    killed(slurm, *SWEEP, behind=True)
     sweep = SweepDirectory(only(here))
-    queue(cluster, sweep.id, "101_0", "101_1", "101_2")
+    queue(slurm, sweep.id, "101_0", "101_1", "101_2")
     assert "including 3 of its Slurm jobs" in call("cancel", sweep.id).err
-    assert (cluster.folder / "cancelled").read_text() == "101_0 101_1 101_2\n"
+    assert (slurm.folder / "cancelled").read_text() == "101_0 101_1 101_2\n"
 
 
-def test_failed_elements_that_were_submitted_again(here: Path, cluster: Slurm, call: Call) -> None:
+def test_failed_elements_that_were_submitted_again(here: Path, slurm: Slurm, call: Call) -> None:
     assert call(*SWEEP).status == 0
     sweep = SweepDirectory(only(here))
     run = run_of_element(sweep, read_sweep(sweep).elements[1], via="sbatch", job="101_1")
     attempt = begin_attempt(run, slurm_job_id="101_1", host="n1", pid=1, nodes=1, procs=1)
     EventWriter(run, "rank-0").write(FAILED, attempt=0, step=2, error="ValueError: no")
     end_attempt(attempt)
-    queue(cluster, sweep.id, "101_0", "101_2")
-    assert state(call, cluster, sweep.id)[1] == ("FAILED", "101_1")
-    killed(cluster, *SWEEP, behind=True)
-    queue(cluster, sweep.id, "101_0", "101_2", "102_1")
-    assert state(call, cluster, sweep.id) == [("PENDING", "101_0"), ("PENDING", "102_1"), ("PENDING", "101_2")]
+    queue(slurm, sweep.id, "101_0", "101_2")
+    assert state(call, slurm, sweep.id)[1] == ("FAILED", "101_1")
+    killed(slurm, *SWEEP, behind=True)
+    queue(slurm, sweep.id, "101_0", "101_2", "102_1")
+    assert state(call, slurm, sweep.id) == [("PENDING", "101_0"), ("PENDING", "102_1"), ("PENDING", "101_2")]
     assert "0 of 3 elements submitted" in call("resume", sweep.id).err
     assert read_record(run).slurm_job_ids == ("101_1", "102_1")
 
 
-def test_the_second_array_of_a_sweep_that_nobody_noted(here: Path, cluster: Slurm, call: Call) -> None:
-    cluster.program("scontrol", "echo 'MaxArraySize = 2'")
-    killed(cluster, *SWEEP, behind=True, at=2)
+def test_the_second_array_of_a_sweep_that_nobody_noted(here: Path, slurm: Slurm, call: Call) -> None:
+    slurm.program("scontrol", "echo 'MaxArraySize = 2'")
+    killed(slurm, *SWEEP, behind=True, at=2)
     sweep = SweepDirectory(only(here))
-    queue(cluster, sweep.id, "101_0", "101_1", "102_0")
-    assert state(call, cluster, sweep.id) == [("PENDING", job) for job in ("101_0", "101_1", "102_0")]
-    queue(cluster, sweep.id, "101_0", "101_1")
-    assert state(call, cluster, sweep.id) == [("PENDING", "101_0"), ("PENDING", "101_1"), ("LOST", None)]
+    queue(slurm, sweep.id, "101_0", "101_1", "102_0")
+    assert state(call, slurm, sweep.id) == [("PENDING", job) for job in ("101_0", "101_1", "102_0")]
+    queue(slurm, sweep.id, "101_0", "101_1")
+    assert state(call, slurm, sweep.id) == [("PENDING", "101_0"), ("PENDING", "101_1"), ("LOST", None)]
     assert "1 of 3 elements submitted" in call("resume", sweep.id).err
 
 
-def test_a_sweep_of_which_sbatch_said_nothing_clear(here: Path, cluster: Slurm, call: Call) -> None:
-    cluster.program("sbatch", f"{BEHIND}; echo 'Welcome to the cluster'")
+def test_a_sweep_of_which_sbatch_said_nothing_clear(here: Path, slurm: Slurm, call: Call) -> None:
+    slurm.program("sbatch", f"{BEHIND}; echo 'Welcome to the cluster'")
     assert call(*SWEEP).status == 3
     sweep = SweepDirectory(only(here))
-    queue(cluster, sweep.id, "101_0", "101_1", "101_2")
-    assert [row[0] for row in state(call, cluster, sweep.id)] == ["PENDING"] * 3
+    queue(slurm, sweep.id, "101_0", "101_1", "101_2")
+    assert [row[0] for row in state(call, slurm, sweep.id)] == ["PENDING"] * 3
     assert "0 of 3 elements submitted" in call(*SWEEP).err
 
 
-def test_jobs_of_others_are_asked_about_as_well(here: Path, cluster: Slurm, call: Call) -> None:
+def test_jobs_of_others_are_asked_about_as_well(here: Path, slurm: Slurm, call: Call) -> None:
     """Where a group shares a runs folder, the jobs of this user are not all."""
-    killed(cluster, *SUBMIT, behind=True)
+    killed(slurm, *SUBMIT, behind=True)
     run = RunDirectory(only(here))
     assert call(*SUBMIT, "--set", "name=shared", "--set", "storage.mode=group").status == 0
     (shared,) = (RunDirectory(folder) for folder in (here / "runs").iterdir() if folder.name.startswith("shared"))
     add_slurm_job(shared, "77")
-    queue(cluster, run.id, "101")
-    (cluster.folder / "others").write_text(f"77|77|RUNNING|n1|None|cluster_ddp {shared.id}\n")
-    cluster.program(
+    queue(slurm, run.id, "101")
+    (slurm.folder / "others").write_text(f"77|77|RUNNING|n1|None|cluster_ddp {shared.id}\n")
+    slurm.program(
         "squeue", '[[ "$*" == *--me* ]] && cat "$here/queue"; [[ "$*" == *--jobs=*77* ]] && cat "$here/others"; exit 0'
     )
     rows = {row["run_id"]: (row["state"], row["slurm_job_id"]) for row in json.loads(call("status", "--json").out)}

@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, FAILED, NODE_FINISHED, STARTED, EventWriter
 from cluster_ddp.run.record import read_record
 from cluster_ddp.run.status import describe
-from cluster_ddp.run.sweep import SweepDirectory, change_sweep, claimed, read_sweep
+from cluster_ddp.run.sweep import SweepDirectory, claimed, read_sweep, update_sweep
 from cluster_ddp.slurm.commands import submit_script
 from cluster_ddp.submit.element import main as element_program
 from cluster_ddp.submit.element import run_of_element
@@ -26,7 +26,7 @@ GRID = ("--grid", "train.lr=1e-3,1e-4", "--grid", "params.width=8,16")
 
 
 @pytest.fixture
-def cluster(slurm: Slurm) -> Slurm:
+def slurm(slurm: Slurm) -> Slurm:
     slurm.program("scontrol", 'echo "MaxArraySize            = ${MAX_ARRAY_SIZE:-1001}"')
     return slurm
 
@@ -56,13 +56,13 @@ def end(run: RunDirectory, job: str, event: str) -> None:
     end_attempt(attempt)
 
 
-def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, cluster: Slurm, call: Call) -> None:
+def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, slurm: Slurm, call: Call) -> None:
     said = call("sweep", "--no-check", "job.yaml", *GRID, "--at-once", "2", "--json")
     assert said.status == 0, said.err
     sweep = the_sweep(here)
     answer = json.loads(said.out)
     assert answer == {"run_id": sweep.id, "directory": str(sweep.path), "slurm_job_id": "101", "state": "PENDING"}
-    assert cluster.submissions() == [
+    assert slurm.submissions() == [
         [
             "--parsable", "--array=0-3%2", f"--output={sweep.path}/slurm-%A.out", f"--comment=cluster_ddp {sweep.id}",
             str(sweep.script), str(sweep.path), "0",
@@ -74,7 +74,7 @@ def test_one_call_of_sbatch_and_no_run_before_an_element_starts(here: Path, clus
 
 
 def test_an_element_makes_its_run_at_its_first_start_and_finds_it_again(
-    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
@@ -92,29 +92,29 @@ def test_an_element_makes_its_run_at_its_first_start_and_finds_it_again(
     assert [path.name for path in sweep.path.glob(".begin*")] == []
 
 
-def test_the_same_command_starts_only_what_is_missing_or_failed(here: Path, cluster: Slurm, call: Call) -> None:
+def test_the_same_command_starts_only_what_is_missing_or_failed(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     end(start(sweep, 0, "101_0"), "101_0", COMPLETED)
     end(failed := start(sweep, 1, "101_1"), "101_1", FAILED)
     assert describe(failed, {}).state.value == "FAILED"
-    cluster.queue.write_text(f"101_2|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
+    slurm.queue.write_text(f"101_2|101|PENDING||Priority|cluster_ddp {sweep.id}\n")
     said = call("sweep", "--no-check", "job.yaml", *GRID)  # 3 has left the queue without having begun
     assert "2 of 4 elements submitted" in said.err
     assert "1 COMPLETED, 1 FAILED, 1 LOST, 1 PENDING" in said.err
-    assert arrays(cluster) == ["0-3", "1,3"]
+    assert arrays(slurm) == ["0-3", "1,3"]
     assert read_record(failed).slurm_job_ids == ("101_1", "102_1")
     mine = f"cluster_ddp {sweep.id}"
-    cluster.queue.write_text("".join(f"{job}|{job}|PENDING||Priority|{mine}\n" for job in ("101_2", "102_1", "102_3")))
+    slurm.queue.write_text("".join(f"{job}|{job}|PENDING||Priority|{mine}\n" for job in ("101_2", "102_1", "102_3")))
     assert describe(failed, {}).state.value != "FAILED"
     assert "0 of 4 elements submitted" in call("sweep", "--no-check", "job.yaml", *reversed_grid()).err
     # What is asked of Slurm may change, and a wider grid adds to what there is.
     call("sweep", "--no-check", "job.yaml", "--set", "slurm.mem=8G", "--grid", "train.lr=1e-3,1e-4,1e-5", *GRID[2:])
-    assert arrays(cluster) == ["0-3", "1,3", "4-5"]
+    assert arrays(slurm) == ["0-3", "1,3", "4-5"]
     assert "--mem=8G" in sweep.script.read_text()
     # Another training is another sweep.
     call("sweep", "--no-check", "job.yaml", "--set", "train.steps=30", *GRID)
-    assert arrays(cluster)[3:] == ["0-3"]
+    assert arrays(slurm)[3:] == ["0-3"]
     assert len(list((here / "runs").iterdir())) == 2
 
 
@@ -123,25 +123,25 @@ def reversed_grid() -> tuple[str, ...]:
 
 
 def test_an_array_has_no_task_beyond_the_limit_and_each_waits_for_the_one_before(
-    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_ARRAY_SIZE", "4")
     call("sweep", "--no-check", "job.yaml", "--grid", "train.seed=" + ",".join(map(str, range(10))), "--at-once", "3")
     sweep = the_sweep(here)
-    assert arrays(cluster) == ["0-3%3", "0-3%3", "0-1%3"]
-    assert [words[-1] for words in cluster.submissions()] == ["0", "4", "8"]
-    assert ["--dependency=afterany:101" in words for words in cluster.submissions()] == [False, True, False]
-    cluster.queue.write_text(f"103_1|103|RUNNING|n1|None|cluster_ddp {sweep.id}\n")
+    assert arrays(slurm) == ["0-3%3", "0-3%3", "0-1%3"]
+    assert [words[-1] for words in slurm.submissions()] == ["0", "4", "8"]
+    assert ["--dependency=afterany:101" in words for words in slurm.submissions()] == [False, True, False]
+    slurm.queue.write_text(f"103_1|103|RUNNING|n1|None|cluster_ddp {sweep.id}\n")
     rows = json.loads(call("status", sweep.id, "--json").out)
     assert [row["state"] for row in rows] == ["LOST"] * 9 + ["RUNNING"]
 
 
-def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -> None:
+def test_two_calls_at_once_submit_once(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     with subprocess.Popen(["sleep", "60"]) as other:
         start_time = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        change_sweep(sweep, lambda record: claimed(record))  # type: ignore[arg-type]
+        update_sweep(sweep, claimed)
         text = sweep.record_file.read_text()
         mine = json.loads(text)["submitting"]
         sweep.record_file.write_text(
@@ -155,7 +155,7 @@ def test_two_calls_at_once_submit_once(here: Path, cluster: Slurm, call: Call) -
 
 
 def test_a_sweep_that_is_cancelled_while_it_is_submitted_leaves_no_array_in_the_queue(
-    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cancelled_before(*arguments: str, **more: list[str]) -> str:
         assert call("cancel", the_sweep(here).id).status == 0
@@ -164,17 +164,17 @@ def test_a_sweep_that_is_cancelled_while_it_is_submitted_leaves_no_array_in_the_
     monkeypatch.setattr("cluster_ddp.submit.sweep.submit_script", cancelled_before)
     said = call("sweep", "--no-check", "job.yaml", *GRID)
     assert said.status == 2 and "its Slurm job 101 has been taken back out of the queue" in said.err
-    assert (cluster.folder / "cancelled").read_text() == "101\n"
+    assert (slurm.folder / "cancelled").read_text() == "101\n"
     assert read_sweep(the_sweep(here)).submitting is None
 
 
 def test_what_a_call_that_was_killed_has_submitted_is_not_submitted_again(
-    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_ARRAY_SIZE", "3")
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
-    assert arrays(cluster) == ["0-2", "0"]
+    assert arrays(slurm) == ["0-2", "0"]
     record = json.loads(sweep.record_file.read_text())
     with subprocess.Popen(["true"]) as dead:  # it died after its second sbatch, before it noted that array
         dead.wait()
@@ -184,17 +184,17 @@ def test_what_a_call_that_was_killed_has_submitted_is_not_submitted_again(
     sweep.record_file.write_text(json.dumps(record))
     mine = f"cluster_ddp {sweep.id}"
     waiting = [f"{job}|{job}|PENDING||Priority|{mine}" for job in ("101_0", "101_1", "101_2", "102_0")]
-    cluster.queue.write_text("\n".join([*waiting, "9_1|9|PENDING||Priority|cluster_ddp other", ""]))
+    slurm.queue.write_text("\n".join([*waiting, "9_1|9|PENDING||Priority|cluster_ddp other", ""]))
     said = call("sweep", "--no-check", "job.yaml", *GRID)
     assert "0 of 4 elements submitted" in said.err
     assert [array.job_id for array in read_sweep(sweep).arrays] == ["101", "102"]
     assert [array.offset for array in read_sweep(sweep).arrays] == [0, 3]
 
 
-def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call) -> None:
+def test_status_is_a_table_with_the_best(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID, "--set", "checkpoint.keep_best={metric: val/accuracy}")
     sweep = the_sweep(here)
-    cluster.queue.write_text(f"101_3|101|PENDING||JobArrayTaskLimit|cluster_ddp {sweep.id}\n")
+    slurm.queue.write_text(f"101_3|101|PENDING||JobArrayTaskLimit|cluster_ddp {sweep.id}\n")
     for number, accuracy in ((0, 0.5), (1, 0.75), (2, 0.25)):
         run = start(sweep, number, f"101_{number}")
         row = {"step": 20, "samples": 640, "epoch": 0, "attempt": 0, "time": 1.0, "val/accuracy": accuracy}
@@ -213,7 +213,7 @@ def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call)
         ("0002", "COMPLETED", "101_2"),
         ("0003", "PENDING", "101_3"),
     ]
-    cluster.queue.write_text(f"101_3|101|PENDING||JobHeldAdmin|cluster_ddp {sweep.id}\n")
+    slurm.queue.write_text(f"101_3|101|PENDING||JobHeldAdmin|cluster_ddp {sweep.id}\n")
     *_, held = json.loads(call("status", str(sweep.path), "--json").out)
     assert held["state"] == "HELD" and "ask them for: scontrol release 101_3" in held["reason"]
     (here / "runs" / "small-20260101-000000-abcd").mkdir()
@@ -221,16 +221,14 @@ def test_status_is_a_table_with_the_best(here: Path, cluster: Slurm, call: Call)
     assert call("status", "small").out.startswith("small-20260101")  # as before there was a sweep
 
 
-def test_all_runs_are_shown_with_how_many_elements_of_a_sweep_stand_where(
-    here: Path, cluster: Slurm, call: Call
-) -> None:
+def test_all_runs_are_shown_with_how_many_elements_of_a_sweep_stand_where(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     end(start(sweep, 0, "101_0"), "101_0", COMPLETED)
     end(start(sweep, 1, "101_1"), "101_1", FAILED)
     mine = f"cluster_ddp {sweep.id}"
-    cluster.queue.write_text(f"101_2|101|RUNNING||None|{mine}\n101_3|101|PENDING||Priority|{mine}\n")
-    cluster.program("squeue", 'echo >>"$here/asked"; cat "$here/queue"')
+    slurm.queue.write_text(f"101_2|101|RUNNING||None|{mine}\n101_3|101|PENDING||Priority|{mine}\n")
+    slurm.program("squeue", 'echo >>"$here/asked"; cat "$here/queue"')
     broken = here / "runs" / "broken-sweep-0123abcd"
     broken.mkdir()
     (broken / "sweep.json").write_text("{}")
@@ -246,10 +244,10 @@ def test_all_runs_are_shown_with_how_many_elements_of_a_sweep_stand_where(
         *_, row = json.loads(call(command, "--json").out)
         assert row["elements"] == {"RUNNING": 1, "PENDING": 1, "FAILED": 1, "COMPLETED": 1}
         assert (row["run_id"], row["state"], row["directory"]) == (sweep.id, "RUNNING", str(sweep.path))
-    assert (cluster.folder / "asked").read_text() == 4 * "\n"  # once for all of them
+    assert (slurm.folder / "asked").read_text() == 4 * "\n"  # once for all of them
 
 
-def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm, call: Call) -> None:
+def test_other_commands_know_a_sweep_and_its_elements(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     for words in (("logs", sweep.id), ("checkpoints", str(sweep.path)), ("export", sweep.id[:-2], "-o", "weights")):
@@ -265,7 +263,7 @@ def test_other_commands_know_a_sweep_and_its_elements(here: Path, cluster: Slurm
         assert said.status == 2 and f"{waiting} of sweep {sweep.id} has not started" in said.err
 
 
-def test_resume_of_a_sweep_is_its_command_again(here: Path, cluster: Slurm, call: Call) -> None:
+def test_resume_of_a_sweep_is_its_command_again(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID, "--at-once", "2")
     sweep = the_sweep(here)
     script, before = sweep.script.read_text(), read_sweep(sweep)
@@ -274,15 +272,15 @@ def test_resume_of_a_sweep_is_its_command_again(here: Path, cluster: Slurm, call
     (here / "job.yaml").unlink()
     said = call("resume", sweep.id, "--json")
     assert said.status == 0, said.err
-    assert (json.loads(said.out)["slurm_job_id"], arrays(cluster)) == ("102", ["0-3%2", "1-3%2"])
+    assert (json.loads(said.out)["slurm_job_id"], arrays(slurm)) == ("102", ["0-3%2", "1-3%2"])
     assert sweep.script.read_text() == script and read_sweep(sweep).elements == before.elements
     for options in (("--set", "train.lr=1"), ("--nodes", "4")):
         said = call("resume", sweep.id, *options)
         assert said.status == 2 and "sweep command again" in said.err
-    assert len(arrays(cluster)) == 2
+    assert len(arrays(slurm)) == 2
 
 
-def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: Call) -> None:
+def test_cancel_and_stop_act_on_all_elements(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     done, running = start(sweep, 0, "101_0"), start(sweep, 1, "101_1")
@@ -290,15 +288,15 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     attempt = begin_attempt(running, slurm_job_id="101_1", host="elsewhere", pid=1, nodes=1, procs=1)
     mine = f"cluster_ddp {sweep.id}"
     queue = f"101_1|103|RUNNING|n1|None|{mine}\n101_2|101|PENDING||Priority|{mine}\n101_3|101|PENDING||Priority|other\n"
-    cluster.queue.write_text(queue)
+    slurm.queue.write_text(queue)
     said = call("stop", sweep.id)
     assert "1 element asked to save and exit, 1 removed from the queue" in said.err
     assert json.loads(attempt.stop_file.read_text())["reason"] == "person"
-    assert (cluster.folder / "cancelled").read_text() == "--state=PENDING 101_2\n"
+    assert (slurm.folder / "cancelled").read_text() == "--state=PENDING 101_2\n"
     assert call("cancel", str(sweep.path)).status == 0
     # Not 101_3: that job is somebody else's by now.
-    assert (cluster.folder / "cancelled").read_text().splitlines()[1] == "101_1 101_2"
-    cluster.queue.write_text(queue.replace("RUNNING", "CANCELLED").replace("PENDING", "CANCELLED"))
+    assert (slurm.folder / "cancelled").read_text().splitlines()[1] == "101_1 101_2"
+    slurm.queue.write_text(queue.replace("RUNNING", "CANCELLED").replace("PENDING", "CANCELLED"))
     assert [describe(run, {}).state.value for run in (done, running)] == ["COMPLETED", "CANCELLED"]
     assert (
         f"job 101_2 was cancelled before it started; cluster-ddp resume {sweep.id} starts it"
@@ -306,7 +304,7 @@ def test_cancel_and_stop_act_on_all_elements(here: Path, cluster: Slurm, call: C
     )
     # What was cancelled stays so; what never began is missing.
     call("sweep", "--no-check", "job.yaml", *GRID)
-    assert arrays(cluster) == ["0-3", "2-3"]
+    assert arrays(slurm) == ["0-3", "2-3"]
 
 
 HOSTILE = [
@@ -321,7 +319,7 @@ HOSTILE = [
 ]
 
 
-def test_hostile_values_reach_the_element_and_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
+def test_hostile_values_reach_the_element_and_nothing_else(here: Path, slurm: Slurm, call: Call) -> None:
     listed = here / "list.yaml"
     listed.write_text("".join(f"- {{params.text: {json.dumps(value)}}}\n" for value in HOSTILE))
     said = call("sweep", "--no-check", "job.yaml", "--list", "list.yaml")
@@ -337,7 +335,7 @@ def test_hostile_values_reach_the_element_and_nothing_else(here: Path, cluster: 
 
 
 def test_the_arguments_of_a_script_may_differ(
-    here: Path, cluster: Slurm, call: Call, capfd: pytest.CaptureFixture[str]
+    here: Path, slurm: Slurm, call: Call, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "train.py").write_text("")
     (here / "script.yaml").write_text("script: train.py\nargs: [--lr, 1]\n")
@@ -354,7 +352,7 @@ def test_the_arguments_of_a_script_may_differ(
     assert done.stdout == "<--lr><0.2 $(x)>"
 
 
-def test_a_sweep_of_this_machine_is_not_mixed_with_one_of_slurm(here: Path, cluster: Slurm, call: Call) -> None:
+def test_a_sweep_of_this_machine_is_not_mixed_with_one_of_slurm(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     said = call("sweep", "--no-check", "job.yaml", *GRID, "--local", "--gpus", "none")
     assert said.status == 2 and "was started via sbatch, and its runs can only continue that way" in said.err
@@ -371,15 +369,15 @@ def test_a_dry_run_writes_nothing_and_needs_no_slurm(here: Path, no_slurm: None,
     assert not (here / "runs").exists()
 
 
-def test_wrong_values_are_refused_before_anything_is_made(here: Path, cluster: Slurm, call: Call) -> None:
+def test_wrong_values_are_refused_before_anything_is_made(here: Path, slurm: Slurm, call: Call) -> None:
     said = call("sweep", "--no-check", "job.yaml", "--grid", "train.lr=1e-3,-1")
     assert said.status == 2
     assert "element 1: --set train.lr=-1: train.lr: -1 is too small" in said.err
     assert not (here / "runs").exists()
-    assert cluster.submissions() == []
+    assert slurm.submissions() == []
 
 
-def test_a_damaged_record_is_told_and_harms_nothing_else(here: Path, cluster: Slurm, call: Call) -> None:
+def test_a_damaged_record_is_told_and_harms_nothing_else(here: Path, slurm: Slurm, call: Call) -> None:
     call("sweep", "--no-check", "job.yaml", *GRID)
     sweep = the_sweep(here)
     end(start(sweep, 2, "101_2"), "101_2", COMPLETED)

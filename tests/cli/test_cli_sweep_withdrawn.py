@@ -15,7 +15,7 @@ SWEEP = ("sweep", "--no-check", "job.yaml", "--grid", "train.lr=1e-3,1e-4")
 
 
 @pytest.fixture
-def cluster(slurm: Slurm) -> Slurm:
+def slurm(slurm: Slurm) -> Slurm:
     slurm.program("scontrol", 'echo "MaxArraySize            = 1001"')
     return slurm
 
@@ -34,29 +34,29 @@ def start(sweep: SweepDirectory, job: str, monkeypatch: pytest.MonkeyPatch) -> i
 
 @pytest.mark.parametrize("command", ["cancel", "stop"])
 def test_they_do_not_begin_though_slurm_could_not_be_reached(
-    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, command: str
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     assert call(*SWEEP).status == 0
-    sweep, queue = the_sweep(here), (cluster.folder / "squeue").read_text()
-    cluster.program("squeue", "echo 'slurm_load_jobs error: Invalid user' >&2; exit 1")
+    sweep, queue = the_sweep(here), (slurm.folder / "squeue").read_text()
+    slurm.program("squeue", "echo 'slurm_load_jobs error: Invalid user' >&2; exit 1")
     said = call(command, sweep.id)
     assert said.status == 3
     assert f"no further element of sweep {sweep.id} will start, but its jobs may still run or wait" in said.err
     assert start(sweep, "101", monkeypatch) == 76
     assert not list(sweep.path.glob("0001-*"))
-    (cluster.folder / "squeue").write_text(queue)
-    cluster.queue.write_text(f"101_1|103|FAILED|n1|NonZeroExitCode|cluster_ddp {sweep.id}\n")
+    (slurm.folder / "squeue").write_text(queue)
+    slurm.queue.write_text(f"101_1|103|FAILED|n1|NonZeroExitCode|cluster_ddp {sweep.id}\n")
     assert "the sweep was stopped or cancelled before it started; cluster-ddp resume" in call("status", sweep.id).out
     assert call("resume", sweep.id).status == 0
     assert start(sweep, "102", monkeypatch) == 0
 
 
 def test_they_do_not_begin_if_the_array_was_submitted_meanwhile_and_stays_in_the_queue(
-    here: Path, cluster: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
+    here: Path, slurm: Slurm, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cancelled_before(*arguments: str, **more: list[str]) -> str:
         assert call("cancel", the_sweep(here).id).status == 0
-        cluster.program("scancel", "echo 'scancel: error: Access/permission denied' >&2; exit 1")
+        slurm.program("scancel", "echo 'scancel: error: Access/permission denied' >&2; exit 1")
         return submit_script(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("cluster_ddp.submit.sweep.submit_script", cancelled_before)

@@ -11,7 +11,7 @@ import pytest
 
 from cluster_ddp.launch.agent_failure import agent_failure, explain
 from cluster_ddp.launch.job_step_output import JobStepOutput
-from cluster_ddp.launch.node import _did_not_start
+from cluster_ddp.launch.node import did_not_start
 from cluster_ddp.launch.sign_of_life import SIGNED_OFF_SECONDS, SILENT_SECONDS, SignOfLife, SilentNodes
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
@@ -189,7 +189,7 @@ def test_a_node_that_may_open_as_few_files_as_the_job_is_not_suspected(
     run.events.mkdir(parents=True)
     run.record_file.touch()
     found = agent_failure(tmp_path / "agent.log", 1, "n1:20077", 20)
-    _did_not_start(run, 0, 0, error)
+    did_not_start(run, 0, 0, error)
     told = read_events(run)[-1]
     assert "ulimit -n" in found.error and "ulimit -n" in told["error"]
     assert (found.suspect, told["suspect"]) == (suspect, suspect)

@@ -23,9 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from cluster_ddp.launch import rendezvous
 from cluster_ddp.launch.ports import free_port
-from cluster_ddp.launch.rendezvous import SignedBackend, Signer
+from cluster_ddp.launch.rendezvous import Rendezvous, SignedBackend, Signer, make_rendezvous
 from cluster_ddp.launch.torchrun import option
 from cluster_ddp.run.directory import AttemptDirectory
 
@@ -104,7 +103,7 @@ def test_a_state_is_believed_only_with_a_signature_of_its_own_kind() -> None:
         signer.checked(b"state", signer.signed(b"address", b"127.0.0.1 1"))
 
 
-def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta) -> list[int | Exception]:
+def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta, **options: int) -> list[int | Exception]:
     """Let two agents meet, the clock of the second being so much behind: the world that each is told, or its error."""
 
     class Clock(datetime):
@@ -115,13 +114,13 @@ def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta) -> list[int | Excep
     monkeypatch.setattr(dynamic_rendezvous, "datetime", Clock)
     signer, port = Signer(b"k" * 32), free_port()
     found: dict[str, int | Exception] = {}
-    handlers: list[rendezvous.Rendezvous] = []  # with them their stores would end
+    handlers: list[Rendezvous] = []  # with them their stores would end
 
     def agent(name: str) -> None:
         config = {"is_host": name == "host", "join_timeout": 5}
         parameters = RendezvousParameters("c10d", f"127.0.0.1:{port}", "7.0", 2, 2, "127.0.0.1", **config)
         try:
-            handlers.append(handler := rendezvous._rendezvous(parameters, signer))
+            handlers.append(handler := make_rendezvous(parameters, signer, **options))
             found[name] = handler.next_rendezvous().world_size
         except Exception as error:
             found[name] = error
@@ -141,8 +140,7 @@ def test_a_node_whose_clock_is_wrong_is_not_left_out(monkeypatch: pytest.MonkeyP
 
 
 def test_nobody_trains_in_a_smaller_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_MISSED", 3)  # torch's own
-    alone, _ = meet(monkeypatch, timedelta(hours=1))
+    alone, _ = meet(monkeypatch, timedelta(hours=1), may_miss=3)  # torch's own
     assert isinstance(alone, RendezvousError) and "1 of 2 nodes have met" in str(alone)
 
 

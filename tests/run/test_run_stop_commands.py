@@ -12,7 +12,6 @@ import pytest
 from run_builders import begin, begin_dead, fake_slurm, hide, slurm_job
 
 from cluster_ddp.cli import stop as cli_stop
-from cluster_ddp.run import attempt as run_attempt
 from cluster_ddp.run.attempt import request_resume
 from cluster_ddp.run.attempt_record import end_attempt
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
@@ -21,6 +20,7 @@ from cluster_ddp.run.events import read_events
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import read_stop, request_stop
+from cluster_ddp.run.storage import Storage
 
 Say = Callable[..., None]
 
@@ -59,13 +59,14 @@ def test_stop_reaches_an_attempt_that_begins_meanwhile(run: RunDirectory, monkey
 def test_a_stop_that_comes_while_the_next_attempt_begins_holds(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, publish = begin_dead(run, slurm_job_id="7"), run_attempt._publish
+    ended, rename = begin_dead(run, slurm_job_id="7"), Storage.rename
 
-    def after_a_stop(*arguments: Any) -> bool:
-        request_stop(ended, reason="person", by="me")
-        return publish(*arguments)
+    def after_a_stop(storage: Storage, source: Path, target: Path) -> None:
+        if target == run.attempt(1).path:
+            request_stop(ended, reason="person", by="me")
+        rename(storage, source, target)
 
-    monkeypatch.setattr(run_attempt, "_publish", after_a_stop)
+    monkeypatch.setattr(Storage, "rename", after_a_stop)
     request = read_stop(begin(run, slurm_job_id="7", restart_count=1))
     assert request is not None and (request.reason, request.by) == ("person", "me")
 

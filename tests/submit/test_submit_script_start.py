@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from stage import CRASH, UNTIL_STOPPED, Stage
 
+from cluster_ddp.run import runs
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import add_slurm_job
 from cluster_ddp.run.stopfile import read_stop
+from cluster_ddp.submit.preamble import TRIES
 
 
 def test_ranks_inherit_the_meeting_point_and_the_cpus(stage: Stage) -> None:
@@ -86,6 +88,10 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
     assert "no Python with cluster_ddp starts on node-b" in stage.output
     assert stage.requeues() == requeues
     assert not stage.calls("srun")
+
+
+def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> None:
+    assert f"\ntries={TRIES}\n" in Path(runs.__file__).with_name("start_failed.sh").read_text()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from light_agent import LIGHT_AGENT
 
 from cluster_ddp.run.sweep import Element, SweepDirectory, SweepRecord, change_sweep
-from cluster_ddp.submit import sweep_here
+from cluster_ddp.submit.sweep_here import Place, SweepHere
 
 JOB = f"""\
 name: small
@@ -53,18 +53,14 @@ def elements(here: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_nothing_is_started_once_another_has_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_started_once_another_has_the_claim(tmp_path: Path) -> None:
     """`stop` has taken it away, and the same sweep was started again at once, before this process looked."""
-    monkeypatch.setattr(sweep_here, "_CLAIM_SECONDS", -1.0)
     sweep, element = SweepDirectory(tmp_path), Element("0000-as-it-is", ())
     change_sweep(sweep, lambda _: SweepRecord("s", 1.0, (element,), "local", submitting={"pid": 1, "since": 2.0}))
-    started: list[Element] = []
-    monkeypatch.setattr(sweep_here.SweepHere, "_start", lambda here, place, element: started.append(element))
-    here = sweep_here.SweepHere(
-        sweep, [sweep_here.Place(())], None, None, lambda status: None, {"pid": 1, "since": 1.0}
-    )
-    here.run([element])
-    assert started == []
+    sweep.job_file.write_text(JOB)
+    ours = {"pid": 1, "since": 1.0}
+    SweepHere(sweep, [Place(())], None, None, lambda status: None, ours, claim_seconds=0.0).run([element])
+    assert not sweep.run(element).path.exists()
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,42 @@
+"""The nodes of a run that should give a sign of life and do not."""
+
+from __future__ import annotations
+
+import time
+
+from cluster_ddp.run.directory import AttemptDirectory
+from cluster_ddp.run.events import NODE_STARTED
+from cluster_ddp.run.history import History
+
+_SILENT_SECONDS = 120.0  # nodes touch their file every few seconds; network storage may show it a minute late
+_NAMED = 3
+
+
+def silent_nodes(history: History) -> str | None:
+    """Name the nodes of the last attempt that have given no sign of life for minutes; None if all do."""
+    if history.last is None:
+        return None
+    attempt = history.run.attempt(history.last.number)
+    touched: dict[str, float] = {}
+    for event in history.of_attempt(attempt.number, NODE_STARTED):
+        node = event.get("node")
+        if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
+            host = str(event.get("host") or f"node {node}")
+            touched[host] = min(moment, touched.get(host, moment))
+    now = max([time.time(), *touched.values()])  # the storage has its own clock, which may be ahead
+    silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
+    if not silent:
+        return None
+    names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
+    return (
+        f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: it hangs, or its storage does "
+        "not respond; Slurm may be unable to end such a job until it does"
+    )
+
+
+def _touched(attempt: AttemptDirectory, node: int) -> float | None:
+    """Return when a node program last touched its file; None if it has signed off or not started yet."""
+    try:
+        return attempt.alive_file(node).lstat().st_mtime
+    except OSError:
+        return None
