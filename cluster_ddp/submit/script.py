@@ -181,10 +181,10 @@ def _usage(own_run_of: str | None, *, sweep: bool) -> str:
 
 
 def _title(spec: JobSpec) -> str:
-    ranks = spec.procs_per_node
+    nodes, ranks = spec.slurm.nodes, spec.procs_per_node
     return (
-        f"{spec.name}: {spec.slurm.nodes} node{'s' * (spec.slurm.nodes > 1)} with {ranks} rank{'s' * (ranks > 1)} "
-        f"each, training {comment(spec.task or spec.script or '')}"
+        f"{spec.name}: {nodes} node{'s' * (nodes > 1)} with {ranks} rank{'s' * (ranks > 1)}{' each' * (nodes > 1)}, "
+        f"training {comment(spec.task or spec.script or '')}"
     )
 
 
