@@ -1,0 +1,41 @@
+"""Data sets whose samples depend on what has been read before, or on which thread reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+from train_tasks import Noisy
+
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
+
+CPU = torch.device("cpu")
+
+
+class Counts(Noisy):
+    """Counts what it reads; long after the start, its samples depend on that."""
+
+    reads = batches = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        inputs, label = super().__getitem__(index)
+        return inputs * (1 + self.reads // 1000), label
+
+    def collate(self, items: list[Any]) -> Any:
+        self.batches += 1
+        return default_collate(items)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_set_that_counts_what_it_reads_is_told(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    data = Counts()
+    fetcher = Fetcher(data, data.collate, 1, exact=True)
+    plans = [(0, np.arange(first, first + 10)) for first in range(0, 50, 10)]
+    assert len(list(Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU))) == 5
+    assert capfd.readouterr().err.count("(Counts) changes Counts.batches, Counts.reads, which no checkpoint") == 1
