@@ -350,7 +350,8 @@ def refuse_own_state(
             "    a checkpoint holds that of rank 0, and a resume would give it to all ranks: let state_dict() return "
             "what is the same on all of them, such as a sum over them (reduce_tensor), or a list by rank "
             "(all_gather_object); register a buffer in __init__ with its final shape, and change it in place (copy_, "
-            "add_); make a parameter that is not trained a buffer, or change it in the same way on all ranks"
+            "add_); make a parameter that is not trained a buffer, or change it in the same way on all ranks (by a "
+            "second optimizer: with gradients that reduce_tensor has averaged)"
         )
 
 

@@ -14,6 +14,8 @@ MARK = "<!-- What follows is written by tests/zoo/zoo_document.py. -->\n"
 ELSEWHERE = [
     ("`loss()` calls `model.module`, `self.net`: not the wrapper", "loss() did not call the model that it was given",
      "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+    ("`loss()` trains another model than `model()` returned, one rank", "given no parameter of model() a gradient",
+     "train/test_train_refusals.py::test_a_loss_of_another_model_is_refused"),
     ("`model.encode(x)` on several ranks", "on several ranks only model(...) sums the gradients",
      "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("gradients, or weights after two steps, that differ by rank", "differ between the ranks",
