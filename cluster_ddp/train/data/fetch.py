@@ -273,10 +273,10 @@ class Fetcher:
         what = f"sample {changing[0].item()}" if changing else "a batch"
         raise DataError(
             f"{what} of the training set ({type(self._data).__name__}) differs when it is fetched again with the same "
-            "seed, so no resume could be exact: the set or collate() draws from a generator that nothing "
-            "seeds, counts its calls, or changes its samples in place. Use the global generators of torch, random or "
-            "NumPy, which are seeded for each sample, or keep the generator as an attribute of the data set: it is "
-            "seeded too"
+            "seed, so no resume could be exact: the set or collate() draws from a generator that nothing seeds or in "
+            "its own threads, counts its calls, or changes its samples in place. Use the global generators of torch, "
+            "random or NumPy, which are seeded for each sample, or keep the generator as an attribute of the data set: "
+            "it is seeded too; draw before work is handed to threads"
         )
 
     def _warn_of_counts(self, before: Numbers, after: Numbers) -> None:
