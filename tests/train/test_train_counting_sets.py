@@ -62,5 +62,5 @@ class Pooled(Dataset[Tensor]):
 
 
 def test_a_set_that_draws_in_threads_is_tried_until_their_order_shows() -> None:
-    with pytest.raises(DataError, match="or in its own threads"):
+    with pytest.raises(DataError, match="or in threads of its own"):
         Fetcher(Pooled(), default_collate, 1, exact=True)(0, np.arange(10))

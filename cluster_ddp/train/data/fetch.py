@@ -274,7 +274,7 @@ class Fetcher:
         raise DataError(
             f"{what} of the training set ({type(self._data).__name__}) differs when it is fetched again with the same "
             "seed, so no resume could be exact: the set or collate() draws from a generator that nothing seeds or in "
-            "its own threads, counts its calls, or changes its samples in place. Use the global generators of torch, "
+            "threads of its own, counts its calls, or changes its samples in place. Use the generators of torch, "
             "random or NumPy, which are seeded for each sample, or keep the generator as an attribute of the data set: "
             "it is seeded too; draw before work is handed to threads"
         )
