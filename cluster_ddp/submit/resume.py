@@ -72,6 +72,7 @@ def plan_resume(
     sizes = [f"{key}={value}" for key, value in size.items() if value is not None]
     job = load_run_job(run.job_file, [*settings, *sizes])
     _check_global_batch(record, job)
+    _check_average(status, job)
     if _is_finished(run, status, job):
         return ResumePlan(seen, record, job.spec, changed=False, remarks=job.remarks, start=None)
     start: local.LocalStart | Submission
@@ -222,6 +223,19 @@ def _check_global_batch(record: RunRecord, job: RunJob) -> None:
             f"train.global_batch: this run has trained with {kept} samples a step and keeps that; "
             f"with {wanted} it would be a different training.\nSubmit a new run for it."
         )
+
+
+def _check_average(status: RunStatus, job: RunJob) -> None:
+    """Raise if the average of the weights, which the checkpoints of a task contain or not, is switched on or off."""
+    before, after = job.before.train.ema_decay, job.spec.train.ema_decay
+    if job.spec.task is None or status.last_checkpoint is None or (before is None) == (after is None):
+        return
+    how = (
+        "this run has trained without an average of the weights, and none can begin in the middle"
+        if before is None
+        else f"the checkpoints of this run contain an average of the weights (decay {before:g}), and it has to go on"
+    )
+    raise SubmitError(f"train.ema_decay: {how}.\nLeave it as it is, or submit a new run.")
 
 
 def _is_finished(run: RunDirectory, status: RunStatus, job: RunJob) -> bool:

@@ -277,9 +277,12 @@ def refuse_differences(what: str, tensors: Mapping[str, Tensor]) -> None:
     if different:
         raise TaskError(
             f"{what} differ between the ranks: {', '.join(different[:_SHOWN])}{_more(different)}\n"
-            "    each rank would train its own model: compute everything that has a gradient by model(...), the "
-            "model that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a "
-            "method of it, and let nothing that changes weights depend on the rank"
+            "    each rank would train its own model. What has a gradient is to be computed by model(...), the model "
+            "that is in DistributedDataParallel (in a task: the one that loss() is given), not by a part or a method "
+            "of it. What changes weights besides the optimizer has to do the same on every rank: draw new values from "
+            "a torch.Generator with the same seed on all, or send them from rank 0 (dist.broadcast). "
+            "Embedding(max_norm=...) rescales only the rows in a rank's own batch: leave max_norm out, and limit the "
+            "norm of the rows that forward() has looked up"
         )
 
 
@@ -347,7 +350,8 @@ def refuse_own_state(
             "    a checkpoint holds that of rank 0, and a resume would give it to all ranks: let state_dict() return "
             "what is the same on all of them, such as a sum over them (reduce_tensor), or a list by rank "
             "(all_gather_object); register a buffer in __init__ with its final shape, and change it in place (copy_, "
-            "add_); make a parameter that is not trained a buffer, or change it in the same way on all ranks"
+            "add_); make a parameter that is not trained a buffer, or change it in the same way on all ranks (by a "
+            "second optimizer: with gradients that reduce_tensor has averaged)"
         )
 
 

@@ -57,6 +57,8 @@ class Update:
                 "in fp32, or set train.precision: fp32"
             )
         self._was_skipped: bool | Tensor = False
+        # While no step has given any gradient: the versions of the parameters after the first.
+        self._untrained: list[int] | None = []
         self._goes_on = False  # whether the optimizer state was loaded from a checkpoint
         if scaler is not None:
             optimizer.register_step_pre_hook(self._note_call)
@@ -94,7 +96,14 @@ class Update:
         -------
         Whether the update was skipped; on a device, where the host does not wait, a tensor of one element, 1.0 if it
         was.
+
+        Raises
+        ------
+        TaskError
+            Two steps have given no parameter a gradient.
         """
+        if self._untrained is not None:
+            self._expect_gradients(self._untrained)
         try:
             was_skipped = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
         except (RuntimeError, ValueError) as error:
@@ -109,6 +118,19 @@ class Update:
         for parameter in self._parameters:
             parameter.grad = None
         return was_skipped
+
+    def _expect_gradients(self, before: list[int]) -> None:
+        # What has changed instead is updated in the backward pass, by hooks that leave no gradients.
+        now = [parameter._version for parameter in self._parameters]
+        if gradients_of(self._parameters) or (before and before != now):
+            self._untrained = None
+        elif before:
+            raise TaskError(
+                "two steps have given no parameter of model() a gradient, so nothing is trained: compute the loss by "
+                "the model that loss() is given, or by the one that model() returned, not by another"
+            )
+        else:
+            self._untrained = now
 
     def _step_plain(self) -> bool | Tensor:
         bad = self._is_bad()

@@ -20,7 +20,7 @@ from cluster_ddp.cli.app import COMMANDS
 from cluster_ddp.job import load_job, load_resolved
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import end_attempt
-from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.directory import RunDirectory, step_name
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.record import read_record, update_record
 from cluster_ddp.run.run_state import RunState
@@ -143,6 +143,22 @@ def test_a_change_that_ends_exactness_is_said(
     said = call("resume", run.id, "--set", setting)
     assert said.status == 0
     assert (f"{setting.split('=')[0]} changes from" in said.err) is said_so
+
+
+def test_the_average_of_the_weights_is_not_begun_in_the_middle(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    (run.checkpoints / step_name(5)).mkdir(parents=True)
+    said = call("resume", run.id, "--set", "train.ema_decay=0.9")
+    assert said.status == 2 and len(slurm.submissions()) == 1
+    assert "train.ema_decay: this run has trained without an average of the weights" in said.err
+
+
+def test_the_average_of_the_weights_is_not_left_out_in_the_middle(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+    run.job_file.write_text(run.job_file.read_text().replace("ema_decay: null", "ema_decay: 0.9"))
+    assert call("resume", run.id, "--set", "train.ema_decay=0.8").status == 0  # there is no checkpoint yet
+    (run.checkpoints / step_name(5)).mkdir(parents=True)
+    slurm.queue.write_text("")
+    said = call("resume", run.id, "--set", "train.ema_decay=null")
+    assert said.status == 2 and "contain an average of the weights (decay 0.8)" in said.err
 
 
 def test_a_complete_run_is_left_alone(call: Call, run: RunDirectory, slurm: Slurm) -> None:

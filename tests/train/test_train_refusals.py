@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import runpy
 from collections.abc import Callable
@@ -309,3 +310,36 @@ def test_a_refusal_names_the_line_of_the_program_that_led_to_it(tmp_path: Path) 
     with pytest.raises(ClusterDDPError) as refused:
         runpy.run_path(str(program))
     assert explain(refused.value).endswith("\n    (mine.py, line 3)")
+
+
+class OfAnother(Plain):
+    """Trains another model than it has returned, or its own by an optimizer that works in the backward pass."""
+
+    def __init__(self, *, in_backward: bool) -> None:
+        self.in_backward = in_backward
+
+    def eval_data(self) -> None:
+        return None
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        self.other = made if self.in_backward else copy.deepcopy(made)
+        if self.in_backward:
+            for weight in made.parameters():
+                weight.register_post_accumulate_grad_hook(self.update)
+        return made
+
+    def update(self, weight: nn.Parameter) -> None:
+        with torch.no_grad():
+            weight -= 0.01 * weight.grad
+        weight.grad = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(self.other, batch)
+
+
+def test_a_loss_of_another_model_is_refused() -> None:
+    spec = job(train={"steps": 4, "global_batch": 24})
+    with pytest.raises(TaskError, match=r"given no parameter of model\(\) a gradient"):
+        train(OfAnother(in_backward=False), spec)
+    assert train(OfAnother(in_backward=True), spec)[1].completed

@@ -14,6 +14,8 @@ MARK = "<!-- What follows is written by tests/zoo/zoo_document.py. -->\n"
 ELSEWHERE = [
     ("`loss()` calls `model.module`, `self.net`: not the wrapper", "loss() did not call the model that it was given",
      "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
+    ("`loss()` trains another model than `model()` returned, one rank", "given no parameter of model() a gradient",
+     "train/test_train_refusals.py::test_a_loss_of_another_model_is_refused"),
     ("`model.encode(x)` on several ranks", "on several ranks only model(...) sums the gradients",
      "train/test_train_ranks_refused.py::test_a_loss_that_goes_around_the_wrapper_is_refused"),
     ("gradients, or weights after two steps, that differ by rank", "differ between the ranks",
@@ -82,6 +84,9 @@ ELSEWHERE = [
     ("reported when the second pass begins: a set that a pass has changed, such as by a cache of augmented samples",
      "returns different samples after a pass than",
      "train/test_train_data.py::test_a_set_that_is_another_after_a_pass_is_told"),
+    ("reported in the first step: a set, or its `collate`, that counts what is read from it",
+     "which no checkpoint contains: a resume is exact only if no sample",
+     "train/test_train_counting_sets.py::test_a_set_that_counts_what_it_reads_is_told"),
     ("reported when the second pass begins: a set that has grown or shrunk", "items after a pass, but had",
      "train/test_train_data.py::test_a_set_that_grows_is_told"),
     ("parameters that change their group, or defaults of the optimizer that change, in a later step",

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.data.sets import copied, fetches_by_batch, is_plain_rows, length_of, unwrapped
+from cluster_ddp.train.data.sets import Numbers, copied, fetches_by_batch, is_plain_rows, length_of, unwrapped
+from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import (
     HOST_GENERATORS,
@@ -248,8 +249,16 @@ class Fetcher:
         if self._read == self._by_tensor:
             return
         self._untouched, self._length = copied(self._data), length_of(self._data)
-        found = settled(lambda: fingerprint(self._read(epoch, indices)))
+        numbers: list[Numbers] = []
+
+        def read() -> int:
+            seen = fingerprint(self._read(epoch, indices))
+            numbers.append(Numbers(self._data, getattr(self._collate, "__self__", None)))
+            return seen
+
+        found = settled(read)
         if found is not None:
+            self._warn_of_counts(*numbers[-2:])
             self._refuse_workers_own(epoch, indices, found)
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other)
@@ -264,10 +273,21 @@ class Fetcher:
         what = f"sample {changing[0].item()}" if changing else "a batch"
         raise DataError(
             f"{what} of the training set ({type(self._data).__name__}) differs when it is fetched again with the same "
-            "seed, so no resume could be exact: the set or collate() draws from a generator that nothing "
-            "seeds, or counts its calls. Use the global generators of torch, random or NumPy, which are seeded for "
-            "each sample, or keep the generator as an attribute of the data set: it is seeded too"
+            "seed, so no resume could be exact: the set or collate() draws from a generator that nothing seeds or in "
+            "threads of its own, counts its calls, or changes its samples in place. Use the generators of torch, "
+            "random or NumPy, which are seeded for each sample, or keep the generator as an attribute of the data set: "
+            "it is seeded too; draw before work is handed to threads"
         )
+
+    def _warn_of_counts(self, before: Numbers, after: Numbers) -> None:
+        """Warn of numbers that were changed by reading the same samples again."""
+        worker = get_worker_info()
+        if (names := before.changed(after)) and find_world().is_main and (worker is None or worker.id == 0):
+            say(
+                f"cluster_ddp: reading the training set ({type(self._data).__name__}) changes {', '.join(names)}, "
+                "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. Let a "
+                "sample depend only on its index and on random numbers"
+            )
 
     def _refuse_workers_own(self, epoch: int, indices: Indices, here: int) -> None:
         """Raise a `DataError` if samples depend on which worker reads them, because a resume uses another one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+# How often threads are given a chance to draw in another order: few readings show it where they wait for nothing.
+_READINGS, _SECONDS_OF_READING = 50, 1.0
 _SPARSE: dict[torch.layout, Callable[[Tensor], tuple[Tensor, ...]]] = {
     torch.sparse_coo: lambda tensor: (tensor.coalesce().indices(), tensor.coalesce().values()),
     torch.sparse_csr: lambda tensor: (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
@@ -38,14 +42,26 @@ def drawn_to(generator: Any) -> int:
 def settled(read: Callable[[], int]) -> int | None:
     """Read until two consecutive readings agree, at most three times; None if no two do.
 
-    The first may differ: a library that is imported on first use may draw random numbers while being imported.
+    The first may differ: a library that is imported on first use may draw random numbers while being imported. If
+    reading starts threads, which may draw in another order each time, it is repeated more often.
     """
+    threads = threading.active_count()
     last = read()
     for _ in range(2):
         before, last = last, read()
         if last == before:
-            return last
+            return last if threading.active_count() <= threads or _stays(read, last) else None
     return None
+
+
+def _stays(read: Callable[[], int], found: int) -> bool:
+    end = time.monotonic() + _SECONDS_OF_READING
+    for _ in range(_READINGS):
+        if read() != found:
+            return False
+        if time.monotonic() > end:
+            break
+    return True
 
 
 def _add(hashed: Any, value: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.surroundings import is_of_user
 
 _DEPTH, _FEW = 4, 100  # how deep in a set parts are copied, and the longest containers copied
@@ -45,6 +46,26 @@ def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
         positions = inner if positions is None else inner[positions]
         data = data.dataset
     return data, positions
+
+
+class Numbers:
+    """The numbers in the attributes of a data set, its parts and its `collate`, as far as their classes are the user's.
+
+    What reading changes, a resume does not repeat, and later samples may depend on it.
+    """
+
+    def __init__(self, *holders: object) -> None:
+        self._found = {
+            (id(part), key): (f"{type(part).__name__}.{key}", value)
+            for part in parts_of(*holders, depth=_DEPTH)
+            if is_of_user(type(part).__module__) and hasattr(part, "__dict__")
+            for key, value in list(vars(part).items())
+            if type(value) in (int, float)
+        }
+
+    def changed(self, now: Numbers) -> list[str]:
+        """The names of those that are different now, or were not there."""
+        return sorted({found[0] for place, found in now._found.items() if self._found.get(place) != found})
 
 
 def _is_subset(data: Dataset[Any]) -> TypeGuard[Subset[Any]]:

@@ -48,6 +48,13 @@ def check_comes_back(state: State, step: int, collected: Collected, plan: SavePl
     TaskError
         Something is not restored; the message names it.
     """
+    with state.undoing():
+        _check_comes_back(state, step, collected, plan, fresh)
+
+
+def _check_comes_back(
+    state: State, step: int, collected: Collected, plan: SavePlan, fresh: Callable[[], State]
+) -> None:
     tensors, scalars = collected
     try:
         stored = MemoryCheckpoint(tensors, scalars, plan)

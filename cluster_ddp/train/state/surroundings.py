@@ -44,6 +44,11 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
     return found
 
 
+def modules_around(objects: Iterable[object]) -> Iterator[ModuleType]:
+    """The user's modules that define the objects' classes, and those of the user's that these import."""
+    return _reachable({str(kind.__module__): None for thing in objects for kind in type(thing).__mro__})
+
+
 def generators_around(objects: Iterable[object]) -> dict[str, Any]:
     """The random generators in `variables_around`, each once, also inside values: scripts often have one at the top."""
     found: dict[str, Any] = {}

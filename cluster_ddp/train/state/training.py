@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import variables_around
+from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -250,6 +252,10 @@ class State:
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
         self._optimizer.put_first_settings(optimizer)
+
+    def undoing(self) -> contextlib.AbstractContextManager[None]:
+        """Undo afterwards what the task's methods, called once more for a check, have changed in what it holds."""
+        return undone(self._also) if isinstance(self._also, Task) else contextlib.nullcontext()
 
     def put_back_first(self, also: Stateful) -> None:
         """Load into another task the state that this one had before the first step.

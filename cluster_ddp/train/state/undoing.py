@@ -1,0 +1,69 @@
+"""Undoes what the user's code changes when it is called once more for a check, while the task goes on training.
+
+A task may keep its networks in a dict, or in a variable of its module, and find there what it trains: without this,
+those made for the check would take their place.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from cluster_ddp.train.inner_parts import can_be_seen, elements, length
+from cluster_ddp.train.randomness import parts_of
+from cluster_ddp.train.state.surroundings import modules_around
+
+_FAR = 1_000_000  # longer lists and dicts are left alone
+_LISTS = (list, set, collections.deque)
+
+
+@contextlib.contextmanager
+def undone(task: object) -> Iterator[None]:
+    """Restore afterwards which objects the task's attributes and the variables of the user's modules hold.
+
+    Covers their lists, dicts, sets and attributes as well. The contents of tensors are not restored.
+    """
+    modules = list(modules_around([task]))
+    names = {module.__name__ for module in modules}
+    variables = [value for module in modules for value in list(vars(module).values()) if can_be_seen(value)]
+    classes = {value: None for value in variables if isinstance(value, type) and value.__module__ in names}
+    of_classes = [value for kind in classes for value in list(vars(kind).values())]
+    kept: list[tuple[Any, Any]] = [(kind, dict(vars(kind))) for kind in classes]
+    kept += [(vars(module), dict(vars(module))) for module in modules]
+    for part in parts_of(task, *variables, *of_classes):
+        place = None
+        with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
+            place = part if isinstance(part, (dict, *_LISTS)) else getattr(part, "__dict__", None)
+        if isinstance(place, dict) and length(place) <= _FAR:
+            kept.append((place, dict(dict.items(place))))
+        elif isinstance(place, _LISTS) and length(place) <= _FAR:
+            kept.append((place, list(elements(place))))
+    try:
+        yield
+    finally:
+        for place, before in kept:
+            _put_back(place, before)
+
+
+def _put_back(place: Any, before: Any) -> None:
+    if isinstance(place, _LISTS):
+        elements_now = list(elements(place))
+        if len(elements_now) != len(before) or not all(map(operator.is_, elements_now, before)):
+            place.clear()
+            (place.update if isinstance(place, set) else place.extend)(before)
+        return
+    now: dict[Any, Any] = dict(vars(place)) if isinstance(place, type) else dict(dict.items(place))
+    for key in now.keys() - before.keys():
+        if isinstance(place, type):
+            delattr(place, key)
+        else:
+            dict.__delitem__(place, key)
+    for key, value in before.items():
+        if key not in now or now[key] is not value:
+            if isinstance(place, type):
+                setattr(place, key, value)
+            else:
+                dict.__setitem__(place, key, value)

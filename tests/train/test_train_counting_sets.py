@@ -1,0 +1,66 @@
+"""Data sets whose samples depend on what has been read before, or on which thread reads them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+from train_tasks import Noisy
+
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.errors import DataError
+
+CPU = torch.device("cpu")
+
+
+class Counts(Noisy):
+    """Counts what it reads; long after the start, its samples depend on that."""
+
+    reads = batches = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        inputs, label = super().__getitem__(index)
+        return inputs * (1 + self.reads // 1000), label
+
+    def collate(self, items: list[Any]) -> Any:
+        self.batches += 1
+        return default_collate(items)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_set_that_counts_what_it_reads_is_told(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    data = Counts()
+    fetcher = Fetcher(data, data.collate, 1, exact=True)
+    plans = [(0, np.arange(first, first + 10)) for first in range(0, 50, 10)]
+    assert len(list(Loader(fetcher, plans, lambda plan: plan, workers=workers, device=CPU))) == 5
+    assert capfd.readouterr().err.count("(Counts) changes Counts.batches, Counts.reads, which no checkpoint") == 1
+
+
+class Pooled(Dataset[Tensor]):
+    """Draws in threads; in what order is another only once in a while, as if that were the scheduler's doing."""
+
+    def __init__(self) -> None:
+        self.pool: ThreadPoolExecutor | None = None
+        self.reads = [0]
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        self.pool = self.pool or ThreadPoolExecutor(1)
+        self.reads[0] += 1
+        order = indices[:: -1 if self.reads[0] % 20 == 0 else 1]
+        drawn = dict(zip(order, self.pool.map(lambda _: torch.randn(3), order), strict=True))
+        return [drawn[index] for index in indices]
+
+
+def test_a_set_that_draws_in_threads_is_tried_until_their_order_shows() -> None:
+    with pytest.raises(DataError, match="or in threads of its own"):
+        Fetcher(Pooled(), default_collate, 1, exact=True)(0, np.arange(10))
