@@ -12,17 +12,21 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from cluster_ddp.train.inner_parts import can_be_seen, elements, length
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.surroundings import modules_around
 
 _FAR = 1_000_000  # longer lists and dicts are left alone
+_DEPTH = 3  # how deep in a new value a model is looked for
 _LISTS = (list, set, collections.deque)
 
 
 @contextlib.contextmanager
 def undone(task: object) -> Iterator[None]:
-    """Restore afterwards which objects the task's attributes and the variables of the user's modules hold.
+    """Restore afterwards which models and optimizers the task's attributes and the user's modules hold.
 
     Covers their lists, dicts, sets and attributes as well. The contents of tensors are not restored.
     """
@@ -50,20 +54,28 @@ def undone(task: object) -> Iterator[None]:
 
 def _put_back(place: Any, before: Any) -> None:
     if isinstance(place, _LISTS):
-        elements_now = list(elements(place))
-        if len(elements_now) != len(before) or not all(map(operator.is_, elements_now, before)):
+        now = list(elements(place))
+        if (len(now) != len(before) or not all(map(operator.is_, now, before))) and _are_trained(now):
             place.clear()
             (place.update if isinstance(place, set) else place.extend)(before)
         return
-    now: dict[Any, Any] = dict(vars(place)) if isinstance(place, type) else dict(dict.items(place))
-    for key in now.keys() - before.keys():
-        if isinstance(place, type):
-            delattr(place, key)
-        else:
-            dict.__delitem__(place, key)
-    for key, value in before.items():
-        if key not in now or now[key] is not value:
-            if isinstance(place, type):
-                setattr(place, key, value)
-            else:
-                dict.__setitem__(place, key, value)
+    entries: dict[Any, Any] = dict(vars(place)) if isinstance(place, type) else dict(dict.items(place))
+    for key, value in entries.items():
+        if (key not in before or before[key] is not value) and _are_trained([value]):
+            _put_back_entry(place, key, before)
+
+
+def _put_back_entry(place: Any, key: Any, before: dict[Any, Any]) -> None:
+    if isinstance(place, type) and key in before:
+        setattr(place, key, before[key])
+    elif isinstance(place, type):
+        delattr(place, key)
+    elif key in before:
+        dict.__setitem__(place, key, before[key])
+    else:
+        dict.__delitem__(place, key)
+
+
+def _are_trained(values: list[Any]) -> bool:
+    """Whether models or optimizers are among the values or in them; threads of the user's may change all others."""
+    return any(isinstance(part, (nn.Module, nn.Parameter, Optimizer)) for part in parts_of(*values, depth=_DEPTH))
