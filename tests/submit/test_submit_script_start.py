@@ -331,6 +331,30 @@ def test_only_restarts_that_fail_in_a_row_are_counted(stage: Stage) -> None:
     assert stage.requeues() == ["77"] * 3
 
 
+def test_starts_that_slurm_takes_the_nodes_from_do_not_count_as_failed(stage: Stage) -> None:
+    """A job of a low priority may be preempted in its setup lines again and again, but not without end."""
+    stage.program("sleep", "exit 0")
+    script = stage.write(launch={"setup": ["(exit 143)"]})
+    preempted = "JobId=77 JobState=COMPLETING Reason=None PreemptTime=2026-11-20T11:08:11 Restarts={} X=y"
+    failed = "JobId=77 JobState=RUNNING Reason=None PreemptTime=None Restarts={} X=y"
+
+    def start(restart: int, shown: str) -> list[str]:
+        stage.does(job=shown.format(restart))
+        assert stage.perform(script, SLURM_RESTART_COUNT=str(restart)) == 1
+        return stage.requeues()
+
+    for restart in range(7):
+        assert len(start(restart, preempted)) == restart + 1
+    for restart in range(7, 11):
+        assert len(start(restart, failed)) == restart + 1
+    assert len(start(11, preempted)) == 12
+    assert len(start(12, failed)) == 12
+    record = stage.run / "events" / "script-77-node-b.jsonl"
+    kept = record.with_name("script-77-.jsonl").read_text().splitlines()[0]
+    record.write_text("".join(kept.replace('count": 0', f'count": {n}') + "\n" for n in range(13, 200)))
+    assert len(start(200, preempted)) == 12
+
+
 def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> None:
     """The SIGTERM of a cancel ends the setup line, too; Slurm would take the job back into its queue."""
     stage.program("sleep", "exit 0")
