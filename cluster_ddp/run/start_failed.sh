@@ -50,12 +50,15 @@ requeue() {
     return 1
 }
 
-# Whether the partition has enough nodes besides this host.
+# Whether the partition has enough nodes besides this host, of the same kind: others may lack what the job requests.
 has_others() {
-    local others
-    others=$(call sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" \
-        --states=idle,mixed,allocated,completing | grep -v ' ' | sort -u | grep -cvxF "$SLURMD_NODENAME")
-    ((others >= SLURM_JOB_NUM_NODES))
+    local nodes own kind others
+    nodes=$(call sinfo --noheader --Node --format='%N|%c|%m|%f|%G' --partition="$SLURM_JOB_PARTITION" \
+        --states=idle,mixed,allocated,completing | sort -u)
+    own=$(grep -m 1 "^$SLURMD_NODENAME|" <<<"$nodes")
+    kind=${own#"$SLURMD_NODENAME"}
+    others=$(grep -F "$kind" <<<"$nodes" | grep -cvxF "$own")
+    [[ $kind ]] && ((others >= SLURM_JOB_NUM_NODES))
 }
 
 # Whether Slurm took the nodes from a start, from the reason in its event: that says nothing about the job.

@@ -90,7 +90,12 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
 
 @pytest.mark.parametrize(
     ("nodes", "kept", "excluded"),
-    [("node-a node-b node-c", "(null)", ["node-b"]), ("node-a node-b", "(null)", []), ("a b c", "x[1-2]", [])],
+    [
+        ("node-a node-b node-c", "(null)", ["node-b"]),
+        ("node-a node-b", "(null)", []),
+        ("node-a node-b small", "(null)", []),
+        ("node-b a c", "x[1-2]", []),
+    ],
 )
 def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
     stage: Stage, nodes: str, kept: str, excluded: list[str]
@@ -98,7 +103,9 @@ def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
     stage.does(**{"python.sh": "exit 127"})
     stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None ExcNodeList={kept} X=y")
     stage.program("sleep", "exit 0")
-    stage.program("sinfo", f"echo 'Welcome to the cluster!'; printf '%s\\n' {nodes}")
+    kinds = {"small": "2|1000|(null)|(null)"}
+    lines = " ".join(f"'{node}|{kinds.get(node, '8|64000|(null)|gpu:4(S:0-1)')}'" for node in nodes.split())
+    stage.program("sinfo", f"echo 'Welcome to the cluster!'; printf '%s\\n' {lines}")
     for restart in ("1", "2"):
         assert stage.perform(stage.write(), SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
         updates = [call[2] for call in stage.calls("scontrol") if call[0] == "update"]
@@ -134,7 +141,7 @@ def test_what_is_known_of_a_bad_host_survives_the_end_that_an_accepted_requeue_b
     killed = f"[[ ! -e {stage.folder}/accepted ]] || {{ {_killed_once(stage)}; }}"
     accepted = f"[[ $1 != requeue ]] || touch {stage.folder}/accepted"
     stage.program("scontrol", f"{killed}\n{accepted}\n{usual}")
-    stage.program("sinfo", f"[[ ! -e {stage.folder}/accepted ]] && printf '%s\\n' node-a node-b node-c")
+    stage.program("sinfo", f"[[ ! -e {stage.folder}/accepted ]] && printf '%s|8|1|x|y\\n' node-a node-b node-c")
     stage.program("sleep", "exit 0")
     stage.does(**{"python.sh": "exit 127"})
     stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None ExcNodeList=(null) X=y")
@@ -304,7 +311,7 @@ def test_a_setup_line_that_slurm_ends_with_the_job_is_tried_again_at_once(stage:
 def test_a_setup_line_that_slurm_ends_is_told_so_and_no_fault_of_its_host(stage: Stage) -> None:
     """As when it takes longer than the time limit: each start of the job ends in it, on the same host."""
     stage.program("sleep", "exit 0")
-    stage.program("sinfo", "printf '%s\\n' node-a node-b node-c")
+    stage.program("sinfo", "printf '%s|8|1|x|y\\n' node-a node-b node-c")
     script = stage.write(launch={"setup": ["(exit 143)"]})
     for restart in (0, 1, 4):
         shown = f"JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts={restart} ExcNodeList=(null) X=y"
