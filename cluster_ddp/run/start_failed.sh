@@ -55,9 +55,9 @@ has_others() {
     local nodes own kind others
     nodes=$(call sinfo --noheader --Node --format='%N|%c|%m|%f|%G' --partition="$SLURM_JOB_PARTITION" \
         --states=idle,mixed,allocated,completing | sort -u)
-    own=$(grep -m 1 "^$SLURMD_NODENAME|" <<<"$nodes")
+    own=$(printf '%s\n' "$nodes" | grep "^$SLURMD_NODENAME|")
     kind=${own#"$SLURMD_NODENAME"}
-    others=$(grep -F "$kind" <<<"$nodes" | grep -cvxF "$own")
+    others=$(printf '%s\n' "$nodes" | grep -F "$kind" | grep -cvxF "$own")
     [[ $kind ]] && ((others >= SLURM_JOB_NUM_NODES))
 }
 

@@ -64,7 +64,7 @@ def _without_slurm(
         if not ids and _should_have_begun(history, record):
             before = history.last
             return (
-                _ended(history, record, before.number, job, answered=answered)
+                _ended(history, record, before.number, job, answered=answered, ids=ids)
                 if before
                 else (RunState.LOST, _NEVER_BEGAN)
             )
@@ -84,7 +84,7 @@ def _without_slurm(
         said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
         if alive or not said_to_be_over:
             return RunState.RUNNING, _stopping(history) or remark
-    return _ended(history, record, last.number, job, answered=answered)
+    return _ended(history, record, last.number, job, answered=answered, ids=ids)
 
 
 def _should_have_begun(history: History, record: RunRecord | None) -> bool:
@@ -116,7 +116,7 @@ def _never_began(
 
 
 def _ended(
-    history: History, record: RunRecord | None, number: int, job: SlurmJob | None, *, answered: bool
+    history: History, record: RunRecord | None, number: int, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
     """Return state and reason once the last attempt is over, from how it ended and what Slurm did then."""
     outcome: AttemptOutcome = outcome_of(history, number)
@@ -154,6 +154,12 @@ def _ended(
         if record is not None and record.id != history.run.id:
             forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy"
         return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.id}"
+    behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
+    if outcome.ending is Ending.STOPPED and answered and not requeued and behind:
+        return outcome.ending.state, (
+            f"{outcome.why}; Slurm job {behind[0]} of its chain was to continue it, and is no longer in the queue. To "
+            f"continue: cluster-ddp resume {history.run.id}"
+        )
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
     if cancelled:

@@ -351,6 +351,22 @@ def test_of_a_chain_of_jobs_the_running_one_counts_then_the_next(run: RunDirecto
     assert ([job.job_id for job in own], others) == (["8", "9"], [])
 
 
+def test_of_a_chain_whose_next_job_has_been_cancelled_it_is_said_that_nothing_continues_it(
+    run: RunDirectory, say: Say
+) -> None:
+    for job_id in ("7", "8"):
+        add_slurm_job(run, job_id)
+    attempt = begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="time-limit")
+    end_attempt(attempt)
+    found = describe(run, {"7": slurm_job("COMPLETED"), "8": slurm_job("CANCELLED")})
+    assert found.state is RunState.STOPPED and found.reason is not None
+    assert "Slurm job 8 of its chain was to continue it, and is no longer in the queue" in found.reason
+    assert f"cluster-ddp resume {run.id}" in found.reason
+    assert describe(run, {"8": slurm_job("PENDING", "Dependency")}).state is RunState.REQUEUED
+    assert describe(run, None).reason == "stopped: time-limit"  # Slurm cannot be queried
+
+
 def test_a_run_that_was_never_submitted_says_so(runs_dir: Any) -> None:
     run = create_run(job(), runs_dir=runs_dir, via="sbatch", script=None)
     assert describe(run, {}).reason == "not submitted yet"
