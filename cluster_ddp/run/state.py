@@ -33,7 +33,8 @@ def state_of(
         return RunState.SUSPENDED, "suspended by Slurm; it continues where it is when Slurm resumes it"
     if job is not None and job.state in ACTIVE:
         starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
-        return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
+        ending = _cleaning_up(history, outcome) if job.state == "COMPLETING" else None
+        return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting or ending
     if job is not None and job.held:
         return RunState.HELD, how_to_release(job)
     if job is not None and job.state in WAITING:
@@ -178,6 +179,13 @@ def _end_by_slurm(job: SlurmJob) -> str:
 def _stopping(history: History) -> str | None:
     request, over = history.stop_request, history.last is None or history.last.ended is not None
     return f"stopping: {request.reason}" if request is not None and not over else None
+
+
+def _cleaning_up(history: History, outcome: AttemptOutcome | None) -> str | None:
+    """Say how the last attempt ended while its job holds nodes: an epilog, or what cannot be killed, may take long."""
+    if outcome is None or history.last is None or history.last.ended is None:
+        return None
+    return f"{outcome.why}; Slurm is still ending its job (COMPLETING)"
 
 
 def _unseen(job_id: str | None, host: str) -> str:
