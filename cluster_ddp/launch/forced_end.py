@@ -11,7 +11,7 @@ from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import COMPLETED, read_events
-from cluster_ddp.run.node_outcome import KILLED, STOPPED
+from cluster_ddp.run.node_outcome import DONE, FAILED, KILLED, STOPPED
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.run.stopfile import AGENT_LOST, AT_ONCE, SCRIPT_GRACE_SECONDS, TIME_LIMIT
 
@@ -19,6 +19,7 @@ _NO_RANKS_SECONDS = 2.0  # a stop before there are ranks: the agent waits for ot
 _OTHERS_SECONDS = 10.0  # after the last rank has ended: agents end together, so that none loses the rendezvous too soon
 _NO_OTHERS_SECONDS = 1.0  # the same if an agent is known to be gone: the others would wait for it
 _COMPLETED_SECONDS = 60.0  # the same without a stop request: ranks elsewhere may still finish their uploads
+_IDLE_MARGIN_SECONDS = 600.0  # beyond join_timeout; torchrun waits half as long for other agents to end
 _STARTING_SECONDS = 20.0  # a stop while ranks are starting: they may end by themselves
 _ENDING_SECONDS = 5.0  # a Python that is shutting down no longer handles signals
 _SECOND_SIGNAL_SECONDS = 15.0  # a script may react to the first by saving and continuing
@@ -34,6 +35,7 @@ class ForcedEnd:
         attempt: AttemptDirectory,
         *,
         trains_a_task: bool,  # with the trainer, which stops via the heartbeat; else the ranks are a user's script
+        join_timeout: float,  # for which an agent waits for the others before it starts its ranks again
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -41,6 +43,7 @@ class ForcedEnd:
         self._stopping = stopping
         self._attempt = attempt
         self._trains_a_task = trains_a_task
+        self._longest_idle = join_timeout + _IDLE_MARGIN_SECONDS
         self._warn = warn
         self._clock = clock
         self._sent: set[tuple[int, signal.Signals]] = set()
@@ -74,9 +77,16 @@ class ForcedEnd:
         all_starting = not any(map(self._can_save, self._ranks.living))
         return STOPPED if all_starting and self._stopping.waited() > _STARTING_SECONDS else None
 
-    def after_completion(self) -> bool:
-        """Whether an agent only waits for others although all is done; torchrun would hold the machines for minutes."""
-        return self._alone_for() > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete())
+    def of_idle_agent(self) -> str | None:
+        """Return the outcome with which to end an agent that has had no ranks for too long; None while it may wait.
+
+        Once all is done, torchrun would hold the machines for minutes. An agent that does not end long after its ranks
+        have failed does nothing any more, as one that was stopped (SIGSTOP) or waits for its disk.
+        """
+        alone = self._alone_for()
+        if alone > _COMPLETED_SECONDS and (self._ranks.all_done() or self._run_is_complete()):
+            return DONE
+        return FAILED if alone > self._longest_idle else None
 
     def _agent_alone(self) -> str | None:
         """Return the outcome of an agent whose ranks are gone: they have saved what there was to save."""

@@ -80,11 +80,21 @@ def is_alive(pid: int) -> bool:
             os.kill(pid, 0)
             return True
         return False
+    return _state(pid) not in (b"Z", b"X", None)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, Ctrl-Z) has stopped a process, and nobody has continued it."""
+    return _state(pid) == b"T"
+
+
+def _state(pid: int) -> bytes | None:
+    """Return the state of a process as the kernel writes it; None if there is no such process."""
     try:
         stat = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        return None
+    return stat.rpartition(b")")[2].split()[0]
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

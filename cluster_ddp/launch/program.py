@@ -16,7 +16,7 @@ from cluster_ddp.launch.environment import node_environment
 from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.processes import kill_all
+from cluster_ddp.launch.processes import is_stopped, kill_all
 from cluster_ddp.launch.rank_output import AGENT_LOG, RankOutput, RankWarnings, Relay
 from cluster_ddp.launch.ranks import LocalRanks
 from cluster_ddp.launch.reaper import Reaper
@@ -109,7 +109,12 @@ class NodeProgram:
             share="SLURM_JOB_ID" not in os.environ,
         )
         self._forced_end = ForcedEnd(
-            self._ranks, self._stopping, self._attempt, trains_a_task=self._trains_a_task, warn=self._warn
+            self._ranks,
+            self._stopping,
+            self._attempt,
+            trains_a_task=self._trains_a_task,
+            join_timeout=spec.launch.join_timeout,
+            warn=self._warn,
         )
         self._run_watch = RunWatch(run.path)
         self._sign_of_life = SignOfLife(self._attempt.alive_file(node_rank))
@@ -206,8 +211,8 @@ class NodeProgram:
                 self._record_hang(hang)
                 self._stopping.ask(HANG, step=hang.step)
                 self._end_hung()
-            elif not stop_asked and self._forced_end.after_completion():
-                self._end(DONE)
+            elif not stop_asked and (outcome := self._forced_end.of_idle_agent()) is not None:
+                self._end(outcome)
 
     def _note_a_standstill(self) -> None:
         """Do not count time for which this process stood still: if Slurm suspends the job, the ranks do not hang."""
@@ -244,6 +249,14 @@ class NodeProgram:
         )
 
     def _end_hung(self) -> None:
+        for slot in self._ranks.slots():
+            if is_stopped(slot.pid):  # all ranks are silent in a hang; this is the one that the others wait for
+                reason = (
+                    f"rank {slot.rank} on {self._host} hangs: a signal (SIGSTOP) has stopped its process, and nobody "
+                    "has continued it (SIGCONT)"
+                )
+                say(f"cluster-ddp: {reason}")
+                self._record(events.HANG, step=slot.step, rank=slot.rank, stopped=True, reason=reason)
         collected = hang_dump.collect(self._ranks.living, self._heartbeat.path, self._attempt)
         say(f"cluster-ddp: in {self._attempt.path}: {', '.join(collected) or 'nothing'}")
         self._end(HUNG)

@@ -110,7 +110,7 @@ def _take_back_resume(history: History, alive: AttemptRecord) -> None:
     An attempt that somebody has ended is only late.
     """
     if alive.number < history.first_number and history.stop_request is None and not history.cancels:
-        EventWriter(history.run, login_writer()).write(events.RESUME_REFUSED, attempt=alive.number)
+        take_back_resume(history.run, alive.number)
 
 
 def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
@@ -122,6 +122,11 @@ def _take_over_stop(last: AttemptDirectory, attempt: AttemptDirectory) -> None:
         request_stop(attempt, reason=asked.reason, level=asked.level, by=asked.by)
     except OSError as error:
         raise RunError(f"the run was asked to stop, which cannot be written to {attempt.path}: {error}") from error
+
+
+def take_back_resume(run: RunDirectory, seen: int | None) -> None:
+    """Record that a resume has come to nothing; `seen` is the last attempt that it had seen."""
+    EventWriter(run, login_writer()).write(events.RESUME_REFUSED, attempt=seen)
 
 
 def attempt_is_alive(history: History, record: AttemptRecord) -> bool | None:

@@ -10,7 +10,7 @@ from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
 from cluster_ddp.run.digest import Digest
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import causes_of
+from cluster_ddp.run.ending import cause_of_hang, causes_of
 from cluster_ddp.run.events import (
     FAILED,
     HANG,
@@ -71,7 +71,8 @@ def _kept(events: list[Event]) -> Iterator[Event]:
     yield from _kept_failures(events)
     yield from _kept_nodes(events)
     yield from _kept_stops([event for event in events if event["event"] == STOP_REQUESTED])
-    yield from _ends([event for event in events if event["event"] == HANG])
+    if hangs := [event for event in events if event["event"] == HANG]:
+        yield from (*_ends(hangs), cause_of_hang(hangs))
     said: dict[str, Event] = {}
     for event in events:
         if event["event"] == WARNING:

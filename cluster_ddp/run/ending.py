@@ -128,7 +128,8 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
     if stop_reason is not None and (saved or not own_fault) and not _follows_a_failure(stop_reason, events, failures):
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
-        return AttemptOutcome(Ending.HUNG, str(hangs[-1].get("reason") or "no step was finished for too long"))
+        why = cause_of_hang(hangs).get("reason")
+        return AttemptOutcome(Ending.HUNG, str(why or "no step was finished for too long"))
     if (lost := _lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence
         return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
@@ -188,7 +189,7 @@ def what_failed(history: History, number: int) -> str | None:
     """Describe in one line what failed in an attempt since training last (re)started in it; None if nothing did."""
     failures = failures_of(history, number)
     if hangs := history.of_attempt(number, HANG):
-        return str(hangs[-1].get("reason"))
+        return str(cause_of_hang(hangs).get("reason"))
     if (lost := _lost_nodes(history, number)) and all(map(_is_surroundings, failures)):
         return lost
     return describe_failure(root_failure(failures)) if failures else None
@@ -204,6 +205,16 @@ def _has_failed_afterwards(history: History, number: int) -> bool:
     That is another block of `join_run`; errors while the ranks of a complete training shut down do not count.
     """
     return any(event.get("phase") in _BEFORE_TRAINING for event in failures_of(history, number))
+
+
+def cause_of_hang(hangs: list[Event]) -> Event:
+    """Return the rank that the others most likely wait for: one whose process was stopped, else the furthest behind."""
+
+    def order(event: Event) -> tuple[bool, int]:
+        step = as_whole(event.get("step"))
+        return event.get("stopped") is not True, -1 if step is None else step
+
+    return min(reversed(hangs), key=order)
 
 
 def root_failure(failures: list[Event]) -> Event:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 # node-failed: host, error, and suspect: whether the node itself may be bad (its node program did not come up, or its
 #     agent gave up before there were ranks)
 # resume-requested: the last attempt before it, and cancels: how many `cancelled` there were
-# resume-refused: the attempt that turned out to be alive
+# resume-refused: the last attempt before the request, which was alive, or Slurm took no job
+# hang: step, rank, phase, reason, and stopped if a signal has stopped the process of the rank
 # host-suspected: the last attempt before it, host and slurm_job_id: Slurm gave the job a host that failed more than
 #     once, and the job was asked to avoid it
 SUBMITTED = "submitted"

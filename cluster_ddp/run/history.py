@@ -70,21 +70,29 @@ class History:
         return tuple(event for event in self.events if event["event"] == CANCELLED)
 
     @cached_property
+    def _resumes(self) -> tuple[Event, ...]:
+        """The requests to resume that count: not those whose start was refused."""
+        refused = [event.get("attempt") for event in self.events if event["event"] == RESUME_REFUSED]
+        counted = []
+        for request in reversed(self.resume_requests):  # an earlier one for the same attempt is as good
+            if request.get("attempt") in refused:
+                refused.remove(request.get("attempt"))
+            else:
+                counted.append(request)
+        return tuple(reversed(counted))
+
+    @cached_property
     def first_number(self) -> int:
         """Number of the first attempt since the last `resume`; earlier ones are forgiven.
 
-        A `resume` whose start found the previous attempt alive does not count.
+        A `resume` whose start was refused, because the previous attempt was alive or Slurm took no job, does not count.
         """
-        seen = [event["attempt"] for event in self.resume_requests if event.get("attempt") is not None]
-        for event in self.events:
-            if event["event"] == RESUME_REFUSED and event.get("attempt") in seen:
-                seen.remove(event["attempt"])
-        return 1 + max(seen, default=-1)
+        return 1 + max((event["attempt"] for event in self._resumes if event.get("attempt") is not None), default=-1)
 
     @cached_property
     def cancelled(self) -> Event | None:
         """The event of the owner's cancellation, unless the run was resumed since."""
-        taken_back = max(map(self._cancels_taken_back, self.resume_requests), default=0)
+        taken_back = max(map(self._cancels_taken_back, self._resumes), default=0)
         return self.cancels[-1] if len(self.cancels) > taken_back else None
 
     def _cancels_taken_back(self, request: Event) -> int:

@@ -3,8 +3,8 @@
 #
 # Handles a start of a job that failed before its keeper ran: records an event in the run and, with "again", asks Slurm
 # to requeue the job, since nothing else can and a different host may do better. It is bash because Python may not start
-# on this host. The limit on requeues in a row:
-tries=3
+# on this host. The limits on requeues in a row, after starts that failed and after those that Slurm took the nodes from:
+tries=3 preemptions=100
 
 run=$1 again=$2 reason=$3
 
@@ -50,12 +50,29 @@ requeue() {
     return 1
 }
 
-# Whether the partition has enough nodes besides this host.
+# Whether the partition has enough nodes besides this host, of the same kind: others may lack what the job requests.
 has_others() {
-    local others
-    others=$(call sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" \
-        --states=idle,mixed,allocated,completing | grep -v ' ' | sort -u | grep -cvxF "$SLURMD_NODENAME")
-    ((others >= SLURM_JOB_NUM_NODES))
+    local nodes own kind others
+    nodes=$(call sinfo --noheader --Node --format='%N|%c|%m|%f|%G' --partition="$SLURM_JOB_PARTITION" \
+        --states=idle,mixed,allocated,completing | sort -u)
+    own=$(printf '%s\n' "$nodes" | grep "^$SLURMD_NODENAME|")
+    kind=${own#"$SLURMD_NODENAME"}
+    others=$(printf '%s\n' "$nodes" | grep -F "$kind" | grep -cvxF "$own")
+    [[ $kind ]] && ((others >= SLURM_JOB_NUM_NODES))
+}
+
+# Whether Slurm took the nodes from a start, from the reason in its event: that says nothing about the job.
+is_taken() {
+    [[ $1 =~ \(Slurm\ (preempted\ the\ job|has\ queued\ the\ job\ again)\) ]]
+}
+
+# How many such starts there were from this restart count on.
+taken_since() {
+    local line count=0
+    while read -r line; do
+        [[ $line =~ \"restart_count\":\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= $1)) && is_taken "$line" && ((++count))
+    done < <(cat "$run/events/script-$SLURM_JOB_ID-"*.jsonl 2>/dev/null)
+    echo $((count < preemptions ? count : preemptions))
 }
 
 task=$SLURM_JOB_ID queued=false leave='' shown='' ends=''
@@ -63,11 +80,12 @@ task=$SLURM_JOB_ID queued=false leave='' shown='' ends=''
 by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
 
-# The last start of this job in which an attempt began.
-begun=0
+# The last start of this job in which an attempt began, and the first since then.
+begun=0 first=0
 record=$(printf '%s\n' "$run"/attempts/*/attempt.json | sort -V | tail -n 1)
 [[ -f $record ]] && record=$(<"$record")
-[[ $record == *"\"slurm_job_id\": \"$task\""* && $record =~ \"restart_count\":\ ([0-9]+) ]] && begun=${BASH_REMATCH[1]}
+[[ $record == *"\"slurm_job_id\": \"$task\""* && $record =~ \"restart_count\":\ ([0-9]+) ]] &&
+    begun=${BASH_REMATCH[1]} first=$((begun + 1))
 
 if [[ $again == again ]]; then
     # A requeue would bring back a job that its owner has cancelled meanwhile, so Slurm is asked first, for a few
@@ -82,9 +100,11 @@ if [[ $again == again ]]; then
         sleep 10 &
         wait $! # interrupted by a signal
     done
+    failed=$((${SLURM_RESTART_COUNT:-0} - begun - $(taken_since "$first")))
+    is_taken "$by_slurm$ends)" && ((--failed))
     if is_queued "$shown"; then
         queued=true
-    elif ((${SLURM_RESTART_COUNT:-0} - begun <= tries)) && [[ $ends || $shown == *JobState=RUNNING* ]]; then
+    elif ((failed <= tries)) && [[ $ends || $shown == *JobState=RUNNING* ]]; then
         # Exclude this host if a start failed here before, not ended by Slurm, and the job excludes no host yet. This is
         # determined before the requeue, after which there may be no time to ask Slurm.
         [[ ! $ends && $shown == *"ExcNodeList=(null)"* ]] && grep -sqv "$by_slurm" "$said" && has_others &&

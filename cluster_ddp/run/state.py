@@ -33,7 +33,8 @@ def state_of(
         return RunState.SUSPENDED, "suspended by Slurm; it continues where it is when Slurm resumes it"
     if job is not None and job.state in ACTIVE:
         starting = waits_for(history, record, job.job_id) if job.state == "RUNNING" else None
-        return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting
+        ending = _cleaning_up(history, outcome) if job.state == "COMPLETING" else None
+        return RunState.RUNNING, waits_for_requeue(history) or _stopping(history) or starting or ending
     if job is not None and job.held:
         return RunState.HELD, how_to_release(job)
     if job is not None and job.state in WAITING:
@@ -64,7 +65,7 @@ def _without_slurm(
         if not ids and _should_have_begun(history, record):
             before = history.last
             return (
-                _ended(history, record, before.number, job, answered=answered)
+                _ended(history, record, before.number, job, answered=answered, ids=ids)
                 if before
                 else (RunState.LOST, _NEVER_BEGAN)
             )
@@ -84,7 +85,7 @@ def _without_slurm(
         said_to_be_over = history.of_attempt(last.number, events.STOPPED, events.FAILED, events.REQUEUED)
         if alive or not said_to_be_over:
             return RunState.RUNNING, _stopping(history) or remark
-    return _ended(history, record, last.number, job, answered=answered)
+    return _ended(history, record, last.number, job, answered=answered, ids=ids)
 
 
 def _should_have_begun(history: History, record: RunRecord | None) -> bool:
@@ -116,7 +117,7 @@ def _never_began(
 
 
 def _ended(
-    history: History, record: RunRecord | None, number: int, job: SlurmJob | None, *, answered: bool
+    history: History, record: RunRecord | None, number: int, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
     """Return state and reason once the last attempt is over, from how it ended and what Slurm did then."""
     outcome: AttemptOutcome = outcome_of(history, number)
@@ -154,6 +155,12 @@ def _ended(
         if record is not None and record.id != history.run.id:
             forgotten = f"this is a copy of {record.id}, and Slurm knows no job of the copy"
         return outcome.ending.state, f"{outcome.why}; {forgotten}. To continue: cluster-ddp resume {history.run.id}"
+    behind = ids[ids.index(last.slurm_job_id) + 1 :] if last.slurm_job_id in ids else []
+    if outcome.ending is Ending.STOPPED and answered and not requeued and behind:
+        return outcome.ending.state, (
+            f"{outcome.why}; Slurm job {behind[0]} of its chain was to continue it, and is no longer in the queue. To "
+            f"continue: cluster-ddp resume {history.run.id}"
+        )
     if job is None or not unexplained:
         return outcome.ending.state, outcome.why
     if cancelled:
@@ -172,6 +179,13 @@ def _end_by_slurm(job: SlurmJob) -> str:
 def _stopping(history: History) -> str | None:
     request, over = history.stop_request, history.last is None or history.last.ended is not None
     return f"stopping: {request.reason}" if request is not None and not over else None
+
+
+def _cleaning_up(history: History, outcome: AttemptOutcome | None) -> str | None:
+    """Say how the last attempt ended while its job holds nodes: an epilog, or what cannot be killed, may take long."""
+    if outcome is None or history.last is None or history.last.ended is None:
+        return None
+    return f"{outcome.why}; Slurm is still ending its job (COMPLETING)"
 
 
 def _unseen(job_id: str | None, host: str) -> str:

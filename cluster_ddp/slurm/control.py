@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cluster_ddp.job.units import parse_slurm_time
 from cluster_ddp.slurm.commands import SlurmError, call, call_once
@@ -112,28 +113,44 @@ def required_hosts(task: str) -> list[str]:
 def closed_hosts(start: SlurmStart) -> list[str]:
     """Return the hosts that are closed to a job.
 
-    Those that it excludes, and the nodes of its partition that differ from all of its present ones in what it requests:
-    the features that it names, or the GPUs if it requests any.
+    Those that it excludes, and the nodes of its partition that have fewer CPUs or less memory than it requests, or that
+    differ from all of its present ones in the features that it names, or in the GPUs if it requests any.
     """
     job = _job(start.task)
     if job is None:
         return []
     named, closed = frozenset(re.findall(r"[\w.-]+", job.features)), _hosts(job.excluded)
-    if named or job.gres:
-        kinds = {  # of GPUs without their sockets, as in gpu:a100:4(S:0-1)
-            host: (named.intersection(features.split(",")), re.sub(r"\(.*?\)", "", gres) if job.gres else "")
-            for host, features, gres in _kinds(start.partition)
-        }
-        present = {kinds[host] for host in start.hosts if host in kinds}
-        closed += [host for host, kind in kinds.items() if kind not in present]
-    return closed
+    if not (named or job.gres or job.cpus > 1 or job.memory):
+        return closed
+    nodes = _nodes(start.partition)
+    kinds = {  # of GPUs without their sockets, as in gpu:a100:4(S:0-1)
+        node.host: (named.intersection(node.features.split(",")), re.sub(r"\(.*?\)", "", node.gres) if job.gres else "")
+        for node in nodes
+    }
+    present = {kinds[host] for host in start.hosts if host in kinds}
+    too_small = {node.host for node in nodes if _less(node.cpus, job.cpus) or _less(node.memory, job.memory)}
+    return closed + [host for host, kind in kinds.items() if kind not in present or host in too_small]
 
 
-def _kinds(partition: str) -> list[list[str]]:
-    """Return the nodes of a partition, each with its features and its generic resources."""
-    command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f|%G"]
+class _Node(NamedTuple):
+    """A node as sinfo shows it."""
+
+    host: str
+    features: str
+    gres: str
+    cpus: str
+    memory: str  # MiB
+
+
+def _nodes(partition: str) -> list[_Node]:
+    """Return the nodes of a partition."""
+    command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%f|%G|%c|%m"]
     lines = (line.strip().split("|") for line in call(command, seconds=_SECONDS).splitlines())
-    return [fields for fields in lines if len(fields) == 3]
+    return [_Node(*fields) for fields in lines if len(fields) == len(_Node._fields)]
+
+
+def _less(has: str, needed: float) -> bool:
+    return has.isdigit() and float(has) < needed
 
 
 def usable_nodes(partition: str) -> set[str]:

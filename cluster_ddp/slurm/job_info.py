@@ -37,6 +37,8 @@ class JobInfo:
     features: str  # the expression of --constraint
     gres: str  # what it requests on each node, such as ``gres/gpu:a100:4``
     qos: str
+    cpus: int  # what it requests on each node; 0 if not shown
+    memory: float  # the same in MiB
 
 
 def parse_job(answer: str) -> JobInfo | None:
@@ -61,7 +63,19 @@ def parse_job(answer: str) -> JobInfo | None:
         features="" if features.startswith("(null") else features,
         gres=fields.get("TresPerNode", ""),
         qos=fields.get("QOS", ""),
+        cpus=(cpus := int(_number(fields.get("MinCPUsNode", "")))),
+        memory=_mebibytes(fields.get("MinMemoryNode", "")) or cpus * _mebibytes(fields.get("MinMemoryCPU", "")),
     )
+
+
+def _number(shown: str) -> float:
+    found = re.match(r"\d+(\.\d+)?", shown)
+    return float(found[0]) if found else 0.0
+
+
+def _mebibytes(shown: str) -> float:
+    """Convert an amount of memory as Slurm shows it, such as 62.50G; 0 if it shows none."""
+    return _number(shown) * 1024.0 ** max(0, "MGTP".find(shown[-1:]))
 
 
 def is_ending(job: JobInfo | None) -> bool:

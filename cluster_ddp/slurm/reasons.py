@@ -7,24 +7,54 @@ import re
 _PLAIN = {
     "Priority": "jobs of a higher priority come first",
     "Resources": "waits for nodes to become free",
+    "None assigned yet": "Slurm has not looked at it yet",
+    "WaitingForScheduling": "Slurm has not looked at it yet",
+    "SchedDefer": "Slurm has not looked at it yet",
     "BeginTime": "not before its begin time, which Slurm also sets after a requeue",
+    "Cleaning": "its previous start is still being cleaned up",
+    "Prolog": "its nodes are being prepared",
+    "Licenses": "waits for a license that other jobs use",
+    "BurstBufferResources": "waits for room in the burst buffer",
+    "BurstBufferStageIn": "its data is being copied to the burst buffer",
     "Dependency": "waits for another job to end",
     "JobArrayTaskLimit": "waits for other jobs of its array: only so many may run at once",
     "DependencyNeverSatisfied": "never starts: the job that it depends on has not ended as it should",
-    "PartitionNodeLimit": "does not start: the partition allows fewer nodes",
+    "PartitionDown": "its partition does not start jobs at present (sinfo -s); it starts when it does again",
+    "PartitionInactive": "its partition is closed (sinfo -s); it starts when it is opened again",
+    "PartitionNodeLimit": "does not start: the partition allows fewer nodes, or too few of those that it has are up "
+    "(sinfo)",
     "PartitionTimeLimit": "does not start: the partition allows less time",
+    "NodeDown": "a node that it needs is down (sinfo -R says why); it starts when that is back",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (sinfo -R and scontrol show reservation say "
+    "why and until when); it starts when they are back",
+    "Reservation": "waits for its reservation to begin, or for nodes in it (scontrol show reservation)",
+    "ReservationDeleted": "does not start: its reservation is no longer there; cancel the run and resume it with "
+    "--set slurm.reservation=null",
     "BadConstraints": "never starts: no node that it does not exclude has what it asks for; cancel the run and resume "
     "it, as a new job",
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
+    "AccountNotAllowed": "does not start: the partition does not allow its account",
     "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
     "InvalidAccount": "does not start: its account is no longer there; ask whoever runs the cluster",
+    "QOSUsageThreshold": "does not start: the account has used more than its QOS allows; it starts when that has "
+    "decayed (sshare)",
+    "QOSJobLimit": "the QOS limits its jobs; it starts when others have ended",
+    "QOSResourceLimit": "the QOS limits its resources; it starts when others have ended",
+    "QOSTimeLimit": "the QOS limits its time; it starts when that has decayed, or never if it asks for more itself",
+    "AssociationJobLimit": "the account limits its jobs; it starts when others have ended",
+    "AssociationResourceLimit": "the account limits its resources; it starts when others have ended",
+    "AssociationTimeLimit": "the account limits its time; it starts when that has decayed, or never if it asks for "
+    "more itself",
 }
 _LIMIT = re.compile(r"(QOS|Assoc)(Grp|Max)(.+?)(?:Per(Job|User|Account|Node))?(?:Limit)?")
+_LEAST = re.compile(r"QOSMin(.+?)(?:NotSatisfied)?")
+_OF_ACCOUNT = re.compile(r"Max(.+?)(?:RunMins)?PerAccount")  # by a QOS, which this name does not say
 _OWNER = {"QOS": "the QOS", "Assoc": "the account"}
 _WHAT = {
     "cpu": "CPUs", "node": "nodes", "nodes": "nodes", "gres": "GPUs or other resources", "jobs": "jobs",
     "mem": "memory", "memory": "memory", "walldurat": "time", "wallduration": "time", "wall": "time",
     "submitjob": "jobs in the queue", "submitjobs": "jobs in the queue",
+    "license": "licenses", "licenses": "licenses", "bb": "burst buffer",
 }  # fmt: skip
 _OF_WHOM = {"Job": "one job", "Node": "one node", "User": "one user", "Account": "one account"}
 
@@ -36,17 +66,21 @@ def in_words(reason: str) -> str | None:
     """
     if reason in ("", "None"):
         return None
-    plain = _PLAIN.get(reason) or _limit(reason)
+    word, _, _ = reason.partition(",")  # ReqNodeNotAvail, UnavailableNodes:n7
+    plain = _PLAIN.get(word) or _limit(reason)
     return f"{plain} ({reason})" if plain else reason
 
 
 def _limit(reason: str) -> str | None:
+    if least := _LEAST.fullmatch(reason):
+        return f"does not start: the QOS wants a job to ask for more: {_what(least[1])}"
+    if of_account := _OF_ACCOUNT.fullmatch(reason):
+        reason = f"QOSMax{of_account[1]}PerAccount"
     match = _LIMIT.fullmatch(reason)
     if match is None:
         return None
     owner, kind, what, per = match.groups()
-    lower = what.lower()
-    limited = _WHAT.get(lower) or ("CPU time" if "minutes" in lower else what)
+    limited = _what(what)
     if per in ("Job", "Node"):
         return f"does not start: {_OWNER[owner]} allows {_OF_WHOM[per]} less: {limited}"
     whose = _OF_WHOM[per] if per else "all its jobs together" if kind == "Grp" else "one user"
@@ -54,6 +88,11 @@ def _limit(reason: str) -> str | None:
         f"{_OWNER[owner]} limits the {limited} of {whose}; it starts when others have ended, or never if it asks for "
         "more than that itself"
     )
+
+
+def _what(limited: str) -> str:
+    lower = limited.lower()
+    return _WHAT.get(lower) or ("CPU time" if "minutes" in lower else limited)
 
 
 _ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions time limits, too
@@ -68,6 +107,7 @@ _ADVICE = {  # the first match counts: "violates accounting/QOS policy" mentions
         "slurm.account: those that are yours: sacctmgr show assoc user=$USER format=account,partition"
     ),
     "Invalid qos": "slurm.qos: those that are yours: sacctmgr show assoc user=$USER format=account,qos",
+    "partition not available": "slurm.partition: it takes no jobs at present; sinfo -s lists those that are up",
     "nvalid partition": "slurm.partition: sinfo -s lists the partitions",
     "time limit": "slurm.time: sinfo -o '%P %l' lists what each partition allows",
     "Invalid feature": "slurm.constraint: sinfo -o '%P %f' lists what the nodes have",

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.attempt import request_resume
+from cluster_ddp.run.attempt import request_resume, take_back_resume
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import History, read_history
@@ -23,6 +24,7 @@ from cluster_ddp.run.status import RunStatus
 from cluster_ddp.run.stopfile import FINAL_REASONS
 from cluster_ddp.run.storage import Storage, replace_file
 from cluster_ddp.run.via import LAUNCH, LOCAL, QUEUED
+from cluster_ddp.slurm.commands import SubmissionUnclear
 from cluster_ddp.submit import local
 from cluster_ddp.submit.base import Submission, SubmitError, note_submitted, withdraw_if_cancelled
 from cluster_ddp.submit.ways import submission
@@ -102,7 +104,13 @@ def send_again(plan: ResumePlan, again: Submission) -> str | None:
     run = plan.seen.run
     again.check()
     _claim(plan, script=again.text)
-    job_id = again.send(run)
+    try:
+        job_id = again.send(run)
+    except SubmissionUnclear:
+        raise
+    except ClusterDDPError:
+        take_back_resume(run, plan.seen.last_number)  # `status` goes on saying how the last attempt ended
+        raise
     note_submitted(run, again.via, job_id)
     withdraw_if_cancelled(run, job_id, cancels=len(plan.seen.cancels))
     return job_id

@@ -248,11 +248,19 @@ def test_a_controller_that_does_not_answer_holds_nobody_up(
     assert "showing the run directories only" in said.err
 
 
-def test_when_sbatch_refuses_the_run_stays_as_it_was(call: Call, run: RunDirectory, slurm: Slurm) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_when_sbatch_refuses_the_run_stays_as_it_was(
+    call: Call, run: RunDirectory, slurm: Slurm, cancelled: bool
+) -> None:
+    if cancelled:
+        assert call("cancel", run.id).status == 0
+    slurm.put_in_queue(run, "CANCELLED")  # a chain's, or removed from the queue by `stop`
+    before = json.loads(call("status", run.id, "--json").out)
     slurm.program("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
-    said = call("resume", run.id)
-    assert said.status == 3
-    assert run.exists()
+    for _ in range(2):
+        assert call("resume", run.id).status == 3
+        now = json.loads(call("status", run.id, "--json").out)
+        assert (now["state"], now["reason"]) == (before["state"], before["reason"])
     assert read_record(run).slurm_job_ids == ("101",)
 
 

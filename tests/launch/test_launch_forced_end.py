@@ -40,7 +40,13 @@ class LonelyAgent:
             self.attempt, self.heartbeat, self.events, node_rank=0, warning=signal.SIGUSR1, share=False
         )
         self.ending = ForcedEnd(
-            ranks, self.stopping, self.attempt, trains_a_task=True, warn=str, clock=lambda: self.now
+            ranks,
+            self.stopping,
+            self.attempt,
+            trains_a_task=True,
+            join_timeout=500.0,
+            warn=str,
+            clock=lambda: self.now,
         )
         variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(self.heartbeat.path)}
         with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
@@ -54,9 +60,9 @@ class LonelyAgent:
         self.now = 1000.0 + seconds
         return self.ending.after_stop()
 
-    def after_completion(self, seconds: float) -> bool:
+    def idle_for(self, seconds: float) -> str | None:
         self.now = 1000.0 + seconds
-        return self.ending.after_completion()
+        return self.ending.of_idle_agent()
 
 
 @pytest.fixture
@@ -99,11 +105,17 @@ def test_a_run_that_is_complete_does_not_hold_its_machines(make: Callable[..., L
     """A rank may be killed after all is saved: its agent then waits to restart it, the others for that one to end."""
     agent = make(done=done)
     if not done:
-        assert not agent.after_completion(1000.0)  # it may be restarted
+        assert agent.idle_for(1000.0) is None  # it may be restarted
         agent.events.write(COMPLETED, attempt=0, step=5)
     else:
-        assert not agent.after_completion(59.0)
-    assert agent.after_completion(1001.0)
+        assert agent.idle_for(59.0) is None
+    assert agent.idle_for(1001.0) == "done"
+
+
+def test_an_agent_that_does_nothing_after_its_ranks_have_failed_is_ended(make: Callable[..., LonelyAgent]) -> None:
+    agent = make(done=False)
+    assert agent.idle_for(1099.0) is None
+    assert agent.idle_for(1101.0) == "failed"
 
 
 def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path: Path) -> None:
@@ -118,7 +130,9 @@ def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path:
         *(attempt, heartbeat, EventWriter(run, "node-0")),
         **{"node_rank": 0, "warning": signal.SIGUSR1, "share": False, "clock": lambda: now[0]},
     )
-    ending = ForcedEnd(ranks, stopping, attempt, trains_a_task=False, warn=warnings.append, clock=lambda: now[0])
+    ending = ForcedEnd(
+        ranks, stopping, attempt, trains_a_task=False, join_timeout=600.0, warn=warnings.append, clock=lambda: now[0]
+    )
     variables = {"RANK": "0", "LOCAL_RANK": "0", "CLUSTER_DDP_HEARTBEAT": str(heartbeat.path)}
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}, start_new_session=True) as process:
         wait_until("the rank is seen", lambda: ranks.poll() == [] and ranks.living)

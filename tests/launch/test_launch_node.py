@@ -119,6 +119,16 @@ def test_a_hang_leaves_stacks_and_ends_the_attempt(start_node: Start) -> None:
     assert '"hang"' in node.attempt.stop_file.read_text()  # for the other nodes
 
 
+def test_of_a_hang_the_rank_is_named_whose_process_was_stopped(start_node: Start) -> None:
+    """Rank 1 waits for rank 0, and may be the first that is missed."""
+    node = start_node("heartbeat_rank.py", FOREVER, "hang1", launch={"hang_timeout": 3})
+    node.wait_for("begins")
+    os.kill(node.rank(0), signal.SIGSTOP)
+    assert node.finish()[0] == 1
+    why = outcome_of(read_history(node.attempt.run), 0).why
+    assert why.startswith("rank 0 on ") and "a signal (SIGSTOP) has stopped its process" in why
+
+
 def test_ranks_whose_agent_was_killed_save_and_end(start_node: Start) -> None:
     node = start_node("heartbeat_rank.py", FOREVER)
     node.wait_for("begins")

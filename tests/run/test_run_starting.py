@@ -35,7 +35,7 @@ def test_setup_lines_of_a_restart_are_told_and_not_what_ended_the_attempt_before
     say("requeued", 0, reason="stopped: preemption")
     state, reason = told(run, "RUNNING")
     assert state == "RUNNING" and reason is not None and reason.startswith("starting: no attempt yet")
-    assert told(run, "COMPLETING") == ("RUNNING", None)
+    assert told(run, "COMPLETING") == ("RUNNING", "stopped: preemption; Slurm is still ending its job (COMPLETING)")
 
 
 def test_the_next_job_of_a_chain_whose_node_has_failed_is_told_as_starting(run: RunDirectory, say: Say) -> None:

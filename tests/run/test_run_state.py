@@ -101,6 +101,12 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
         ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
         ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
         ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),
+        ([("hang", {"step": 4, "reason": "behind"}), ("hang", {"step": 5, "reason": "ahead"})], "FAILED", "behind"),
+        (
+            [("hang", {"step": 5, "stopped": True, "reason": "stopped"}), ("hang", {"step": 4, "reason": "behind"})],
+            "FAILED",
+            "stopped",
+        ),
         ([], "LOST", "Slurm no longer knows its job 7"),
     ],
 )  # fmt: skip
@@ -343,6 +349,22 @@ def test_of_a_chain_of_jobs_the_running_one_counts_then_the_next(run: RunDirecto
     }
     own, others = living_jobs(run, seen)
     assert ([job.job_id for job in own], others) == (["8", "9"], [])
+
+
+def test_of_a_chain_whose_next_job_has_been_cancelled_it_is_said_that_nothing_continues_it(
+    run: RunDirectory, say: Say
+) -> None:
+    for job_id in ("7", "8"):
+        add_slurm_job(run, job_id)
+    attempt = begin_dead(run, slurm_job_id="7")
+    say("stopped", 0, step=5, reason="time-limit")
+    end_attempt(attempt)
+    found = describe(run, {"7": slurm_job("COMPLETED"), "8": slurm_job("CANCELLED")})
+    assert found.state is RunState.STOPPED and found.reason is not None
+    assert "Slurm job 8 of its chain was to continue it, and is no longer in the queue" in found.reason
+    assert f"cluster-ddp resume {run.id}" in found.reason
+    assert describe(run, {"8": slurm_job("PENDING", "Dependency")}).state is RunState.REQUEUED
+    assert describe(run, None).reason == "stopped: time-limit"  # Slurm cannot be queried
 
 
 def test_a_run_that_was_never_submitted_says_so(runs_dir: Any) -> None:

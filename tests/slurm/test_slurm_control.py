@@ -71,6 +71,10 @@ def test_hosts_that_a_job_is_kept_from(slurm: Path, known: str, hosts: list[str]
         ("Features=a100|v100", ["old", "v1", "b1"]),
         ("Features=(null) TresPerNode=gres:gpu:4", ["old", "s1"]),
         ("Features=[rack1*2] TresPerNode=gres/gpu:a100:4", ["old", "v1", "s1"]),
+        ("MinCPUsNode=64 MinMemoryNode=0 Features=(null)", ["old"]),
+        ("MinCPUsNode=65 MinMemoryNode=0 Features=(null)", ["old", "v1"]),
+        ("MinCPUsNode=1 MinMemoryNode=250.50G Features=(null)", ["old", "b1"]),
+        ("MinCPUsNode=65 MinMemoryCPU=4000M Features=(null)", ["old", "v1", "b1"]),
     ],
 )
 def test_hosts_that_lack_what_a_job_asks_for_are_closed_to_it(slurm: Path, asked: str, closed: list[str]) -> None:
@@ -78,9 +82,9 @@ def test_hosts_that_lack_what_a_job_asks_for_are_closed_to_it(slurm: Path, asked
     shown = f"JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=old {asked} X=y"
     stand_in(slurm, "scontrol", f"[[ $2 == job ]] && echo '{shown}'\ntrue")
     nodes = (
-        "n1|a100,nvlink,rack1|gpu:a100:4(S:0-1)", "n2|a100,nvlink,rack1|gpu:a100:4(S:0-1)",
-        "n3|a100,nvlink,rack1|gpu:a100:4(S:0)", "v1|v100,rack2|gpu:a100:4", "b1|rack1|gpu:a100:4(S:0-1)",
-        "s1|a100,nvlink,rack1|gpu:a100:2",
+        "n1|a100,nvlink,rack1|gpu:a100:4(S:0-1)|128|512000", "n2|a100,nvlink,rack1|gpu:a100:4(S:0-1)|128|512000",
+        "n3|a100,nvlink,rack1|gpu:a100:4(S:0)|128|512000", "v1|v100,rack2|gpu:a100:4|64|512000",
+        "b1|rack1|gpu:a100:4(S:0-1)|128|256000", "s1|a100,nvlink,rack1|gpu:a100:2|128|512000",
     )  # fmt: skip
     stand_in(slurm, "sinfo", "echo 'Welcome!'\n" + "\n".join(f"echo '{node}'" for node in nodes))
     start = replace(START, node_list="n[1-2]", nodes=2)

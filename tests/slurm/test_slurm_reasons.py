@@ -22,6 +22,14 @@ from cluster_ddp.slurm.reasons import in_words
         ("BeginTime", "not before its begin time"),
         ("InvalidQOS", "does not start: its QOS is no longer there"),
         ("JobArrayTaskLimit", "waits for other jobs of its array"),
+        ("PartitionDown", "its partition does not start jobs at present (sinfo -s)"),
+        ("PartitionInactive", "its partition is closed"),
+        ("ReqNodeNotAvail, UnavailableNodes:n7", "nodes that it needs are down, drained or reserved"),
+        ("ReservationDeleted", "does not start: its reservation is no longer there"),
+        ("Licenses", "waits for a license"),
+        ("QOSMinGRES", "does not start: the QOS wants a job to ask for more: GPUs or other resources"),
+        ("QOSMinCpuNotSatisfied", "does not start: the QOS wants a job to ask for more: CPUs"),
+        ("MaxGRESPerAccount", "the QOS limits the GPUs or other resources of one account"),
     ],
 )
 def test_what_a_reason_means(reason: str, words: str) -> None:
@@ -33,4 +41,4 @@ def test_what_a_reason_means(reason: str, words: str) -> None:
 
 def test_other_reasons_stay_as_they_are() -> None:
     assert in_words("None") is None
-    assert in_words("ReqNodeNotAvail, UnavailableNodes:n7") == "ReqNodeNotAvail, UnavailableNodes:n7"
+    assert in_words("NvidiaImexChannels") == "NvidiaImexChannels"

@@ -96,7 +96,12 @@ def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> 
 
 @pytest.mark.parametrize(
     ("nodes", "kept", "excluded"),
-    [("node-a node-b node-c", "(null)", ["node-b"]), ("node-a node-b", "(null)", []), ("a b c", "x[1-2]", [])],
+    [
+        ("node-a node-b node-c", "(null)", ["node-b"]),
+        ("node-a node-b", "(null)", []),
+        ("node-a node-b small", "(null)", []),
+        ("node-b a c", "x[1-2]", []),
+    ],
 )
 def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
     stage: Stage, nodes: str, kept: str, excluded: list[str]
@@ -104,7 +109,9 @@ def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
     stage.does(**{"python.sh": "exit 127"})
     stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None ExcNodeList={kept} X=y")
     stage.program("sleep", "exit 0")
-    stage.program("sinfo", f"echo 'Welcome to the cluster!'; printf '%s\\n' {nodes}")
+    kinds = {"small": "2|1000|(null)|(null)"}
+    lines = " ".join(f"'{node}|{kinds.get(node, '8|64000|(null)|gpu:4(S:0-1)')}'" for node in nodes.split())
+    stage.program("sinfo", f"echo 'Welcome to the cluster!'; printf '%s\\n' {lines}")
     for restart in ("1", "2"):
         assert stage.perform(stage.write(), SLURM_RESTART_COUNT=restart, SLURMD_NODENAME="node-b") == 1
         updates = [call[2] for call in stage.calls("scontrol") if call[0] == "update"]
@@ -140,7 +147,7 @@ def test_what_is_known_of_a_bad_host_survives_the_end_that_an_accepted_requeue_b
     killed = f"[[ ! -e {stage.folder}/accepted ]] || {{ {_killed_once(stage)}; }}"
     accepted = f"[[ $1 != requeue ]] || touch {stage.folder}/accepted"
     stage.program("scontrol", f"{killed}\n{accepted}\n{usual}")
-    stage.program("sinfo", f"[[ ! -e {stage.folder}/accepted ]] && printf '%s\\n' node-a node-b node-c")
+    stage.program("sinfo", f"[[ ! -e {stage.folder}/accepted ]] && printf '%s|8|1|x|y\\n' node-a node-b node-c")
     stage.program("sleep", "exit 0")
     stage.does(**{"python.sh": "exit 127"})
     stage.does(job="JobId=77 JobState=RUNNING Reason=None Restarts=0 PreemptTime=None ExcNodeList=(null) X=y")
@@ -310,7 +317,7 @@ def test_a_setup_line_that_slurm_ends_with_the_job_is_tried_again_at_once(stage:
 def test_a_setup_line_that_slurm_ends_is_told_so_and_no_fault_of_its_host(stage: Stage) -> None:
     """As when it takes longer than the time limit: each start of the job ends in it, on the same host."""
     stage.program("sleep", "exit 0")
-    stage.program("sinfo", "printf '%s\\n' node-a node-b node-c")
+    stage.program("sinfo", "printf '%s|8|1|x|y\\n' node-a node-b node-c")
     script = stage.write(launch={"setup": ["(exit 143)"]})
     for restart in (0, 1, 4):
         shown = f"JobId=77 JobState=COMPLETING Reason=TimeLimit Restarts={restart} ExcNodeList=(null) X=y"
@@ -335,6 +342,30 @@ def test_only_restarts_that_fail_in_a_row_are_counted(stage: Stage) -> None:
         stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts={restart} PreemptTime=None X=y")
         stage.perform(script, SLURM_RESTART_COUNT=str(restart))
     assert stage.requeues() == ["77"] * 3
+
+
+def test_starts_that_slurm_takes_the_nodes_from_do_not_count_as_failed(stage: Stage) -> None:
+    """A job of a low priority may be preempted in its setup lines again and again, but not without end."""
+    stage.program("sleep", "exit 0")
+    script = stage.write(launch={"setup": ["(exit 143)"]})
+    preempted = "JobId=77 JobState=COMPLETING Reason=None PreemptTime=2026-11-20T11:08:11 Restarts={} X=y"
+    failed = "JobId=77 JobState=RUNNING Reason=None PreemptTime=None Restarts={} X=y"
+
+    def start(restart: int, shown: str) -> list[str]:
+        stage.does(job=shown.format(restart))
+        assert stage.perform(script, SLURM_RESTART_COUNT=str(restart)) == 1
+        return stage.requeues()
+
+    for restart in range(7):
+        assert len(start(restart, preempted)) == restart + 1
+    for restart in range(7, 11):
+        assert len(start(restart, failed)) == restart + 1
+    assert len(start(11, preempted)) == 12
+    assert len(start(12, failed)) == 12
+    record = stage.run / "events" / "script-77-node-b.jsonl"
+    kept = record.with_name("script-77-.jsonl").read_text().splitlines()[0]
+    record.write_text("".join(kept.replace('count": 0', f'count": {n}') + "\n" for n in range(13, 200)))
+    assert len(start(200, preempted)) == 12
 
 
 def test_a_restart_that_its_owner_cancels_is_not_tried_again(stage: Stage) -> None:
