@@ -8,6 +8,7 @@ On the batch host
     job_step, running_job_step,           srun's job step: its command, how it runs, what it prints
     job_step_output
     allocation, end_of_job, queueing      what Slurm says about the job, how it ends, how it is requeued
+    stop_requests                         asking training to save and end
     sign_of_life, lost_nodes, bad_hosts   nodes that are silent, that failed, and that are to be avoided
 On each node
     node, program, reaper, report         the node program, the cleanup after it, the report of its environment

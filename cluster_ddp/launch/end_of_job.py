@@ -6,7 +6,6 @@ asked to save and end immediately, and whether the job may be requeued is settle
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Callable
 
@@ -14,11 +13,11 @@ from cluster_ddp.launch.allocation import Allocation
 from cluster_ddp.launch.batch_host import Answer, BatchHost, News, Signal, say
 from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.launch.queueing import ENDLESS_SECONDS
-from cluster_ddp.process import host_name
+from cluster_ddp.launch.stop_requests import StopRequests
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import STOPPED
 from cluster_ddp.run.history import read_history
-from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON, read_stop, request_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON, read_stop
 from cluster_ddp.slurm.job_info import (
     CANCEL,
     NODE_DOWN,
@@ -68,8 +67,7 @@ class EndOfJob:
         self._decide_at: float | None = None  # monotonic time at which SIGKILL is near
         self._step_ended_at: float | None = None  # monotonic time
         self._found_out_at: float | None = None  # monotonic time at which the cause of the step's end was known
-        # The last stop request that could not be written (full disk), with the monotonic time at which its grace ends.
-        self._unwritten: tuple[AttemptDirectory, str, float | None] | None = None
+        self._requests = StopRequests(host)
         self.reason: str | None = None
         self.lets_it_run = False
 
@@ -100,19 +98,19 @@ class EndOfJob:
         """From now on ask this attempt to stop, also for a signal that arrived before its folder existed."""
         self._attempt = attempt
         if self.reason is not None:
-            self._ask_to_stop(None)
+            self._request_stop(None)
         self.react_to_all()
 
     def job_step_has_ended(self) -> None:
         """Note that the job step has ended: what arrives from now on may end the job, but no longer the training."""
         self._step_ended_at = self._host.now()
-        self._unwritten = None
+        self._requests.forget()
 
     def react_to_next(self, wait: float = _POLL_SECONDS) -> None:
         """React to the next news, if any arrives before something else is due."""
         if self._ask_ahead_at is not None and self._host.now() >= self._ask_ahead_at:
             self.ask_ahead()
-        self._ask_again()
+        self._requests.retry()
         if self._decide_at is not None:
             wait = min(wait, self._decide_at - self._host.now())
         news = self._host.next_news(wait)
@@ -140,19 +138,19 @@ class EndOfJob:
                 self._end_is_explained(news)
             elif news.reason == PREEMPTION and self.reason == TIME_LIMIT:
                 self.reason = PREEMPTION  # where Slurm has preempt_send_user_signal
-                self._ask_to_stop(news.seconds, of=news.signal)
+                self._request_stop(news.seconds, of=news.signal)
         elif news.number == signal.SIGTERM and self._unanswered is None:
             self._end_has_come(news)
         elif news.number in self._warnings and self.reason is None:
             self._end_is_near(news)
         elif news.number == signal.SIGINT and self._attempt is not None:
-            self._leave_request(self._attempt, PERSON, None)  # sent by a person, as in a terminal
+            self._requests.leave(self._attempt, PERSON, None)  # sent by a person, as in a terminal
 
     def _end_is_near(self, warning: Signal) -> None:
         """Stop because of the warning."""
         self.reason = TIME_LIMIT
-        self._ask_to_stop(None, of=warning)
-        say(f"the job is about to end{self._asking}")
+        self._request_stop(None, of=warning)
+        say(f"the job is about to end{self._and_stops}")
         self._ask_why(warning)
 
     def _end_has_come(self, term: Signal) -> None:
@@ -162,7 +160,7 @@ class EndOfJob:
             ends_at = self._allocation.ends_at
             over = ends_at is not None and self._host.unix_time() >= ends_at
             self.reason = TIME_LIMIT if over else TERMINATED
-        self._ask_to_stop(None, of=term)
+        self._request_stop(None, of=term)
         self._ask_why(term)
 
     def _ask_why(self, signalled: Signal) -> None:
@@ -181,16 +179,16 @@ class EndOfJob:
         self._unanswered = None
         if answer.reason == TERMINATED:  # Slurm lets the job run: the signal came from someone else
             self.lets_it_run = True
-            say(f"received a SIGTERM that Slurm did not send{self._asking}")
+            say(f"received a SIGTERM that Slurm did not send{self._and_stops}")
             return
         self.reason = answer.reason
         within = "" if answer.seconds is None else f", in {answer.seconds:.0f} s"
-        say(f"Slurm ends the job ({self.reason}){within}{self._asking}")
-        self._ask_to_stop(answer.seconds, of=answer.signal)
+        say(f"Slurm ends the job ({self.reason}){within}{self._and_stops}")
+        self._request_stop(answer.seconds, of=answer.signal)
         if answer.seconds is not None and self.reason != CANCEL:
             self._decide_at = self._host.now() + max(1.0, answer.seconds - _MARGIN_SECONDS)
 
-    def _ask_to_stop(self, seconds: float | None, *, of: Signal | None = None) -> None:
+    def _request_stop(self, seconds: float | None, *, of: Signal | None = None) -> None:
         """Ask the node programs, which watch the stop file, to save and end.
 
         The stop file also states why the attempt ended. So a signal that arrived too late to have ended it is left out,
@@ -201,32 +199,10 @@ class EndOfJob:
         if of is not None and self.reason != CANCEL and self._came_too_late(of):
             return
         reason = {REQUEUED: PREEMPTION, NODE_DOWN: NODE_FAILURE}.get(self.reason, self.reason)
-        self._leave_request(self._attempt, reason, seconds)
-
-    def _leave_request(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
-        self._unwritten = None
-        try:
-            self._request(attempt, reason, seconds)
-        except OSError as error:
-            say(f"cannot write the stop request, trying again: {error}")
-            self._unwritten = attempt, reason, None if seconds is None else self._host.now() + seconds
-
-    def _ask_again(self) -> None:
-        """Retry a stop request that could not be written: otherwise training would notice the end too late to save."""
-        if self._unwritten is None:
-            return
-        attempt, reason, ends_at = self._unwritten
-        with contextlib.suppress(OSError):
-            self._request(attempt, reason, None if ends_at is None else max(0.0, ends_at - self._host.now()))
-            self._unwritten = None
-            say("training has been asked to stop")
-
-    def _request(self, attempt: AttemptDirectory, reason: str, seconds: float | None) -> None:
-        who = "SIGINT to the keeper" if reason == PERSON else "the keeper"
-        request_stop(attempt, reason=reason, grace=seconds, by=f"{who} on {host_name()}")
+        self._requests.leave(self._attempt, reason, seconds)
 
     @property
-    def _asking(self) -> str:
+    def _and_stops(self) -> str:
         return ": asking training to save and end" if self._step_ended_at is None else ""
 
     def _came_too_late(self, came: Signal) -> bool:
@@ -240,7 +216,7 @@ class EndOfJob:
 
     # -- what is known about the end -----------------------------------------------------------------------------------
 
-    def known(self) -> str | None:
+    def certain_reason(self) -> str | None:
         """Return the reason as far as it is certain; None if the owner may have cancelled the job.
 
         A SIGTERM that Slurm has not explained may be a cancel, even at the end of the time limit, which may have been
@@ -311,7 +287,7 @@ class EndOfJob:
         self.lets_it_run = why == TERMINATED
         if why in (PREEMPTION, TIME_LIMIT, NODE_DOWN, CANCEL):  # Slurm does not requeue a job whose script has ended
             self.reason = why
-            self._ask_to_stop(None)
+            self._request_stop(None)
 
     def _ranks_had_a_sigterm(self) -> bool:
         """Whether ranks report that they stopped because of a SIGTERM of unknown origin."""
@@ -325,7 +301,7 @@ class EndOfJob:
         request = None if self._attempt is None else read_stop(self._attempt)
         return request is not None and request.reason in FINAL_REASONS
 
-    def cancelled(self) -> None:
+    def note_cancel(self) -> None:
         """Note that the owner has cancelled the job meanwhile, which overrides any other reason."""
         self.reason = CANCEL
-        self._ask_to_stop(None)
+        self._request_stop(None)

@@ -297,7 +297,7 @@ class Keeper:
         if not queued:
             say("not requeued: its owner has ended it meanwhile")
             if not self._end.unwanted():
-                self._end.cancelled()
+                self._end.note_cancel()
             if attempt is not None:
                 self._record(attempt, Decision("stop", "its owner has ended it meanwhile"))
             return KeptStart("end", "stop", "its owner has ended it meanwhile")
@@ -310,7 +310,7 @@ class Keeper:
     def _why_it_ends(self) -> str | None:
         """Return why the job ends, as far as is certain. A newer attempt shows that it has already been requeued."""
         superseded = self._attempt is not None and is_superseded(self._attempt)
-        return REQUEUED if superseded else self._end.known()
+        return REQUEUED if superseded else self._end.certain_reason()
 
     def _say_delayed(self, reason: str) -> None:
         say(f"cannot be requeued yet; trying again: {reason}")

@@ -22,7 +22,7 @@ from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, Simulated
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.launch import end_of_job, keeper
+from cluster_ddp.launch import keeper, stop_requests
 from cluster_ddp.launch.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
@@ -291,7 +291,7 @@ def test_a_full_disk_that_takes_no_stop_file_loses_no_requeue(
     def full(*arguments: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(end_of_job, "request_stop", full)
+    monkeypatch.setattr(stop_requests, "request_stop", full)
     life = Life(((10, "TERM to the step"), (10, word)), lasts=1000, saves_in=3.0)
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
     live(world)
@@ -300,7 +300,7 @@ def test_a_full_disk_that_takes_no_stop_file_loses_no_requeue(
 
 def test_a_stop_for_which_there_is_no_room_is_asked_for_again(fast_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the warning: nothing else would tell training of the end before Slurm's SIGTERM."""
-    asked, ask = list[float](), end_of_job.request_stop
+    asked, ask = list[float](), stop_requests.request_stop
 
     def full_for_a_while(*arguments: Any, **named: Any) -> Any:
         if world.now < 20:
@@ -308,7 +308,7 @@ def test_a_stop_for_which_there_is_no_room_is_asked_for_again(fast_disk: Path, m
         asked.append(world.now)
         return ask(*arguments, **named)
 
-    monkeypatch.setattr(end_of_job, "request_stop", full_for_a_while)
+    monkeypatch.setattr(stop_requests, "request_stop", full_for_a_while)
     life = Life(((10, "warning"), (100, "time limit")), lasts=1000, saves_in=60.0)
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, life)
     live(world)
