@@ -14,8 +14,8 @@ from cluster_ddp.cli.selection import Selection
 from cluster_ddp.launch.logs import AttemptLogs
 from cluster_ddp.printing import one_line
 from cluster_ddp.run.attempt_record import attempt_numbers, list_attempts
+from cluster_ddp.run.causes import describe_failure, failures_of, root_failure
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import describe_failure, failures_of, root_failure
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.node_log import LogLine

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 from cluster_ddp.launch.lost_nodes import record_lost_nodes, short_name
 from cluster_ddp.run.attempt import is_earlier_start
+from cluster_ddp.run.causes import failures_of, root_failure
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import failures_of, refuse_ended, root_failure
+from cluster_ddp.run.ending import refuse_ended
 from cluster_ddp.run.events import (
     HOST_SUSPECTED,
     NODE_LOST,

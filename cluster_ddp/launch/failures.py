@@ -13,8 +13,8 @@ from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
+from cluster_ddp.run.causes import comes_from_outside
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.ending import comes_from_outside
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from cluster_ddp.run import node_outcome
 from cluster_ddp.run.attempt_record import end_attempt, list_attempts, read_attempt
+from cluster_ddp.run.causes import cause_of_hang, causes_of
 from cluster_ddp.run.digest import Digest
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import cause_of_hang, causes_of
 from cluster_ddp.run.events import (
     FAILED,
     HANG,

@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from cluster_ddp.printing import say
 from cluster_ddp.run import events
+from cluster_ddp.run.causes import describe_failure, root_failure
 from cluster_ddp.run.condense import conclude
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
-from cluster_ddp.run.ending import (
-    LONGEST_START_SECONDS,
-    AttemptOutcome,
-    Ending,
-    describe_failure,
-    outcome_of,
-    root_failure,
-)
+from cluster_ddp.run.ending import LONGEST_START_SECONDS, AttemptOutcome, Ending, outcome_of
 from cluster_ddp.run.errors import RunError
 from cluster_ddp.run.events import EventWriter
 from cluster_ddp.run.history import History, read_history

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
 from typing import Any
 
+from cluster_ddp.run.causes import (
+    cause_of_hang,
+    describe_failure,
+    failures_of,
+    is_surroundings,
+    lost_nodes,
+    root_failure,
+)
 from cluster_ddp.run.errors import RunEnded
 from cluster_ddp.run.events import (
     CHECKPOINT,
@@ -44,22 +51,6 @@ from cluster_ddp.run.stopfile import (
 # stopped for "terminated" before the batch script learned what it meant and wrote that to the stop file. Ranks whose
 # agent was killed also get a SIGTERM, from the kernel.
 _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_LOST)
-
-# Errors caused from outside the program: a peer that died, the network, the machine. A restart helps, unlike after an
-# error of the program itself.
-_SURROUNDINGS = re.compile(
-    r"\bsignal\b|killed from outside|SIG(KILL|TERM|ABRT|BUS|SEGV)|connection|broken pipe|socket|timed? ?out|\bpeer\b|"
-    r"rendezvous|NCCL|gloo|Dist(Network|Store|Backend)Error|unreachable|\bECC\b|CUDA-capable device|CUDA driver|"
-    r"busy or unavailable|resource temporarily unavailable|can't start new thread|no space left|quota exceeded|"
-    r"input/output error|remote I/O error|stale file handle|read-only file system|transport endpoint",
-    re.IGNORECASE,
-)
-_PROGRAM = re.compile(
-    r"^(\w+\.)*((Import|ModuleNotFound|Syntax|Indentation|Name|Type|Attribute|Key|Value|Index|Assertion|FileNotFound|"
-    r"NotImplemented|ZeroDivision|OutOfMemory|JobFile|Batch|Checkpoint)Error)\b",
-    re.MULTILINE,
-)
-
 
 # A block of `join_run` without a loop has no other phases.
 _BEFORE_TRAINING = (Phase.STARTING.word, Phase.READY.word, Phase.EVALUATING.word)
@@ -123,14 +114,14 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
             Ending.NOT_REQUEUED, f"requeue failed: {why}. To continue: cluster-ddp resume {history.run.id}"
         )
     failures = failures_of(history, number)
-    own_fault = any(not _is_surroundings(event) for event in failures)
+    own_fault = any(not is_surroundings(event) for event in failures)
     saved = any(event["event"] == STOPPED for event in events)
     if stop_reason is not None and (saved or not own_fault) and not _follows_a_failure(stop_reason, events, failures):
         return AttemptOutcome(Ending.STOPPED, f"stopped: {stop_reason}", stop_reason)
     if hangs := [event for event in events if event["event"] == HANG]:
         why = cause_of_hang(hangs).get("reason")
         return AttemptOutcome(Ending.HUNG, str(why or "no step was finished for too long"))
-    if (lost := _lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence
+    if (lost := lost_nodes(history, number)) and not own_fault:  # errors on the other nodes are a consequence
         return AttemptOutcome(Ending.FAILED if failures else Ending.UNKNOWN, lost)
     if failures:
         comes_back = any(event.get("comes_back") is True for event in failures)
@@ -169,105 +160,12 @@ def refuse_ended(history: History) -> None:
     raise RunEnded(message, ending.state)
 
 
-def failures_of(history: History, number: int) -> list[Event]:
-    """Return what failed in an attempt since training last (re)started in it, in the order it happened."""
-    failures: list[Event] = []
-    first = True
-    for event in history.of_attempt(number, STARTED, RESUMED, FAILED, RANK_FAILED, NODE_FAILED):
-        if event["event"] in (FAILED, RANK_FAILED, NODE_FAILED):
-            failures.append(event)
-            continue
-        # The ranks were restarted inside the allocation and training continued. A failure at a later step happened
-        # after the first start, whatever its time stamp: the clocks of the hosts may differ.
-        begun = as_whole(event.get("step")) or 0
-        failures = [failed for failed in failures if first and (as_whole(failed.get("step")) or 0) > begun]
-        first = False
-    return failures
-
-
-def what_failed(history: History, number: int) -> str | None:
-    """Describe in one line what failed in an attempt since training last (re)started in it; None if nothing did."""
-    failures = failures_of(history, number)
-    if hangs := history.of_attempt(number, HANG):
-        return str(cause_of_hang(hangs).get("reason"))
-    if (lost := _lost_nodes(history, number)) and all(map(_is_surroundings, failures)):
-        return lost
-    return describe_failure(root_failure(failures)) if failures else None
-
-
-def _lost_nodes(history: History, number: int) -> str:
-    return "; ".join(str(event.get("reason")) for event in history.of_attempt(number, NODE_LOST, NODE_TAKEN))
-
-
 def _has_failed_afterwards(history: History, number: int) -> bool:
     """Whether the program failed in what it did after its training was complete.
 
     That is another block of `join_run`; errors while the ranks of a complete training shut down do not count.
     """
     return any(event.get("phase") in _BEFORE_TRAINING for event in failures_of(history, number))
-
-
-def cause_of_hang(hangs: list[Event]) -> Event:
-    """Return the rank that the others most likely wait for: one whose process was stopped, else the furthest behind."""
-
-    def order(event: Event) -> tuple[bool, int]:
-        step = as_whole(event.get("step"))
-        return event.get("stopped") is not True, -1 if step is None else step
-
-    return min(reversed(hangs), key=order)
-
-
-def root_failure(failures: list[Event]) -> Event:
-    """Return the failure that most likely caused the others."""
-    return causes_of(failures)[0]
-
-
-def causes_of(failures: list[Event]) -> list[Event]:
-    """Return the likely causes among the failures, the most likely first; empty if there are no failures.
-
-    The order: the program's own error, a node that did not come up, a kill, then the first failure.
-    """
-    own = [event for event in failures if not _is_surroundings(event)]
-    nodes = [event for event in failures if event["event"] == NODE_FAILED and event.get("suspect")]
-    killed = [event for event in failures if event.get("signal") is not None]
-    return [some[0] for some in (own, nodes, killed, failures) if some]
-
-
-def describe_failure(event: Event) -> str:
-    """Describe a failure in one line, with its place: rank, node or host, step."""
-    rank, node, step = event.get("rank"), event.get("host") or event.get("node"), as_whole(event.get("step"))
-    where = [f"rank {rank}"] if rank is not None else []
-    where += [f"on {node}"] if isinstance(node, str) else [f"on node {node}"] if node is not None else []
-    where += [f"at step {step}"] if step is not None else []
-    error = str(event.get("error") or event.get("reason") or "").strip() or "no error was recorded"
-    if event["event"] == NODE_FAILED:
-        return f"node {node} failed: {error}"
-    return f"{' '.join(where) or 'a rank'} failed: {_last_words(error)}"
-
-
-def _last_words(error: str) -> str:
-    """Return the first line, and the next if the first introduces it; of a traceback, what follows its last frame."""
-    lines = error.splitlines()
-    last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
-    begin = 0
-    if last_frame is not None:
-        below = range(last_frame + 1, len(lines))
-        begin = next((n for n in below if lines[n] and not lines[n][0].isspace()), len(lines) - 1)
-    introduces = lines[begin].endswith(":") and begin + 1 < len(lines)
-    return f"{lines[begin]} {lines[begin + 1].strip()}" if introduces else lines[begin]
-
-
-def _is_surroundings(event: Event) -> bool:
-    if event.get("comes_back") is True:
-        return False
-    if event["event"] == NODE_FAILED or event.get("signal") is not None or not event.get("error"):
-        return True
-    return comes_from_outside(str(event["error"]))
-
-
-def comes_from_outside(error: str) -> bool:
-    """Whether an error was caused from outside the program, such as by a peer that died."""
-    return not _PROGRAM.search(error) and bool(_SURROUNDINGS.search(error))
 
 
 def _has_progressed(history: History, number: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster_ddp.run.ending import what_failed
+from cluster_ddp.run.causes import what_failed
 from cluster_ddp.run.events import WARNING
 from cluster_ddp.run.history import History
 from cluster_ddp.run.reading import as_whole

@@ -13,8 +13,8 @@ from training_job import TrainingJob
 
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import end_attempt
+from cluster_ddp.run.causes import root_failure
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import root_failure
 from cluster_ddp.run.events import NODE_LOST, EventWriter
 
 pytestmark = pytest.mark.timeout(400)
