@@ -28,6 +28,7 @@ _DTYPE_NAMES = {
 TORCH_DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, name in _DTYPE_NAMES.items() if hasattr(torch, name)
 }
+_OF_MODEL = ("model.", "ema.")  # prefixes of what may belong to a parameter that is trained
 _CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 
@@ -51,7 +52,9 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str,
     """What is to be stored, the aliases, and the names whose values are the same on all ranks.
 
     Only what the optimizer trains (an `nn.Parameter` here), its average and its optimizer state are known to be the
-    same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and rank 0's are stored.
+    same everywhere. Buffers are not: BatchNorm's running statistics differ between ranks, and rank 0's are stored. Nor
+    is what a task keeps, such as a teacher whose parameters have the names of the model's: loss() may change it while
+    a save is under way.
     """
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -73,7 +76,7 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[tuple[Item, ...], dict[str,
         for item in items
         if item.name.startswith("optimizer.")
         or isinstance(tensors[item.name], nn.Parameter)
-        or item.name.partition(".")[2] in optimized
+        or (item.name.startswith(_OF_MODEL) and item.name.partition(".")[2] in optimized)
         or isinstance(tensors.get(f"model.{item.name.removeprefix('ema.')}"), nn.Parameter)
     )
     return tuple(items), aliases, replicated

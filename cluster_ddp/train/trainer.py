@@ -28,6 +28,7 @@ from cluster_ddp.train.evaluation_weights import evaluation_weights_of, make_opt
 from cluster_ddp.train.metrics.log import Log
 from cluster_ddp.train.model import prepare_model, settle_buckets, without_sync, wrap
 from cluster_ddp.train.nonfinite import NonFiniteCheck
+from cluster_ddp.train.overlap import Overlap
 from cluster_ddp.train.precision import choose_precision, make_scaler, set_backends
 from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
@@ -121,6 +122,9 @@ class Trainer:
                 self.log.begin(micro.step)
                 self.buffers.send()
                 self.buffers.keep()
+                self.overlap.begin()
+                if not self.overlap.is_allowed:
+                    self.session.saving.wait_for_staging()
 
             self.seeds.apply(micro.step, micro.number)  # last before the forward: anything else may draw numbers
             with without_sync(self.wrapped, micro.last):  # also around the forward, where DDP decides whether to sync
@@ -133,6 +137,7 @@ class Trainer:
 
             self.gradients.finish()
             self.frozen_layers.check()
+            self.overlap.end()
             # Checks earlier updates only: on a GPU their results have arrived by now, so the host need not wait.
             skipped = self.nonfinite.check(micro.step)
             self.schedule.apply(micro.step - skipped)  # a skipped update does not advance the schedule
@@ -204,6 +209,7 @@ class Trainer:
         )
         self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=self.scaler)
         self.buffers = Buffers(self.model)
+        self.overlap = Overlap(self.optimizer)
         self.nonfinite = NonFiniteCheck(train.max_bad_steps, self.update, self.gradients, self.model)
 
     def _build_state(self) -> None:

@@ -93,3 +93,12 @@ def test_pinned_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, released: 
     del buffer
     gc.collect()
     assert driver.pinned == []
+
+
+def test_what_a_task_keeps_may_change_at_any_time_even_if_it_is_named_as_parameters_are() -> None:
+    """Such as a teacher that loss() updates: a save must neither copy nor compare it while the next step runs."""
+    kept = ("task.0.weight", "buffer.0.weight", "extra.0.weight")
+    tensors = {"model.0.weight": torch.nn.Parameter(torch.ones(2)), "optimizer.0.weight.exp_avg": torch.ones(2)}
+    tensors |= {name: torch.ones(2) for name in (*kept, "ema.0.weight")}
+    _, _, replicated = describe(tensors)
+    assert replicated == {"model.0.weight", "optimizer.0.weight.exp_avg", "ema.0.weight"}

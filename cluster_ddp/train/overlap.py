@@ -1,0 +1,44 @@
+"""Finds out whether a save may go on copying and comparing the weights while the next step computes its loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cluster_ddp.checkpoint.replicas import tensor_digests
+
+_STEPS = 2  # of an attempt in which it looks
+
+
+class Overlap:
+    """Says whether it may: not if loss() or the backward pass changes what the optimizer holds, such as by clipping.
+
+    It looks in the first steps of an attempt, which costs two readings of the weights in each.
+
+    Attributes
+    ----------
+    is_allowed
+        Whether those steps are over, and have changed no weights before their update.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.is_allowed = False
+        self._optimizer = optimizer  # load_state_dict replaces its groups
+        self._left, self._changes = _STEPS, False
+        self._before: Tensor | None = None
+
+    def begin(self) -> None:
+        """Call before the first forward pass of a step."""
+        if self._left:
+            self._before = self._digests()
+
+    def end(self) -> None:
+        """Call after the last backward pass of a step, before the update."""
+        if self._before is not None:
+            self._changes |= not torch.equal(self._before, self._digests())
+            self._before, self._left = None, self._left - 1
+            self.is_allowed = not (self._left or self._changes)
+
+    def _digests(self) -> Tensor:
+        return tensor_digests([weight.detach() for group in self._optimizer.param_groups for weight in group["params"]])
