@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,3 +75,18 @@ def test_another_number_of_threads_than_at_the_save_is_said(
     assert len(said) == 1
     assert "torch uses 4 threads, but used 2 when the checkpoint was saved: the last bits" in said[0]
     assert any("torch uses 4 threads" in warning for warning in describe(run, {}).warnings)
+
+
+class WithEpochs(Plain):
+    """Its data set waits to be told the epoch, as some do that are made for torch's samplers."""
+
+    def train_data(self) -> Any:
+        data: Any = super().train_data()
+        data.set_epoch = print
+        return data
+
+
+def test_a_map_style_set_that_waits_for_its_epoch_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sections = {"train": {"steps": 2, "global_batch": 24}}
+    train(WithEpochs(), job(**sections), new_run(tmp_path, **sections))
+    assert "set_epoch() of the training set (TensorDataset) is never called" in capfd.readouterr().err

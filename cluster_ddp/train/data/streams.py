@@ -113,6 +113,11 @@ class MapStream:
     ) -> None:
         samples = _length(data)
         _expect_one_length(samples)
+        if callable(getattr(data, "set_epoch", None)):
+            warn(
+                f"set_epoch() of the training set ({type(data).__name__}) is never called: only that of an "
+                "IterableDataset is. Random numbers that a sample draws differ in each epoch without it"
+            )
         self.order = SampleStream(samples, plan.global_batch, train.seed, train.drop_last)
         self.steps_per_epoch: int | None = self.order.steps_per_epoch
         self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
