@@ -41,7 +41,7 @@ from cluster_ddp.run.attempt_record import is_superseded
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
-from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, EventWriter, on_this_host
+from cluster_ddp.run.events import NODE_FAILED, REQUEUE_DELAYED, REQUEUE_FAILED, WARNING, EventWriter, on_this_host
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.slurm.job_info import CANCEL, NODE_FAILURE, REQUEUED
@@ -304,7 +304,9 @@ class Keeper:
         if attempt is not None:
             self._record(attempt, Decision("requeue", why))
         if bad and self._allocation.has_enough_others(bad) and self._allocation.keep_from(bad):
-            say(f"excluded from now on: {' '.join(bad)}")
+            names = " ".join(bad)
+            say(f"excluded from now on: {names}")
+            self._write(WARNING, message=f"the bad hosts are excluded from further starts of this job: {names}")
         return KeptStart("start again", "requeue", why)
 
     def _why_it_ends(self) -> str | None:

@@ -50,8 +50,10 @@ requeue() {
     return 1
 }
 
-# Whether the partition has enough nodes besides this host, of the same kind: others may lack what the job requests.
+# Whether the partition has enough nodes besides this host, of the same kind: others may lack what the job requests, and
+# those outside of its reservation are none.
 has_others() {
+    [[ $shown != *' Reservation='* ]] || return
     local nodes own kind others
     nodes=$(call sinfo --noheader --Node --format='%N|%c|%m|%f|%G' --partition="$SLURM_JOB_PARTITION" \
         --states=idle,mixed,allocated,completing | sort -u)

@@ -114,14 +114,16 @@ def closed_hosts(start: SlurmStart) -> list[str]:
     """Return the hosts that are closed to a job.
 
     Those that it excludes, and the nodes of its partition that have fewer CPUs or less memory than it requests, or that
-    differ from all of its present ones in the features that it names, or in the GPUs if it requests any.
+    differ from all of its present ones in the features that it names, or in the GPUs if it requests any. Of a job in a
+    reservation all other nodes, else those that are reserved at present.
     """
     job = _job(start.task)
     if job is None:
         return []
     named, closed = frozenset(re.findall(r"[\w.-]+", job.features)), _hosts(job.excluded)
-    if not (named or job.gres or job.cpus > 1 or job.memory):
-        return closed
+    own, reserved = _reserved_hosts(job.reservation)
+    if not (named or job.gres or job.cpus > 1 or job.memory or job.reservation):
+        return closed + reserved
     nodes = _nodes(start.partition)
     kinds = {  # of GPUs without their sockets, as in gpu:a100:4(S:0-1)
         node.host: (named.intersection(node.features.split(",")), re.sub(r"\(.*?\)", "", node.gres) if job.gres else "")
@@ -129,7 +131,22 @@ def closed_hosts(start: SlurmStart) -> list[str]:
     }
     present = {kinds[host] for host in start.hosts if host in kinds}
     too_small = {node.host for node in nodes if _less(node.cpus, job.cpus) or _less(node.memory, job.memory)}
-    return closed + [host for host, kind in kinds.items() if kind not in present or host in too_small]
+    elsewhere = {node.host for node in nodes}.difference(own) if job.reservation else set(reserved)
+    return closed + [host for host, kind in kinds.items() if kind not in present or host in too_small | elsewhere]
+
+
+def _reserved_hosts(names: str) -> tuple[list[str], list[str]]:
+    """Return the hosts of the reservations with these names, and those that are reserved at present by others."""
+    answer = call(["scontrol", "show", "reservation", "-o"], seconds=_SECONDS)
+    own: list[str] = []
+    others: list[str] = []
+    shown = r"^ReservationName=(\S+) .*?(?<!\S)Nodes=([^\s(]\S*) .*?(?<!\S)State=(\S+)"
+    for name, nodes, state in re.findall(shown, answer, re.MULTILINE):
+        if name in names.split(","):
+            own += _hosts(nodes)
+        elif state == "ACTIVE":
+            others += _hosts(nodes)
+    return own, others
 
 
 class _Node(NamedTuple):

@@ -37,6 +37,7 @@ class JobInfo:
     features: str  # the expression of --constraint
     gres: str  # what it requests on each node, such as ``gres/gpu:a100:4``
     qos: str
+    reservation: str  # the reservations that it runs in, with commas
     cpus: int  # what it requests on each node; 0 if not shown
     memory: float  # the same in MiB
 
@@ -63,6 +64,7 @@ def parse_job(answer: str) -> JobInfo | None:
         features="" if features.startswith("(null") else features,
         gres=fields.get("TresPerNode", ""),
         qos=fields.get("QOS", ""),
+        reservation=fields.get("Reservation", ""),
         cpus=(cpus := int(_number(fields.get("MinCPUsNode", "")))),
         memory=_mebibytes(fields.get("MinMemoryNode", "")) or cpus * _mebibytes(fields.get("MinMemoryCPU", "")),
     )

@@ -91,6 +91,36 @@ def test_hosts_that_lack_what_a_job_asks_for_are_closed_to_it(slurm: Path, asked
     assert closed_hosts(start) == closed
 
 
+@pytest.mark.parametrize(
+    ("asked", "closed"),
+    [
+        ("", ["n5", "n6"]),
+        (" MinCPUsNode=2", ["n5", "n6"]),
+        (" Reservation=mine", ["n4", "n5", "n6", "n7"]),
+        (" Reservation=mine,later", ["n4", "n5", "n6"]),
+    ],
+)
+def test_reserved_hosts_are_no_others_to_go_to(slurm: Path, asked: str, closed: list[str]) -> None:
+    """Nor are those outside of a job's own reservation: sinfo calls all of them idle."""
+    reservations = (
+        "ReservationName=mine StartTime=x Nodes=n[1-3] NodeCnt=3 State=ACTIVE BurstBuffer=(null)",
+        "ReservationName=theirs StartTime=x Nodes=n[5-6] NodeCnt=2 State=ACTIVE BurstBuffer=(null)",
+        "ReservationName=later StartTime=x Nodes=n7 NodeCnt=1 State=INACTIVE BurstBuffer=(null)",
+        "ReservationName=licenses StartTime=x Nodes=(null) NodeCnt=0 State=ACTIVE BurstBuffer=(null)",
+    )
+    if not asked.startswith(" Reservation"):
+        reservations = reservations[1:]
+    shown = f"JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=(null) Features=(null){asked}"
+    lines = " ".join(f"'{line}'" for line in reservations)
+    stand_in(
+        slurm,
+        "scontrol",
+        f"[[ $2 == job ]] && echo '{shown}'\n[[ $2 == reservation ]] && printf '%s\\n' {lines}\ntrue",
+    )
+    stand_in(slurm, "sinfo", "printf 'n%s|(null)|(null)|64|512000\\n' 1 2 3 4 5 6 7")
+    assert sorted(closed_hosts(replace(START, node_list="n[1-2]", nodes=2))) == closed
+
+
 def test_a_greeting_of_scontrol_is_no_host(slurm: Path) -> None:
     job = "JobId=7 JobState=RUNNING Restarts=0 ExcNodeList=c[1-2] X=y"
     stand_in(slurm, "scontrol", f"echo 'Welcome to the cluster!'; [[ $2 == job ]] && echo '{job}'\ntrue")

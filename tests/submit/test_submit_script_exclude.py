@@ -55,6 +55,7 @@ def test_a_host_that_fails_again_is_excluded_besides_those_that_were(stage: Stag
     assert stage.requeues() == ["77"]
     assert exclusions(stage) == [["JobId=77", "ExcNodeList=old[1-2],node-a"]]
     assert "excluded from now on: node-a" in stage.output
+    assert stage.status()["warnings"][-1] == "the bad hosts are excluded from further starts of this job: node-a"
 
 
 def test_a_host_that_the_job_asks_for_by_name_stays(stage: Stage) -> None:

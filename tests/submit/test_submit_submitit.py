@@ -86,7 +86,7 @@ class Place:
         self.program("srun", 'echo "$@" >>"$here/steps"; while [[ $1 == --* ]]; do shift; done; exec "$@"')
         self.program("squeue", "")
         requeue = 'requeue) echo "$2" >>"$here/requeued" ;; update) echo "$*" >>"$here/requeued" ;;'
-        self.program("scontrol", f'case "$1" in {requeue} *) [[ $2 == job ]] && cat "$here/job" ;; esac')
+        self.program("scontrol", f'case "$1" in {requeue} *) [[ $2 != job ]] || cat "$here/job" ;; esac')
 
     def says(self, job: str) -> None:
         """What ``scontrol show job`` answers."""
