@@ -82,12 +82,12 @@ task=$SLURM_JOB_ID queued=false leave='' shown='' ends=''
 by_slurm=' (Slurm '
 said=$run/events/script-$SLURM_JOB_ID-${SLURMD_NODENAME:-}.jsonl
 
-# The last start of this job in which an attempt began, and the first since then.
-begun=0 first=0
+# The last start of this job in which an attempt began; its starts are counted from 0.
+begun=-1
 record=$(printf '%s\n' "$run"/attempts/*/attempt.json | sort -V | tail -n 1)
 [[ -f $record ]] && record=$(<"$record")
 [[ $record == *"\"slurm_job_id\": \"$task\""* && $record =~ \"restart_count\":\ ([0-9]+) ]] &&
-    begun=${BASH_REMATCH[1]} first=$((begun + 1))
+    begun=${BASH_REMATCH[1]}
 
 if [[ $again == again ]]; then
     # A requeue would bring back a job that its owner has cancelled meanwhile, so Slurm is asked first, for a few
@@ -102,7 +102,7 @@ if [[ $again == again ]]; then
         sleep 10 &
         wait $! # interrupted by a signal
     done
-    failed=$((${SLURM_RESTART_COUNT:-0} - begun - $(taken_since "$first")))
+    failed=$((${SLURM_RESTART_COUNT:-0} - begun - $(taken_since $((begun + 1)))))
     is_taken "$by_slurm$ends)" && ((--failed))
     if is_queued "$shown"; then
         queued=true
