@@ -84,7 +84,10 @@ class Queues:
         passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
         held = {id(part) for _, part in reachable(passed_in, _DEPTH_OF_PASSED_IN)}
         for name, found in reachable(running_variables(), _DEPTH):
-            if id(found) not in held and hasattr(found, "__dict__") and not isinstance(found, (Kept, nn.Module, type)):
+            kind = type(found)
+            if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
+                continue
+            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type)):
                 yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
 
     def _beside_kept(self) -> Iterator[tuple[str, int]]:
