@@ -71,7 +71,31 @@ class Pool:
     """The images that a CycleGAN's judge has seen."""
 
     def __init__(self) -> None:
-        self.images: list[Tensor] = []
+        self.count, self.images = 0, list[Tensor]()
+
+    def add(self, image: Tensor) -> None:
+        self.images.append(image)
+        self.count += 1
+
+
+class Rows:
+    """A buffer of fixed size, as in DQN."""
+
+    def __init__(self) -> None:
+        self.place, self.actions, self.counts = 0, np.zeros(40), np.zeros(40)
+
+    def add(self, action: Tensor) -> None:
+        self.actions[self.place] = float(action)
+        self.counts += 1.0
+        self.place = (self.place + 1) % 40
+
+
+class KeptRows(Rows):
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "actions": self.actions.tolist(), "counts": self.counts.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.actions, self.counts = state["place"], np.array(state["actions"]), np.array(state["counts"])
 
 
 def told(place: Path) -> None:
@@ -85,7 +109,8 @@ def told(place: Path) -> None:
         warmup = LinearLR(optimizer, total_iters=4)
         hidden = torch.zeros(3)
         memory: deque[Tensor] = deque(maxlen=5)
-        pool = Pool()
+        pool, rows, counted = Pool(), Rows(), Pool()
+        run.keep(counted=counted.images)
         for _ in loader.epochs():
             for inputs, labels in loader:
                 outputs = model(inputs) + hidden
@@ -99,6 +124,8 @@ def told(place: Path) -> None:
                     copied.lerp_(weight.detach(), 0.1)
                 memory.append(hidden)
                 pool.images.append(hidden)
+                counted.add(hidden)
+                rows.add(outputs.sum())
 
 
 def not_told(place: Path) -> None:
@@ -110,12 +137,12 @@ def not_told(place: Path) -> None:
         average, clones = Kept(model), Clones(model)
         ema = [weight.detach().clone() for weight in model.parameters()]
         memory: deque[Tensor] = deque(maxlen=5)
-        pool = Pool()
+        pool, rows = Pool(), KeptRows()
         kept = run.keep(hidden=torch.zeros(3), ema=ema, memory=memory, images=pool.images)
         scheduler = SequentialLR(optimizer, [LinearLR(optimizer), ConstantLR(optimizer)], milestones=[4])
         loader = run.resumable(
             LOADERS["shuffled"](), model=model, optimizer=optimizer, scheduler=scheduler, average=average,
-            clones=clones, epochs=1,
+            clones=clones, rows=rows, epochs=1,
         )  # fmt: skip
         total, losses, recent, logged = 0.0, [], deque([0.0], maxlen=3), Pool()
         for _ in loader.epochs():
@@ -138,6 +165,7 @@ def not_told(place: Path) -> None:
                 if number:
                     total += loss.item() + len(gradients) + len(before)
                 pool.images.append(outputs.detach()[0])
+                rows.add(outputs.sum())
                 logged.images.append(loss.detach())
                 losses.append(outputs.detach())
 
@@ -150,9 +178,10 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
     if loop is not_told:
         assert messages == []
         return
-    copies, queues, scheduler, carried = messages
+    copies, queues, beside, scheduler, carried = messages
     assert "in average.shadow, copies, which no checkpoint contains" in copies
-    assert queues.startswith("steps put tensors into memory, pool.images, which no checkpoint contains")
+    assert queues.startswith("steps put tensors into memory, pool.images, rows.actions, which no checkpoint contains")
+    assert beside.startswith("steps change counted.count, which no checkpoint contains, in an object whose other")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint contains" in carried
 

@@ -21,7 +21,7 @@ class Graded(Images):
 
     def __init__(self) -> None:
         super().__init__()
-        self.level = 0.0
+        self.level, self.labels = 0.0, torch.zeros(18)
 
 
 def train(place: Path, kind: str) -> None:
@@ -32,12 +32,14 @@ def train(place: Path, kind: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = Graded()
         sampler = WeightedRandomSampler(torch.ones(18, dtype=torch.float64), 12)
-        loader = DataLoader(Subset(data, range(18)), batch_size=6, sampler=sampler)
+        workers = 1 if kind == "before, with persistent workers" else 0
+        subset, persistent = Subset(data, range(18)), workers > 0
+        loader = DataLoader(subset, batch_size=6, sampler=sampler, num_workers=workers, persistent_workers=persistent)
         generator = torch.Generator() if kind == "loader with a generator" else None
         other = DataLoader(Images(), batch_size=6, shuffle=True, generator=generator)
         loader = run.resumable(loader, model=model, optimizer=optimizer, epochs=3)
         for epoch in loader.epochs():
-            if kind == "before":
+            if "before" in kind:
                 data.level = 0.1 * epoch
             for number, (inputs, labels) in loader.enumerate():
                 optimizer.zero_grad()
@@ -49,7 +51,9 @@ def train(place: Path, kind: str) -> None:
                 list(other)
             elif kind == "data":
                 data.level += 0.1
-            elif kind != "before":
+            elif kind == "labels":
+                data.labels[epoch] = 1.0
+            elif "before" not in kind:
                 sampler.weights *= torch.rand(18)
 
 
@@ -59,7 +63,9 @@ def train(place: Path, kind: str) -> None:
         ("before", []),
         ("loader", []),
         ("loader with a generator", ["changes the generator that shuffles another DataLoader (of a Images),"]),
+        ("before, with persistent workers", ["Graded.level has changed since the persistent workers began"]),
         ("data", ["changes Graded.level,"]),
+        ("labels", ["changes Graded.labels,"]),
         ("sampler, and leaves", ["changes WeightedRandomSampler.weights,"]),
     ],
 )

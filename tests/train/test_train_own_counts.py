@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -74,6 +75,37 @@ def sets_the_rate_by_a_call(once: Any) -> None:
         for _ in once():
             adjust_learning_rate(None, step)
             step += 1
+
+
+def starts_each_epoch_at_its_number(once: Any) -> None:
+    for epoch in range(2):
+        updates = epoch * 3
+        for _ in once():
+            updates += 1
+            adjust_learning_rate(None, step=updates)
+
+
+def sets_the_rate_by_the_place_in_the_epoch(once: Any) -> None:
+    for epoch in range(2):
+        number = 0
+        for _ in once():
+            adjust_learning_rate(None, epoch + number // 3)
+            number += 1  # noqa: SIM113
+
+
+def counts_in_a_dict(once: Any) -> None:
+    state = {"step": 0, "seen": 0}
+    for _ in range(2):
+        of_epoch = {"number": 0, "total": 0}
+        for size in once():
+            state["step"] += 1
+            state["seen"] += size
+            of_epoch["number"] += 1
+            of_epoch["total"] += size
+            if state["step"] > 5:
+                break
+        mean = of_epoch["total"] / of_epoch["number"]
+        assert mean < state["seen"]
 
 
 def only_prints(once: Any) -> None:
@@ -203,6 +235,8 @@ best = 0.0
         (sets_the_rate_by_a_call, "step"),
         (lambda once: Trainer().ends_by_a_limit(once), "self.iter_num"),
         (lambda once: Trainer().sets_the_rate(once), "self.iter_num"),
+        (starts_each_epoch_at_its_number, "updates"),
+        (sets_the_rate_by_the_place_in_the_epoch, "number"),
         (goes_through_what_cuts, "number"),
         (goes_through_what_logs, None),
         (only_prints, None),
@@ -220,6 +254,28 @@ def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], nam
     assert f"kept = run.keep({name.removeprefix('self.')}=0)" in messages[0]
 
 
+def keeps_the_best_in_a_dict(once: Any, kept: Any = None) -> None:
+    best = {"accuracy": 0.0, "epoch": 0} if kept is None else kept
+    for epoch in range(2):
+        accuracy = sum(once())
+        if accuracy > best["accuracy"]:
+            best["accuracy"], best["epoch"] = accuracy, epoch
+
+
+def restores_the_best_weights(once: Any) -> None:
+    model, kept = torch.nn.Linear(1, 1), Kept(accuracy=0.0)
+    best = kept.best = copy.deepcopy(model.state_dict())
+    for epoch in range(2):
+        state = model.state_dict()
+        accuracy = sum(once())
+        if accuracy > kept.accuracy:
+            kept.accuracy, best = accuracy, copy.deepcopy(model.state_dict())
+            kept.best = copy.deepcopy(model.state_dict())
+            print(epoch, state)
+    model.load_state_dict(best)
+    model.load_state_dict(kept.best)
+
+
 @pytest.mark.parametrize(
     ("loop", "names", "remedy"),
     [
@@ -229,6 +285,8 @@ def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], nam
             "run.keep(best=..., patience=..., total=...)",
         ),
         (keeps_the_best_at_the_top, "best", "run.keep(best=...)"),
+        (keeps_the_best_in_a_dict, "best['accuracy']", "run.keep(best=...)"),
+        (restores_the_best_weights, "best", "run.keep(best=...)"),
     ],
 )
 def test_a_best_and_a_patience_by_which_epochs_go_are_told(loop: Any, names: str, remedy: str) -> None:
@@ -236,6 +294,14 @@ def test_a_best_and_a_patience_by_which_epochs_go_are_told(loop: Any, names: str
     loop(batches(messages))
     assert messages[0].startswith(f"the loop depends on {names}, which no checkpoint contains")
     assert remedy in messages[0]
+
+
+def test_a_dict_that_the_loop_keeps_is_not_told() -> None:
+    best, messages, values = {"accuracy": 0.0, "epoch": 0}, list[str](), kept.KeptNumbers()
+    values.add({"best": best})
+    counts = Counts(messages.append, kept=values)
+    keeps_the_best_in_a_dict(lambda: (counts.second() or 1 for _ in range(3)), best)
+    assert messages == []
 
 
 def test_a_count_in_what_is_handed_over_is_that_one_s_own() -> None:

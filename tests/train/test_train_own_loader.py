@@ -131,6 +131,7 @@ def test_another_number_of_ranks_keeps_the_steps_and_their_samples(kind: str, ac
     (told,) = run_ranks(reading, 1, run.path, 1, kind, accumulate, None)
     assert told["status"] is None
     assert steps_of(run.path, 0) | steps_of(run.path, 1) == read[2]
+    assert warnings_of(run) == []
 
 
 def reading(place: Path, attempt: int, kind: str, accumulate: int, at: tuple[int, int] | None) -> dict[str, Any]:

@@ -182,7 +182,9 @@ class Loop:
         self._geometry.expect_same_batches(state["geometry"])
         self._expect_same_deal(state)
         self.seed, self.is_closed, self._is_finished = state["seed"], state["closed"], state["finished"]
-        self.data, self.rows, self.numbers = state.get("data"), state.get("rows"), state.get("numbers")
+        self.data, self.rows = state.get("data"), state.get("rows")
+        if state["geometry"].get("world") == self._session.world.world_size:  # else the batch size has to be different
+            self.numbers = state.get("numbers")
         total = self._geometry.total
         if total < state["total"]:
             self.warn(

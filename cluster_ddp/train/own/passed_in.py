@@ -69,7 +69,11 @@ class PassedIn:
         if not optimizers:
             given = next((thing for name, thing in bare.items() if "optim" in name), None)
             of = "" if given is None else f" of torch.optim, but a {type(given).__module__}.{type(given).__name__}"
-            raise TrainError(f"no optimizer{of} is passed in: give optimizer=")
+            raise TrainError(
+                f"no optimizer{of} is passed in: give optimizer=. For updates by hand, such as weight -= rate * "
+                "weight.grad, use torch.optim.SGD; a program that trains without torch.optim runs as it is, without "
+                "the added lines, and saves by itself"
+            )
         held = {id(weight) for opt in optimizers.values() for group in opt.param_groups for weight in group["params"]}
         trained = {
             name: thing

@@ -136,7 +136,9 @@ class ScriptRun:
             self.watch(loop, loader, found)
             warn = self._session.warn
             taking = Taking(self._passed_in.optimizers, self._passed_in.scalers, warn)
-            changed = ChangedData(found.data, found.samplers, warn)
+            changed = ChangedData(
+                found.data, found.samplers, warn, has_copies=getattr(loader, "persistent_workers", False)
+            )
             as_now = (self._passed_in.as_now, self._kept.as_now)
             self._loader = ResumableLoader(loader, found, loop, geometry, self.step, taking, changed, as_now)
             loop.beginning.hand_out()

@@ -17,11 +17,16 @@ from cluster_ddp.train.own.data.batches import samplers_in
 from cluster_ddp.train.own.values import look_of
 
 _DEPTH = 6  # how deep to search data sets in data sets
+_NUMBERS = (int, float)
+_LABELS = (*_NUMBERS, Tensor, np.ndarray)
+_DIMENSIONS = 2  # of labels and weights; whatever has more may be a cache
 _WIDTH = 64  # a longer list is not searched for data sets
 
 
 class ChangedData:
-    """Warns, once, if code after the batches changes numbers in the data set, or numbers or tensors in the samplers.
+    """Warns, once, if code after the batches changes numbers or labels in the data set, or what the samplers hold.
+
+    Labels are tensors and arrays of at most two dimensions; larger ones may be a cache.
 
     In the first epoch it also warns if that code uses another DataLoader that is shuffled by its own generator.
 
@@ -32,13 +37,18 @@ class ChangedData:
     ----------
     data, samplers
         The objects to inspect.
+    has_copies
+        Whether the workers live as long as the loader, each with the data set as it was in the first epoch.
     warn
         Called with the message.
     """
 
-    def __init__(self, data: Any, samplers: list[Any], warn: Callable[[str], None]) -> None:
-        self._data, self._samplers, self._warn = data, samplers, warn
+    def __init__(
+        self, data: Any, samplers: list[Any], warn: Callable[[str], None], *, has_copies: bool = False
+    ) -> None:
+        self._data, self._samplers, self._warn, self._has_copies = data, samplers, warn, has_copies
         self._before: dict[str, Any] = {}
+        self._copied: dict[str, Any] | None = None
         self._others: list[Any] | None = None
         self._has_warned = False
 
@@ -47,12 +57,12 @@ class ChangedData:
         if self._others is None:
             self._others = [held for held in gc.get_objects() if issubclass(type(held), torch_data.DataLoader)]
         if not self._has_warned:
-            self._before = self._now()
+            self._before = self._now(_LABELS)
 
     def end(self) -> None:
         """Call after the code that follows the batches."""
         before, self._before = self._before, {}
-        now = self._now() if before else {}
+        now = self._now(_LABELS) if before else {}
         self._others = []
         if changed := sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
             self._has_warned = True
@@ -71,6 +81,8 @@ class ChangedData:
             The values when these batches began before the resume; None if they begin for the first time.
         """
         now: dict[str, Any] = broadcast_object(self._now())
+        if self._has_copies:
+            self._tell_copies()
         if was is not None and (changed := sorted(name for name in was.keys() & now.keys() if was[name] != now[name])):
             self._warn(
                 f"{', '.join(changed)} is not what it was when the batches of this epoch began before this resume, "
@@ -80,12 +92,23 @@ class ChangedData:
             )
         return now
 
-    def _now(self) -> dict[str, Any]:
+    def _tell_copies(self) -> None:
+        now = {name: value for part in _data_sets(self._data, _DEPTH) for name, value in _looks(part, _NUMBERS).items()}
+        if self._copied is None:
+            self._copied = now
+        elif changed := sorted(name for name in self._copied.keys() & now.keys() if self._copied[name] != now[name]):
+            self._has_copies = False
+            self._warn(
+                f"{', '.join(changed)} has changed since the persistent workers began, which have a copy of the data "
+                "set and do not see the change; after a resume, new workers do. Use persistent_workers=False"
+            )
+
+    def _now(self, kinds: tuple[type, ...] = _NUMBERS) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for part in _data_sets(self._data, _DEPTH):
-            found |= _looks(part, (int, float))
+            found |= _looks(part, kinds)
         for part in self._samplers:
-            found |= _looks(part, (int, float, Tensor, np.ndarray))
+            found |= _looks(part, _LABELS)
         for other in self._others or []:
             *_, last = [None, *samplers_in(other.sampler if other.batch_sampler is None else other.batch_sampler)]
             if last in self._samplers:
@@ -110,7 +133,7 @@ def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     return {
         f"{type(part).__name__}.{name}": look_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
         for name, value in values.items()
-        if not isinstance(value, bool)
+        if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import linecache
 import re
 import sys
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.kept import Kept, KeptNumbers
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
@@ -29,6 +30,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
 _TIMES = re.compile("time|now|perf_counter", re.IGNORECASE)
+_OF_EPOCH = re.compile(r"epoch|\blen\(")
+_COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
 
@@ -37,9 +40,10 @@ class Counts:
 
     First, ``step += 1`` that ends the loop or sets its learning rate, as in ``if step >= max_steps: break``. Then other
     numbers that a batch or an epoch takes over from the previous one and compares, such as the best accuracy so far and
-    the epochs since. Last, the program's own objects for early stopping. The source of the running functions shows
-    whether a number is compared or goes into an assignment. Numbers that are only printed, logged, or used every n
-    steps (``step % 100``) are not reported, nor are those of a generator that only passes the batches on.
+    the epochs since, and the best weights so far. Last, the program's own objects for early stopping. The source of the
+    running functions shows whether a number is compared or goes into an assignment. Numbers that are only printed,
+    logged, or used every n steps (``step % 100``) are not reported, nor are those of a generator that only passes the
+    batches on.
 
     Parameters
     ----------
@@ -47,10 +51,14 @@ class Counts:
         Called with the message.
     passed_in
         The objects passed in; their attributes are not checked.
+    kept
+        What the loop keeps with `ScriptRun.keep`.
     """
 
-    def __init__(self, warn: Callable[[str], None], passed_in: Iterable[Any] = ()) -> None:
-        self._warn, self._passed_in = warn, list(passed_in)
+    def __init__(
+        self, warn: Callable[[str], None], passed_in: Iterable[Any] = (), kept: KeptNumbers | None = None
+    ) -> None:
+        self._warn, self._passed_in, self._kept = warn, list(passed_in), KeptNumbers() if kept is None else kept
 
     def first(self) -> None:
         """Does nothing: the source is checked after the second step."""
@@ -65,6 +73,7 @@ class Counts:
                     if (text := _text_of(frame)) is not None:
                         counts |= {name for name in _counts_in(text) if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
+                        carried |= {name for name in _best_weights_in(text) if self._is_own(name, frame)}
         if counts:
             first = _last(min(counts))
             self._warn(
@@ -74,7 +83,7 @@ class Counts:
             )
         if carried := carried - counts:
             first = min(map(_last, carried))
-            begun = ", ".join(f"{name}=..." for name in sorted(map(_last, carried)))
+            begun = ", ".join(f"{name}=..." for name in sorted(set(map(_last, carried))))
             self._warn(
                 f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
                 "from the initial value, and stops or saves a best model at a different step. Keep it: kept = "
@@ -89,14 +98,27 @@ class Counts:
 
     def _is_unkept(self, name: str, frame: FrameType) -> bool:
         """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise."""
-        owner, _, attribute = name.rpartition(".")
-        first, *inner = (owner or attribute).split(".")
-        found = reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
-        if owner:
-            if isinstance(found, (Kept, nn.Module)) or any(found is thing for thing in self._passed_in):
+        holder, _, key = name.partition("[")
+        found = _value_of(holder, frame)
+        if key:
+            if any(found is value for value in self._kept.values.values()):
                 return False
-            found = getattr(found, attribute)
-        return found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
+            found = found[ast.literal_eval(key.removesuffix("]"))]
+        is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
+        return is_number and self._is_own(holder, frame)
+
+    def _is_own(self, name: str, frame: FrameType) -> bool:
+        """Whether it is a variable, or an attribute of an object that is not saved otherwise."""
+        owner = name.rpartition(".")[0]
+        found = _value_of(owner, frame) if owner else None
+        return not isinstance(found, (Kept, nn.Module)) and not any(
+            found is thing for thing in self._passed_in if owner
+        )
+
+
+def _value_of(name: str, frame: FrameType) -> Any:
+    first, *inner = name.split(".")
+    return reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -143,11 +165,15 @@ def _counts_in(text: _Text) -> Iterator[str]:
     parents, inner, outer = text.parents, text.loops[-1], text.loops[0]
     for name in {target for node in _below(inner, parents) if (target := _counted(node)) is not None}:
         others = [node for node in parents if name in _assigned(node) and _counted(node) is None]
-        if not (others or "." in name) or not all(map(_begins_with_number, others)):
+        if not (others or _is_held(name)) or not all(
+            _begins_with_number(node) or _begins_epoch(node) for node in others
+        ):
             continue  # not a local variable, or its initial value may be the position
+        if any(_holder_of(name) in _assigned(node) for node in _below(outer, parents)):
+            continue  # in a dict that is made in each epoch
         if any(inner in _around(node, parents) for node in others):
             continue  # counts within a batch
-        is_of_epoch = any(outer in _around(node, parents) for node in others)
+        is_of_epoch = any(outer in _around(node, parents) for node in others if not _begins_epoch(node))
         uses = (node for node in _below(outer, parents) if _is_read(node, name))
         if any(_is_decisive(node, name, parents, is_of_epoch=is_of_epoch) for node in uses):
             yield name
@@ -162,14 +188,27 @@ def _carried_in(text: _Text) -> Iterator[str]:
         inside = {node: names for node, names in assigning.items() if loop in _around(node, parents)}
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
-            if not ("." in name or name in shared or any(map(_begins_with_number, before))):
+            if not (_is_held(name) or name in shared or any(map(_begins_with_number, before))):
                 continue  # not a number that starts over: a parameter, or a value from run.keep
+            if any(_holder_of(name) in names for names in inside.values()):
+                continue  # in a dict that is made in each pass
             if any(_is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
             if _is_read_first(loop.body, name):
                 uses = (node for node in _below(outer, parents) if _is_read(node, name))
                 if any(_is_decisive(node, name, parents, is_of_epoch=True) for node in uses):
                     yield name
+
+
+def _best_weights_in(text: _Text) -> Iterator[str]:
+    """Variables that some epochs set to a copy of the weights, and that are read after the loop."""
+    outer = text.loops[0]
+    read = {_name(node) for node in text.parents if getattr(node, "lineno", 0) > (outer.end_lineno or 0)}
+    for node in _below(outer, text.parents):
+        if isinstance(node, ast.Assign) and _COPIES.search(ast.unparse(node.value)):
+            inside = itertools.takewhile(lambda around: around is not outer, _around(node, text.parents))
+            if any(isinstance(around, ast.If) for around in inside):
+                yield from (name for name in _assigned(node) if name in read and "[" not in name)
 
 
 def _is_of_clock(node: ast.AST) -> bool:
@@ -257,15 +296,31 @@ def _assigned(node: ast.AST) -> set[str]:
 
 
 def _name(node: ast.AST) -> str | None:
-    """The name of a variable or attribute, such as ``self.step``; None for any other node."""
+    """The name of a variable, attribute or item, such as ``self.step`` or ``best['loss']``; None for any other node."""
     if isinstance(node, ast.Name):
         return node.id
-    inner = _name(node.value) if isinstance(node, ast.Attribute) else None
-    return None if inner is None else f"{inner}.{node.attr}"  # type: ignore[attr-defined]
+    if not isinstance(node, (ast.Attribute, ast.Subscript)) or (inner := _name(node.value)) is None:
+        return None
+    if isinstance(node, ast.Attribute):
+        return f"{inner}.{node.attr}"
+    is_item = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) and "[" not in inner
+    return f"{inner}[{ast.unparse(node.slice)}]" if is_item else None
+
+
+def _is_held(name: str) -> bool:
+    """Whether this is the name of an attribute or item, and not of a variable."""
+    return "." in name or "[" in name
+
+
+def _holder_of(name: str) -> str | None:
+    """The dict that holds this item; None for a variable or an attribute."""
+    holder, _, key = name.partition("[")
+    return holder if key else None
 
 
 def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+    """The name under which to keep it: that of the attribute, or of the dict that holds the item."""
+    return name.partition("[")[0].rpartition(".")[2]
 
 
 def _begins_with_number(node: ast.AST) -> bool:
@@ -273,6 +328,13 @@ def _begins_with_number(node: ast.AST) -> bool:
     value = getattr(node, "value", None)
     parts = value.elts if isinstance(value, ast.Tuple) else [value]
     return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
+
+
+def _begins_epoch(node: ast.AST) -> bool:
+    """Whether this assigns the number of batches before the epoch, as in ``num_updates = epoch * len(loader)``."""
+    value = getattr(node, "value", None)
+    text = ast.unparse(value) if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else ""
+    return _OF_EPOCH.search(text) is not None and ".step" not in text
 
 
 def _is_read(node: ast.AST, name: str) -> bool:
@@ -288,10 +350,10 @@ def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is
             return False
         if isinstance(around, ast.Compare):
             return True
-        if isinstance(around, ast.Expr):
+        if isinstance(around, ast.Expr):  # on a count within the epoch, too
             call = around.value
             words = re.split(r"[._]", ast.unparse(call.func).lower()) if isinstance(call, ast.Call) else []
-            return not is_of_epoch and not _OF_RATES.isdisjoint(words)
+            return not _OF_RATES.isdisjoint(words)
         if isinstance(around, ast.stmt):
             return not is_of_epoch and isinstance(around, (ast.Assign, ast.AugAssign)) and name not in _assigned(around)
     return False

@@ -84,7 +84,7 @@ def first_steps_of(
             Queues(passed_in, loop.kept, warn),
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
-            Counts(warn, passed_in.others.values()),
+            Counts(warn, passed_in.others.values(), loop.kept),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),

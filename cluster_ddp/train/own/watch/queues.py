@@ -7,11 +7,16 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cluster_ddp.train.own.kept import KeptNumbers
+import numpy as np
+from torch import Tensor, nn
+
+from cluster_ddp.train.own.kept import Kept, KeptNumbers
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
-from cluster_ddp.train.own.values import has_tensors
+from cluster_ddp.train.own.values import has_tensors, look_of
 
+_ARRAYS = (np.ndarray, Tensor)
+_FILLED = (list, collections.deque, *_ARRAYS)
 _Queue = collections.deque[Any] | list[Any]
 
 _ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # a public attribute of an object, from the end of its name
@@ -26,6 +31,9 @@ class Queues:
     are not reported: they are mostly losses to print. Nor are lists in variables, in which a loop collects what it
     evaluates later.
 
+    Also reported are arrays and tensors in an object that fills them row by row, with the next row in a number beside
+    them, and numbers that steps change beside what the loop keeps, such as the count of images in a pool.
+
     Parameters
     ----------
     passed_in
@@ -39,22 +47,70 @@ class Queues:
     def __init__(self, passed_in: PassedIn, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
         self._passed_in, self._kept, self._warn = passed_in, kept, warn
         self._before: list[tuple[_Queue, tuple[int, int]]] = []
+        self._rows_before: list[tuple[str, Any, str, str, tuple[int, int, int]]] = []
+        self._beside_before: dict[str, int] = {}
 
     def first(self) -> None:
         """Call after the first step."""
         self._before = [(queue, _end_of(queue)) for _, queue in self._found()]
+        self._rows_before = found_or_nothing(self._next_rows())
+        self._beside_before = dict(found_or_nothing(self._beside_kept()))
 
     def second(self) -> None:
         """Call after the second step."""
         before, self._before = self._before, []
         filled = {id(queue) for queue, end in before if _end_of(queue) != end}
-        if names := sorted(name for name, queue in self._found() if id(queue) in filled):
+        rows, self._rows_before = self._rows_before, []
+        queues = {name for name, queue in self._found() if id(queue) in filled}
+        arrays = {f"{name}.{array}" for name, holder, array, key, row in rows if _is_filled(holder, array, key, row)}
+        if names := sorted(queues | arrays):
             self._warn(
                 f"steps put tensors into {', '.join(names)}, which no checkpoint contains: a resume starts with "
                 "whatever the program puts there before the loop, and is exact only if no step depends on it. Keep "
                 "it, for example with kept = run.keep(memory=deque(maxlen=10000)), and use kept.memory in the loop; "
-                "keep a list that an object fills in place with run.keep(images=pool.images) before the loop"
+                "keep a list that an object fills in place with run.keep(images=pool.images) before the loop. An "
+                "object that counts what it holds needs state_dict() and load_state_dict(): pass it in (memory=buffer)"
             )
+        beside = self._beside_before
+        if names := sorted(name for name, now in found_or_nothing(self._beside_kept()) if beside.get(name, now) != now):
+            self._warn(
+                f"steps change {', '.join(names)}, which no checkpoint contains, in an object whose other contents "
+                "run.keep() keeps: after a resume they would not match. Give the object state_dict() and "
+                "load_state_dict() that hold all of it, and pass it in (pool=pool) instead"
+            )
+
+    def _holders(self) -> Iterator[tuple[str, Any, dict[str, int]]]:
+        """The objects in the program's variables that were not passed in, and the integers in their attributes."""
+        passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
+        held = {id(part) for _, part in reachable(passed_in, _DEPTH_OF_PASSED_IN)}
+        for name, found in reachable(running_variables(), _DEPTH):
+            kind = type(found)
+            if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
+                continue
+            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type)):
+                yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
+
+    def _beside_kept(self) -> Iterator[tuple[str, int]]:
+        kept = {id(value) for value in self._kept.values.values() if isinstance(value, _FILLED)}
+        for name, found, numbers in self._holders():
+            if any(id(value) in kept for value in list(vars(found).values())):
+                yield from ((f"{name}.{key}", value) for key, value in numbers.items())
+
+    def _next_rows(self) -> Iterator[tuple[str, Any, str, str, tuple[int, int, int]]]:
+        """The arrays in an object beside a number that may be their next row, with what is in this row and the last."""
+        kept = {id(value) for value in self._kept.values.values()}
+        for name, found, numbers in self._holders():
+            for array, value in list(vars(found).items()):
+                if isinstance(value, _ARRAYS) and value.ndim and id(value) not in kept:
+                    for key, row in numbers.items():
+                        if 0 < row < len(value):
+                            yield (
+                                name,
+                                found,
+                                array,
+                                key,
+                                (row, look_of(value[row : row + 1]), look_of(value[row - 1 : row])),
+                            )
 
     def _found(self) -> list[tuple[str, _Queue]]:
         return found_or_nothing(self._of_the_loop())
@@ -69,6 +125,18 @@ class Queues:
 
 def _is_queue(name: str, found: Any) -> bool:
     return type(found) is collections.deque or (type(found) is list and _ATTRIBUTE.search(name) is not None)
+
+
+def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) -> bool:
+    """Whether the row that was next has been written since, that before it has not, and the number has moved on."""
+    row, following, last = before
+    now, place = getattr(holder, array, ()), getattr(holder, key, row)
+    return (
+        place > row
+        and len(now) > row
+        and look_of(now[row : row + 1]) != following
+        and look_of(now[row - 1 : row]) == last
+    )
 
 
 def _end_of(queue: _Queue) -> tuple[int, int]:
