@@ -59,7 +59,7 @@ def train(place: Path, attempt: int, at: int | None, how: str) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize(("at", "how"), [(5, "stop"), (19, "crash")])
+@pytest.mark.parametrize(("at", "how"), [(5, "stop"), (18, "crash")])
 def test_what_is_changed_in_place_is_put_back_in_its_place(at: int, how: str, tmp_path: Path) -> None:
     whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
     (expected,) = run_ranks(train, 1, whole.path, 0, None, "")

@@ -19,7 +19,7 @@ from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
-from cluster_ddp.train.stop import StopDecision
+from cluster_ddp.train.stop import AT_ONCE, StopDecision
 
 _OTHER_LOOP = (
     "the checkpoint was saved by another kind of loop (resumable(), steps() or resume()): use a separate run or "
@@ -351,13 +351,20 @@ class Loop:
             self._wait()
             return
         self._waited = 0
-        if self._stop.stops:
+        if self._stop.stops and not self._is_trained():
             self._session.decision = self._stop
             self.has_stopped = True
             raise LeaveBlock
-        if self._save_is_due:
+        if self._save_is_due or self._stop.stops:
             self._save_is_due = False
             self.save()
+
+    def _is_trained(self) -> bool:
+        """Whether only the code after the loop is left, and there is time for it.
+
+        It uses variables of the loop, such as the last accuracy, which it would not find after a resume without steps.
+        """
+        return self._session.step >= self._geometry.total and self._stop.level < AT_ONCE
 
     def _wait(self) -> None:
         if self._save_is_due or self._stop.stops:
