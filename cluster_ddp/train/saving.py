@@ -30,7 +30,7 @@ from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
 
 _SHOWN = 5  # names listed in a warning
-_LOOKING = 0.001  # share of the time that may be spent looking for unsaved changes
+_CHECKING = 0.001  # share of the time that may be spent looking for unsaved changes
 _CHECKED_AFTER = 2  # steps of an attempt: by then the optimizer has created its state and used it
 
 
@@ -50,7 +50,7 @@ class Saving:
         self._steps_here = 0
         self._rank = world.rank
         self._warned: set[str] = set()
-        self._next_look = math.inf  # in `time.monotonic` time, once there is something to compare with
+        self._next_check = math.inf  # in `time.monotonic` time, once there is something to compare with
         self._logged: set[str] = set()  # metrics logged by a custom loop, which may log anything
         self._is_best_due = False
         self._checked: SavePlan | None = None
@@ -193,9 +193,9 @@ class Saving:
             self._check(state, step, collected, together=True)
             self.warn_unsaved(state)
 
-    def look(self, state: State) -> None:
+    def check_unsaved(self, state: State) -> None:
         """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
-        if time.monotonic() >= self._next_look:
+        if time.monotonic() >= self._next_check:
             self.warn_unsaved(state)
 
     def warn_unsaved(self, state: State) -> None:
@@ -204,7 +204,7 @@ class Saving:
             return
         begun = time.thread_time()
         names = state.unsaved()
-        self._next_look = time.monotonic() + (time.thread_time() - begun) / _LOOKING
+        self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
         if names := [name for name in names if name not in self._warned]:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

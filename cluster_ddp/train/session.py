@@ -234,7 +234,7 @@ class Session:
         if step == self._total_steps:  # before the end, when programs remove hooks and the like
             self.saving.warn_unsaved(self._state)
         elif self.decision.synced:  # about once a second
-            self.saving.look(self._state)
+            self.saving.check_unsaved(self._state)
         return self.decision
 
     def goes_on(self) -> Callable[[int], bool]:

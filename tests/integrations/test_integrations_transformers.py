@@ -165,5 +165,5 @@ def test_a_trainer_that_evaluates_and_saves_goes_on_exactly(
 ) -> None:
     calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
     (ends,) = run_ranks(attempts, 1, calm.path, broken.path, stop_at, more)
-    assert ends[1:] == [None] * len(stop_at) + [ends[0]]
+    assert [end for end in ends[1:] if end is not None] == [ends[0]]  # by the last attempt, or that of the last step
     assert states(broken)[-2:] == ["resumed", "completed"]

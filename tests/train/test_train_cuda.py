@@ -165,7 +165,7 @@ def test_what_a_loop_keeps_on_a_gpu_goes_to_the_other_ranks_by_the_host(monkeypa
         return [value]
 
     monkeypatch.setattr(kept, "all_gather_object", noted)
-    numbers = kept.KeptNumbers()
+    numbers = kept.KeptValues()
     numbers.add({"hidden": [torch.ones(2, 3, device="cuda").t()], "count": torch.ones(())})
     numbers.gather()
     assert sent == ["cpu", "cpu"]

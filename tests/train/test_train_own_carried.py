@@ -21,7 +21,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
-from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import variables_of
 from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
@@ -196,7 +196,7 @@ def test_variables_that_a_batch_sets_before_it_reads_them_are_not_carried() -> N
     messages: list[str] = []
     state, old, seen, pairs = np.zeros(4), torch.ones(2), 0, (torch.zeros(2), 1)
     mask: Tensor | None = None
-    for batch in batches(FirstSteps([Carried(KeptNumbers(), messages.append)]).end_step):
+    for batch in batches(FirstSteps([Carried(KeptValues(), messages.append)]).end_step):
         if mask is None:
             mask = torch.ones(2)  # once, in the first batch
         output = mask * batch * 2 if seen else batch * 3
@@ -225,7 +225,7 @@ class CartPole(Env):
 def test_an_environment_that_goes_on_is_named() -> None:
     messages: list[str] = []
     envs, next_obs = CartPole(), torch.zeros(2)
-    for batch in batches(FirstSteps([Carried(KeptNumbers(), messages.append)]).end_step):
+    for batch in batches(FirstSteps([Carried(KeptValues(), messages.append)]).end_step):
         next_obs = next_obs + batch + 1
     (message,) = messages
     assert "in next_obs, which" in message

@@ -297,7 +297,7 @@ def test_a_best_and_a_patience_by_which_epochs_go_are_told(loop: Any, names: str
 
 
 def test_a_dict_that_the_loop_keeps_is_not_told() -> None:
-    best, messages, values = {"accuracy": 0.0, "epoch": 0}, list[str](), kept.KeptNumbers()
+    best, messages, values = {"accuracy": 0.0, "epoch": 0}, list[str](), kept.KeptValues()
     values.add({"best": best})
     counts = Counts(messages.append, kept=values)
     keeps_the_best_in_a_dict(lambda: (counts.second() or 1 for _ in range(3)), best)

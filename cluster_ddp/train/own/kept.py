@@ -22,7 +22,7 @@ class Kept(SimpleNamespace):
     """The kept values, as attributes; returned by `ScriptRun.keep`."""
 
 
-class KeptNumbers:
+class KeptValues:
     """All values that the loop keeps with `ScriptRun.keep`, before or after the restore. Each rank has its own.
 
     Attributes

@@ -13,7 +13,7 @@ from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.beginning import Beginning
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
-from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.leaving import Leaving
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
@@ -26,7 +26,7 @@ _OTHER_LOOP = (
     "folder for this one"
 )
 
-_MANY = 500
+_PATIENCE = 500  # batches without an update
 
 
 class LeaveBlock(BaseException):
@@ -73,21 +73,21 @@ class Loop:
         Whether the code after the last batch of the previous epoch has run.
     is_over
         Whether the restored checkpoint was saved at the end of the block, so that there is nothing left to do.
-    data
+    data_fingerprint
         A fingerprint of what is read first or held; None if only the length shows whether the data changed.
-    rows
+    rows_fingerprint
         A fingerprint of what the data set holds for each of its samples, which may be a cache.
-    numbers
+    data_numbers
         The numbers in the data set and its sampler when the batches of this epoch began; see `ChangedData`.
     generators
         Random generators held by the models themselves, seeded along with the global ones.
     kept
         The values passed to ``run.keep``.
-    has_stopped
+    left_for_stop
         Whether the block was left because all ranks agreed to stop.
     before_save
         Called before each save, to bring the kept values up to date.
-    look
+    after_step
         Called after each step, with whether an optimizer stepped in it; inspects the program around the loop.
     on_update
         Called after each update.
@@ -102,7 +102,7 @@ class Loop:
         session: Session,
         save: Save,
         geometry: Geometry | Draws,
-        kept: KeptNumbers,
+        kept: KeptValues,
         passed_in: PassedIn,
         *,
         deal: Deal | None,
@@ -116,10 +116,10 @@ class Loop:
         self._seeds: StepSeeds | None = None
         self._stop = StopDecision()
         self.batches = 0
-        self.data: int | None = None
-        self.rows: int | None = None
-        self.numbers: dict[str, Any] | None = None
-        self.is_closed = self.is_over = self.has_stopped = False
+        self.data_fingerprint: int | None = None
+        self.rows_fingerprint: int | None = None
+        self.data_numbers: dict[str, Any] | None = None
+        self.is_closed = self.is_over = self.left_for_stop = False
         self._is_finished = False  # the block has reached its end
         self._is_dirty = False  # something may have changed since the state was saved or restored
         self._is_updated = self._save_is_due = False
@@ -127,7 +127,7 @@ class Loop:
         self.leaving = Leaving(session.world, self.warn)
         self.beginning = Beginning(draws_itself=isinstance(geometry, Draws))
         self.before_save: Callable[[], None] = lambda: None
-        self.look: Callable[[bool], None] = lambda updated: None
+        self.after_step: Callable[[bool], None] = lambda updated: None
         self.on_update: Callable[[], None] = lambda: None
 
     @property
@@ -136,7 +136,7 @@ class Loop:
         return self._session.unheard
 
     @property
-    def stops(self) -> bool:
+    def stop_is_agreed(self) -> bool:
         """Whether all ranks have agreed to stop."""
         return self._stop.stops
 
@@ -153,10 +153,10 @@ class Loop:
             "seed": self.seed,
             "geometry": asdict(self._geometry),
             "total": self._geometry.total,
-            "data": self.data,
-            "rows": self.rows,
+            "data": self.data_fingerprint,
+            "rows": self.rows_fingerprint,
             "deal": None if self._deal is None else asdict(self._deal),
-            "numbers": self.numbers,
+            "numbers": self.data_numbers,
             "closed": self.is_closed,
             "finished": self._is_finished,
             "kept": self.kept.by_rank,
@@ -182,9 +182,9 @@ class Loop:
         self._geometry.expect_same_batches(state["geometry"])
         self._expect_same_deal(state)
         self.seed, self.is_closed, self._is_finished = state["seed"], state["closed"], state["finished"]
-        self.data, self.rows = state.get("data"), state.get("rows")
+        self.data_fingerprint, self.rows_fingerprint = state.get("data"), state.get("rows")
         if state["geometry"].get("world") == self._session.world.world_size:  # else the batch size has to be different
-            self.numbers = state.get("numbers")
+            self.data_numbers = state.get("numbers")
         total = self._geometry.total
         if total < state["total"]:
             self.warn(
@@ -211,7 +211,7 @@ class Loop:
         TrainError
             `first` differs.
         """
-        if self.data not in (None, first):
+        if self.data_fingerprint not in (None, first):
             raise TrainError(
                 "the data do not begin with the same items as when the checkpoint was saved, or are split "
                 "differently, so this resume could not be exact: restore the files, their order, the augmentation, "
@@ -219,14 +219,14 @@ class Loop:
                 "train_test_split(random_state=...)), or start a new run"
             )
         rows = broadcast_object(rows)
-        if self.rows not in (None, rows):
+        if self.rows_fingerprint not in (None, rows):
             self.warn(
                 "the arrays, tables or lists in the data set are not what they were when the checkpoint was saved. If "
                 "they are its samples and not a cache, this resume is not exact, and may train on held-out samples: "
                 "restore the files and their order, and seed whatever splits, shuffles or generates them "
                 "(train_test_split(random_state=...), torch.manual_seed() before it)"
             )
-        self.data, self.rows = first, rows
+        self.data_fingerprint, self.rows_fingerprint = first, rows
 
     def note_update(self, *_: Any) -> None:
         """Call after each step of an optimizer.
@@ -276,7 +276,7 @@ class Loop:
         """
         decision = self._session.end_step()
         self._skipped_updates.check(self._session.step, updated=self._is_updated)
-        self.look(self._is_updated)
+        self.after_step(self._is_updated)
         if decision.level > self._stop.level:
             self._stop = decision
         self._save_is_due |= self._session.save_is_due
@@ -284,97 +284,6 @@ class Loop:
             self._save_or_leave()
         elif self._stop.stops and self._is_updated:
             self.save()
-
-    def jump(self, step: int) -> None:
-        """Call when the code after an epoch has run: `step` steps count as finished, even if its loop was left early.
-
-        Raises
-        ------
-        LeaveBlock
-            All ranks agreed to stop.
-        """
-        if self.has_stopped:  # a bare `except:` around the batches caught the first one
-            raise LeaveBlock
-        self.leaving.meet()
-        self._session.beat.step(step)
-        self.is_closed = self._is_dirty = True
-        self._save_is_due |= self._session.saving.is_wanted_by_all()
-        self._save_or_leave()
-
-    def abandon(self) -> None:
-        """Call when the loop is left in the middle of a step; the step counts if an optimizer has stepped in it."""
-        if self._is_updated:
-            self._session.beat.step(self._session.step + 1)
-
-    def leave(self) -> None:
-        """Call at the end of the block, on all ranks.
-
-        A loop left early while a stop is requested counts as stopped: the program's own signal handler, or an
-        exception handler, may have left it.
-
-        Raises
-        ------
-        TrainError
-            The block ended before the loop began, or the loop ran in a different thread.
-        """
-        self.leaving.meet()
-        if (
-            not self.has_stopped
-            and self._session.step < self._geometry.total
-            and (asked := self._session.asked()).stops
-        ):
-            self._session.decision = asked
-            self.has_stopped = True
-        if not self.has_stopped:
-            self.beginning.expect_begun()
-
-    def save_where_stopped(self) -> None:
-        """Save at a stop; if gradients still wait for an update, leave the previous checkpoint as the one to resume."""
-        if self._is_updated:
-            self.save()
-
-    def save(self) -> None:
-        """Save the current state, unless it has been saved already."""
-        self.before_save()
-        self.kept.gather()
-        self._save_state(again=self._is_dirty)
-        self._is_dirty = False
-
-    def save_at_end(self) -> None:
-        """Save at the end of the block, after the code that follows the loop, unless the run was over already."""
-        if not self.is_over:
-            self._is_finished = self._is_dirty = True
-            self.save()
-
-    def _save_or_leave(self) -> None:
-        if not self._is_updated:
-            self._wait()
-            return
-        self._waited = 0
-        if self._stop.stops and not self._is_trained():
-            self._session.decision = self._stop
-            self.has_stopped = True
-            raise LeaveBlock
-        if self._save_is_due or self._stop.stops:
-            self._save_is_due = False
-            self.save()
-
-    def _is_trained(self) -> bool:
-        """Whether only the code after the loop is left, and there is time for it.
-
-        It uses variables of the loop, such as the last accuracy, which it would not find after a resume without steps.
-        """
-        return self._session.step >= self._geometry.total and self._stop.level < AT_ONCE
-
-    def _wait(self) -> None:
-        if self._save_is_due or self._stop.stops:
-            self._waited += 1
-            if self._waited == _MANY:
-                self.warn(
-                    f"a save or a stop has waited {_MANY} batches for an update, but none of the optimizers passed in "
-                    "has stepped, and nothing is saved until one does. Pass in the optimizer that trains, and let its "
-                    "step() update the weights"
-                )
 
     def enter(self, epoch: int) -> None:
         """Call when an epoch begins: seeds the code before its batches, so that it draws the same after a resume.
@@ -404,3 +313,94 @@ class Loop:
                 raise
             self.end()
         self.rest(0)
+
+    def jump(self, step: int) -> None:
+        """Call when the code after an epoch has run: `step` steps count as finished, even if its loop was left early.
+
+        Raises
+        ------
+        LeaveBlock
+            All ranks agreed to stop.
+        """
+        if self.left_for_stop:  # a bare `except:` around the batches caught the first one
+            raise LeaveBlock
+        self.leaving.meet()
+        self._session.beat.step(step)
+        self.is_closed = self._is_dirty = True
+        self._save_is_due |= self._session.saving.is_wanted_by_all()
+        self._save_or_leave()
+
+    def abandon(self) -> None:
+        """Call when the loop is left in the middle of a step; the step counts if an optimizer has stepped in it."""
+        if self._is_updated:
+            self._session.beat.step(self._session.step + 1)
+
+    def leave(self) -> None:
+        """Call at the end of the block, on all ranks.
+
+        A loop left early while a stop is requested counts as stopped: the program's own signal handler, or an
+        exception handler, may have left it.
+
+        Raises
+        ------
+        TrainError
+            The block ended before the loop began, or the loop ran in a different thread.
+        """
+        self.leaving.meet()
+        if (
+            not self.left_for_stop
+            and self._session.step < self._geometry.total
+            and (asked := self._session.asked()).stops
+        ):
+            self._session.decision = asked
+            self.left_for_stop = True
+        if not self.left_for_stop:
+            self.beginning.expect_begun()
+
+    def save_where_stopped(self) -> None:
+        """Save at a stop; if gradients still wait for an update, leave the previous checkpoint as the one to resume."""
+        if self._is_updated:
+            self.save()
+
+    def save(self) -> None:
+        """Save the current state, unless it has been saved already."""
+        self.before_save()
+        self.kept.gather()
+        self._save_state(again=self._is_dirty)
+        self._is_dirty = False
+
+    def save_at_end(self) -> None:
+        """Save at the end of the block, after the code that follows the loop, unless the run was over already."""
+        if not self.is_over:
+            self._is_finished = self._is_dirty = True
+            self.save()
+
+    def _save_or_leave(self) -> None:
+        if not self._is_updated:
+            self._wait()
+            return
+        self._waited = 0
+        if self._stop.stops and not self._is_trained():
+            self._session.decision = self._stop
+            self.left_for_stop = True
+            raise LeaveBlock
+        if self._save_is_due or self._stop.stops:
+            self._save_is_due = False
+            self.save()
+
+    def _is_trained(self) -> bool:
+        """Whether only the code after the loop is left, and there is time for it.
+
+        It uses variables of the loop, such as the last accuracy, which it would not find after a resume without steps.
+        """
+        return self._session.step >= self._geometry.total and self._stop.level < AT_ONCE
+
+    def _wait(self) -> None:
+        if self._save_is_due or self._stop.stops:
+            self._waited += 1
+            if self._waited == _PATIENCE:
+                self.warn(
+                    f"a save or a stop has waited {_PATIENCE} batches for an update, but none of the optimizers passed "
+                    "in has stepped, and nothing is saved until one does. Pass in the optimizer that trains, and let "
+                    "its step() update the weights"
+                )

@@ -248,7 +248,7 @@ def _put_settings(group: dict[str, Any], was: dict[str, Any]) -> None:
 def _state_as_now(optimizer: Optimizer) -> Callable[[], None]:
     held = dict(optimizer.state)
     parts = {key: dict(state) for key, state in held.items() if type(state) is dict}
-    look = sampled(_tensors_of(held))
+    before = sampled(_tensors_of(held))
 
     def put_back() -> None:
         for key, state in parts.items():
@@ -256,7 +256,7 @@ def _state_as_now(optimizer: Optimizer) -> Callable[[], None]:
             held[key].update(state)
         optimizer.state.clear()
         optimizer.state.update(held)
-        if sampled(_tensors_of(held)) != look:
+        if sampled(_tensors_of(held)) != before:
             raise TrainError(
                 f"the code before the batches of an epoch changes the state of {type(optimizer).__name__} in place. It "
                 "did so again at this resume, in the middle of the epoch, and what it overwrote cannot be restored: "

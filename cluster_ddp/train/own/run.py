@@ -28,7 +28,7 @@ from cluster_ddp.train.own.blocks import Block
 from cluster_ddp.train.own.data.batches import Batches, batches_of
 from cluster_ddp.train.own.data.held_data import held_rows
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry, whole
-from cluster_ddp.train.own.kept import Kept, KeptNumbers
+from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.loader import ResumableLoader
 from cluster_ddp.train.own.loop import LeaveBlock, Loop
 from cluster_ddp.train.own.parts import Echo, Once, Own
@@ -76,7 +76,7 @@ class ScriptRun:
         self._check_weights: Callable[[int], None] = lambda step: None
         self._order: Order | None = None
         self._total_steps = 0
-        self._kept = KeptNumbers()
+        self._kept = KeptValues()
         self._loop: Loop | None = None
         self._loader: ResumableLoader | None = None
         self._others: OtherOptimizers | None = None
@@ -90,7 +90,7 @@ class ScriptRun:
     @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop."""
-        return self._session.decision.stops or (self._loop is not None and self._loop.stops)
+        return self._session.decision.stops or (self._loop is not None and self._loop.stop_is_agreed)
 
     # Loops that run.resumable() and run.steps() drive.
 
@@ -168,12 +168,12 @@ class ScriptRun:
             loop.beginning.hand_out()
             return loop.steps()
 
-    def keep(self, **numbers: Any) -> Kept:
+    def keep(self, **values: Any) -> Kept:
         """Keep the loop's own values in the checkpoint, such as the best accuracy so far.
 
         Parameters
         ----------
-        numbers
+        values
             Their values in a fresh run: numbers, strings, tensors, and lists and dicts of these, which may also be
             changed in place. Each rank keeps its own; after a change of the number of ranks, all take rank 0's.
 
@@ -181,7 +181,7 @@ class ScriptRun:
         -------
         An object with these attributes, to read and to set: ``kept = run.keep(best=0.0)``, ``kept.best = accuracy``.
         """
-        return self._kept.add(numbers)
+        return self._kept.add(values)
 
     # Loops that mark where each step begins and ends.
 
@@ -280,7 +280,7 @@ class ScriptRun:
         """
         beat = self._session.beat
         self._others = OtherOptimizers(self._passed_in, lambda: loop.batches if beat.phase is Phase.TRAINING else None)
-        loop.look = first_steps_of(loop, self._passed_in, loop.warn, loader, found, remedy)
+        loop.after_step = first_steps_of(loop, self._passed_in, loop.warn, loader, found, remedy)
 
     def _take_over(self, things: Mapping[str, Any], order: Geometry | Draws, deal: Deal | None = None) -> Loop:
         self._passed_in = passed_in = PassedIn(things, self.world.world_size)
@@ -334,7 +334,7 @@ class ScriptRun:
     def _end_loop(self) -> None:
         if self._loop is not None:
             self._loop.leave()
-            is_stopped = self._loop.has_stopped
+            is_stopped = self._loop.left_for_stop
             self._session.end(
                 self._loop.save_where_stopped if is_stopped else self._loop.save_at_end, completed=not is_stopped
             )

@@ -47,7 +47,7 @@ def has_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(has_tensors, value))
 
 
-def look_of(value: Any) -> int:
+def fingerprint_of(value: Any) -> int:
     """A fingerprint of some elements of the tensors and arrays that `has_tensors` finds."""
     if isinstance(value, Tensor):
         return sampled([value]) if has_values(value) else 0
@@ -55,4 +55,4 @@ def look_of(value: Any) -> int:
         return fingerprint(value.reshape(-1)[:: -(-value.size // _SAMPLE)]) if value.size else 0
     if isinstance(value, dict):
         value = list(value.values())
-    return fingerprint([look_of(part) for part in value]) if isinstance(value, (list, tuple)) else 0
+    return fingerprint([fingerprint_of(part) for part in value]) if isinstance(value, (list, tuple)) else 0

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterator
 from types import CodeType
 
-from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import running_frames, running_variables, variables_of
-from cluster_ddp.train.own.values import has_tensors, look_of
+from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 
 _ACCESS = re.compile("LOAD|STORE|DELETE")
 _ENVIRONMENTS = {"Env", "VectorEnv"}
@@ -39,7 +39,7 @@ class Carried:
         Called with the message.
     """
 
-    def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+    def __init__(self, kept: KeptValues, warn: Callable[[str], None]) -> None:
         self._kept, self._warn = kept, warn
         self._before: dict[str, int] = {}
 
@@ -66,7 +66,7 @@ class Carried:
                 there = variables_of(frame)
                 carried = {name: there.get(name) for name in _carried(frame.f_code, frame.f_lasti)}
                 strange = {name: value for name, value in carried.items() if id(value) not in kept}
-                found |= {name: look_of(value) for name, value in strange.items() if has_tensors(value)}
+                found |= {name: fingerprint_of(value) for name, value in strange.items() if has_tensors(value)}
         return found
 
 

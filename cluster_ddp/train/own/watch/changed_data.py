@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.batches import samplers_in
-from cluster_ddp.train.own.values import look_of
+from cluster_ddp.train.own.values import fingerprint_of
 
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)
@@ -93,7 +93,9 @@ class ChangedData:
         return now
 
     def _tell_copies(self) -> None:
-        now = {name: value for part in _data_sets(self._data, _DEPTH) for name, value in _looks(part, _NUMBERS).items()}
+        now = {
+            name: value for part in _data_sets(self._data, _DEPTH) for name, value in _marks_of(part, _NUMBERS).items()
+        }
         if self._copied is None:
             self._copied = now
         elif changed := sorted(name for name in self._copied.keys() & now.keys() if self._copied[name] != now[name]):
@@ -106,9 +108,9 @@ class ChangedData:
     def _now(self, kinds: tuple[type, ...] = _NUMBERS) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for part in _data_sets(self._data, _DEPTH):
-            found |= _looks(part, kinds)
+            found |= _marks_of(part, kinds)
         for part in self._samplers:
-            found |= _looks(part, _LABELS)
+            found |= _marks_of(part, _LABELS)
         for other in self._others or []:
             *_, last = [None, *samplers_in(other.sampler if other.batch_sampler is None else other.batch_sampler)]
             if last in self._samplers:
@@ -121,7 +123,7 @@ class ChangedData:
         return found
 
 
-def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
+def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """The attributes of these types, by name; none if the object has `set_epoch`.
 
     None of a WebDataset either, which records when it was made; whether its order depends on that shows in its first
@@ -131,7 +133,9 @@ def _looks(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         return {}
     values = {name: value for name, value in list(getattr(part, "__dict__", {}).items()) if isinstance(value, kinds)}
     return {
-        f"{type(part).__name__}.{name}": look_of(value) if isinstance(value, (Tensor, np.ndarray)) else repr(value)
+        f"{type(part).__name__}.{name}": fingerprint_of(value)
+        if isinstance(value, (Tensor, np.ndarray))
+        else repr(value)
         for name, value in values.items()
         if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }

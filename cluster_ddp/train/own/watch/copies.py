@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import has_values, sampled
@@ -35,7 +35,7 @@ class Copies:
         Called with the message.
     """
 
-    def __init__(self, passed_in: PassedIn, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+    def __init__(self, passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> None:
         self._passed_in, self._kept = passed_in, kept
         self._weights = [weight for optimizer in passed_in.optimizers for weight in _trained(optimizer)]
         self._warn = warn
@@ -66,7 +66,7 @@ class Copies:
             tensor.data_ptr() for tensor in (*self._passed_in.tensors(), *self._kept.tensors()) if has_values(tensor)
         }
         held |= {weight.grad.data_ptr() for weight in self._weights if weight.grad is not None}
-        given = {_look_of(tensor) for tensor in self._passed_in.states() if has_values(tensor)}
+        given = {_mark_of(tensor) for tensor in self._passed_in.states() if has_values(tensor)}
         of_optimizers = {
             id(part) for _, part in reachable((("", own) for own in self._passed_in.optimizers), _IN_OPTIMIZER)
         }
@@ -75,12 +75,12 @@ class Copies:
             if not isinstance(holder, (dict, list)) or len(values) < len(self._weights) or id(holder) in of_optimizers:
                 continue
             tensors = [value for value in values if type(value) in (Tensor, nn.Parameter) and has_values(value)]
-            strange = [tensor for tensor in tensors if tensor.data_ptr() not in held and _look_of(tensor) not in given]
+            strange = [tensor for tensor in tensors if tensor.data_ptr() not in held and _mark_of(tensor) not in given]
             if wanted and not wanted - Counter(tensor.shape for tensor in strange):
                 yield name, holder, strange
 
 
-def _look_of(tensor: Tensor) -> tuple[torch.Size, int]:
+def _mark_of(tensor: Tensor) -> tuple[torch.Size, int]:
     """Identifies a copy: state_dict() of an object passed in may return copies of its tensors."""
     return tensor.shape, sampled([tensor])
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cluster_ddp.train.own.kept import Kept, KeptNumbers
+from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.program import (
     found_or_nothing,
     reachable,
@@ -56,9 +56,9 @@ class Counts:
     """
 
     def __init__(
-        self, warn: Callable[[str], None], passed_in: Iterable[Any] = (), kept: KeptNumbers | None = None
+        self, warn: Callable[[str], None], passed_in: Iterable[Any] = (), kept: KeptValues | None = None
     ) -> None:
-        self._warn, self._passed_in, self._kept = warn, list(passed_in), KeptNumbers() if kept is None else kept
+        self._warn, self._passed_in, self._kept = warn, list(passed_in), KeptValues() if kept is None else kept
 
     def first(self) -> None:
         """Does nothing: the source is checked after the second step."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cluster_ddp.train.own.data.batches import Batches
-from cluster_ddp.train.own.leaving import OtherHandlers
 from cluster_ddp.train.own.loop import Loop
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.watch.carried import Carried
@@ -16,6 +15,7 @@ from cluster_ddp.train.own.watch.comm_hooks import CommHooks
 from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
+from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
@@ -25,7 +25,7 @@ from cluster_ddp.train.own.watch.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
 
 
-class Look(Protocol):
+class Watch(Protocol):
     """Detects one kind of state that steps change and that no checkpoint contains."""
 
     def first(self) -> None:
@@ -36,31 +36,31 @@ class Look(Protocol):
 
 
 class FirstSteps:
-    """Calls each `Look` after the first step and after the second, then drops them.
+    """Calls each `Watch` after the first step and after the second, then drops them.
 
     Parameters
     ----------
-    looks
+    watches
         Called in this order.
     """
 
-    def __init__(self, looks: Sequence[Look]) -> None:
+    def __init__(self, watches: Sequence[Watch]) -> None:
         self._rounds: list[list[Callable[[], None]]] = [
-            [look.first for look in looks],
-            [look.second for look in looks],
+            [watch.first for watch in watches],
+            [watch.second for watch in watches],
         ]
 
     def end_step(self) -> None:
         """Call after each update, from within the iterator from which the loop takes its next batch."""
         if self._rounds:
-            for look in self._rounds.pop(0):
-                look()
+            for call in self._rounds.pop(0):
+                call()
 
 
 def first_steps_of(
     loop: Loop, passed_in: PassedIn, warn: Callable[[str], None], loader: Any, batches: Batches | None, remedy: str
 ) -> Callable[[bool], None]:
-    """Create the function that watches the program around a loop, for `Loop.look`.
+    """Create the function that watches the program around a loop, for `Loop.after_step`.
 
     `loader` and `batches` are None if the loop samples its batches itself.
     """

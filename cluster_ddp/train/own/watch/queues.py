@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from cluster_ddp.train.own.kept import Kept, KeptNumbers
+from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
-from cluster_ddp.train.own.values import has_tensors, look_of
+from cluster_ddp.train.own.values import fingerprint_of, has_tensors
 
 _ARRAYS = (np.ndarray, Tensor)
 _FILLED = (list, collections.deque, *_ARRAYS)
@@ -44,7 +44,7 @@ class Queues:
         Called with the message.
     """
 
-    def __init__(self, passed_in: PassedIn, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+    def __init__(self, passed_in: PassedIn, kept: KeptValues, warn: Callable[[str], None]) -> None:
         self._passed_in, self._kept, self._warn = passed_in, kept, warn
         self._before: list[tuple[_Queue, tuple[int, int]]] = []
         self._rows_before: list[tuple[str, Any, str, str, tuple[int, int, int]]] = []
@@ -109,7 +109,7 @@ class Queues:
                                 found,
                                 array,
                                 key,
-                                (row, look_of(value[row : row + 1]), look_of(value[row - 1 : row])),
+                                (row, fingerprint_of(value[row : row + 1]), fingerprint_of(value[row - 1 : row])),
                             )
 
     def _found(self) -> list[tuple[str, _Queue]]:
@@ -134,8 +134,8 @@ def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) 
     return (
         place > row
         and len(now) > row
-        and look_of(now[row : row + 1]) != following
-        and look_of(now[row - 1 : row]) == last
+        and fingerprint_of(now[row : row + 1]) != following
+        and fingerprint_of(now[row - 1 : row]) == last
     )
 
 

@@ -53,9 +53,9 @@ class RankBuffers:
             hook.remove()
         if not self._wrapped:
             return
-        own = {(f"{at}", name): look for at, model in enumerate(self._wrapped) for name, look in _own_of(model)}
+        own = {(f"{at}", name): mark for at, model in enumerate(self._wrapped) for name, mark in _own_of(model)}
         outside = {
-            (name, f"{name}.{of}"): look for name in self._running for of, look in _looks_of(self._outside[name])
+            (name, f"{name}.{of}"): mark for name in self._running for of, mark in _fingerprints(self._outside[name])
         }
         everywhere = all_gather_object((own, outside))
         if differing := _differing([own for own, _ in everywhere]):
@@ -79,10 +79,10 @@ def _on_forward(module: nn.Module, name: str, running: set[str]) -> RemovableHan
     return module.register_forward_pre_hook(note)
 
 
-def _differing(looks: Sequence[Mapping[tuple[str, str], int]]) -> str:
+def _differing(by_rank: Sequence[Mapping[tuple[str, str], int]]) -> str:
     """Name the buffers that are not the same on all ranks; empty if there are none."""
-    first, *others = looks
-    found = sorted({key[1] for other in others for key, look in first.items() if other.get(key) != look})
+    first, *others = by_rank
+    found = sorted({key[1] for other in others for key, mark in first.items() if other.get(key) != mark})
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
@@ -90,9 +90,9 @@ def _own_of(model: DistributedDataParallel) -> Iterator[tuple[str, int]]:
     """The names and fingerprints of the buffers that no forward pass broadcasts from rank 0."""
     if not (model.broadcast_buffers and model.require_forward_param_sync):
         kind = type(model.module).__name__
-        yield from ((f"{name} of {kind}", look) for name, look in _looks_of(model.module))
+        yield from ((f"{name} of {kind}", mark) for name, mark in _fingerprints(model.module))
 
 
-def _looks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+def _fingerprints(module: nn.Module) -> Iterator[tuple[str, int]]:
     """The names and fingerprints of a module's buffers."""
     yield from ((name, sampled([held])) for name, held in module.named_buffers() if has_values(held))

@@ -11,7 +11,7 @@ import torch.utils.data as torch_data
 from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.own.kept import KeptNumbers
+from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 
 _TORCH = str(Path(torch_data.__file__).parents[2])
@@ -34,7 +34,7 @@ class Sources:
         Called with the message.
     """
 
-    def __init__(self, kept: KeptNumbers, warn: Callable[[str], None]) -> None:
+    def __init__(self, kept: KeptValues, warn: Callable[[str], None]) -> None:
         self._kept, self._warn = kept, warn
         self._before: list[tuple[Any, dict[str, Any]]] = []
 
