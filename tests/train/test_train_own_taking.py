@@ -194,7 +194,7 @@ def around(place: Path, attempt: int, at: tuple[int, int] | None, how: str) -> s
 
 def attempts(calm: Path, broken: Path) -> list[str | None]:
     """A run that is left alone, and one that fails in the middle of an epoch and is stopped in two more."""
-    places = [((1, 4), "crash"), ((1, 6), "stop"), ((2, 7), "stop"), (None, "")]
+    places = [((1, 4), "crash"), ((1, 6), "stop"), ((2, 6), "stop"), (None, "")]
     return [around(calm, 0, None, ""), *(around(broken, number, *place) for number, place in enumerate(places))]
 
 
