@@ -36,6 +36,7 @@ class Gradients:
         compressed: bool = False,  # a hook sends gradients in fewer bits, so they are scaled to a mean before
     ) -> None:
         self.last: Tensor | float = 0.0  # the loss of the last micro-batch; a float on the CPU
+        self.is_computed = True  # whether that loss has a graph: a task may return a zero while it trains by itself
         self._parameters = parameters
         self._scaler = scaler
         self._world_size = world_size
@@ -56,6 +57,7 @@ class Gradients:
         else:
             total = scalar_loss(loss)
             factor = micro.samples * self._world_size / micro.global_batch
+        self.is_computed = total.grad_fn is not None
         if self._on_cpu:
             self._backward_on_cpu(total, factor)
         else:

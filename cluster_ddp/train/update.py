@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
@@ -57,8 +58,8 @@ class Update:
                 "in fp32, or set train.precision: fp32"
             )
         self._was_skipped: bool | Tensor = False
-        # While no step has given any gradient: the versions of the parameters after the first.
-        self._untrained: list[int] | None = []
+        self._is_trained = False  # whether a step has given a gradient, or changed the parameters by itself
+        self._untrained: Tensor | None = None  # until then, the digests of the parameters after the first step
         self._goes_on = False  # whether the optimizer state was loaded from a checkpoint
         if scaler is not None:
             optimizer.register_step_pre_hook(self._note_call)
@@ -89,8 +90,13 @@ class Update:
                 raise TaskError(SPARSE_CLIPPED)
             self.norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
 
-    def step(self) -> bool | Tensor:
+    def step(self, *, expects_gradients: bool = True) -> bool | Tensor:
         """Check the gradients, make or skip the update, and free the gradients.
+
+        Parameters
+        ----------
+        expects_gradients
+            Whether the loss of this step was computed from weights.
 
         Returns
         -------
@@ -102,8 +108,8 @@ class Update:
         TaskError
             Two steps have given no parameter a gradient.
         """
-        if self._untrained is not None:
-            self._expect_gradients(self._untrained)
+        if expects_gradients and not self._is_trained:
+            self._expect_gradients()
         try:
             was_skipped = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
         except (RuntimeError, ValueError) as error:
@@ -119,18 +125,20 @@ class Update:
             parameter.grad = None
         return was_skipped
 
-    def _expect_gradients(self, before: list[int]) -> None:
-        # What has changed instead is updated in the backward pass, by hooks that leave no gradients.
-        now = [parameter._version for parameter in self._parameters]
-        if gradients_of(self._parameters) or (before and before != now):
-            self._untrained = None
-        elif before:
+    def _expect_gradients(self) -> None:
+        if gradients_of(self._parameters):
+            self._is_trained, self._untrained = True, None
+            return
+        # What changes nevertheless is updated in the backward pass, by hooks that leave no gradients.
+        before, self._untrained = self._untrained, tensor_digests([weight.detach() for weight in self._parameters])
+        if before is None:
+            return
+        self._is_trained = not torch.equal(before, self._untrained)
+        if not self._is_trained:
             raise TaskError(
                 "two steps have given no parameter of model() a gradient, so nothing is trained: compute the loss by "
                 "the model that loss() is given, or by the one that model() returned, not by another"
             )
-        else:
-            self._untrained = now
 
     def _step_plain(self) -> bool | Tensor:
         bad = self._is_bad()

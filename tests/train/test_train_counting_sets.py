@@ -43,6 +43,26 @@ def test_a_set_that_counts_what_it_reads_is_told(workers: int, capfd: pytest.Cap
     assert capfd.readouterr().err.count("(Counts) changes Counts.batches, Counts.reads, which no checkpoint") == 1
 
 
+class Record:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Cached(Noisy):
+    """Keeps the last few records that it has made."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.records = [*getattr(self, "records", []), Record(index)][-4:]
+        return super().__getitem__(self.records[-1].index)
+
+
+def test_a_small_cache_whose_objects_are_made_anew_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    data = Cached()
+    fetcher = Fetcher(data, default_collate, 1, exact=True)
+    assert len(list(Loader(fetcher, [(0, np.arange(10))], lambda plan: plan, workers=0, device=CPU))) == 1
+    assert "no checkpoint" not in capfd.readouterr().err
+
+
 class Pooled(Dataset[Tensor]):
     """Draws in threads; in what order is another only once in a while, as if that were the scheduler's doing."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ class Keeping(Plain):
     def __init__(self, where: str) -> None:
         self.where = where
         self.nets: dict[str, nn.Module] = {}
+        self.ordered: OrderedDict[int, nn.Module] = OrderedDict()
         self.listed: list[nn.Module] = []
         self.kept = SimpleNamespace(net=None)
 
@@ -37,12 +39,14 @@ class Keeping(Plain):
         made = super().model()
         self.nets["net"] = NETS["net"] = NET = self.kept.net = Keeping.of_class = made
         self.listed.append(made)
+        self.ordered[len(self.ordered)] = made
         return made
 
     def net(self) -> Any:
         return {
             "a dict": self.nets["net"],
             "a list": self.listed[-1],
+            "an ordered dict": list(self.ordered.values())[-1],
             "an object": self.kept.net,
             "a variable": NET,
             "a dict in a variable": NETS["net"],
@@ -54,7 +58,10 @@ class Keeping(Plain):
         return F.cross_entropy(self.net()(inputs), labels)
 
 
-@pytest.mark.parametrize("where", ["a dict", "a list", "an object", "a variable", "a dict in a variable", "the class"])
+@pytest.mark.parametrize(
+    "where",
+    ["a dict", "a list", "an ordered dict", "an object", "a variable", "a dict in a variable", "the class"],
+)
 def test_a_task_goes_on_with_the_model_that_it_has_kept(where: str, tmp_path: Path) -> None:
     spec = job(train={"steps": 5})
     unchecked = Trainer(spec, Keeping(where))  # without checkpoints, nothing is made once more

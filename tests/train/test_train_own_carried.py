@@ -98,6 +98,19 @@ class KeptRows(Rows):
         self.place, self.actions, self.counts = state["place"], np.array(state["actions"]), np.array(state["counts"])
 
 
+class Brief(Pool):
+    """Holds something after every other step only."""
+
+    rows: Tensor | None = None
+
+    def add(self, image: Tensor) -> None:
+        super().add(image)
+        self.rows = torch.zeros(9, 3)
+        if self.count % 2 == 0:
+            self.rows = None
+            self.images.clear()
+
+
 def told(place: Path) -> None:
     """A loop with one of each."""
     begin_attempt(place, 0)
@@ -144,7 +157,7 @@ def not_told(place: Path) -> None:
             LOADERS["shuffled"](), model=model, optimizer=optimizer, scheduler=scheduler, average=average,
             clones=clones, rows=rows, epochs=1,
         )  # fmt: skip
-        total, losses, recent, logged = 0.0, [], deque([0.0], maxlen=3), Pool()
+        total, losses, recent, logged, brief = 0.0, [], deque([0.0], maxlen=3), Pool(), Brief()
         for _ in loader.epochs():
             for number, (inputs, labels) in loader.enumerate():
                 outputs = model(inputs) + kept.hidden
@@ -167,6 +180,7 @@ def not_told(place: Path) -> None:
                 pool.images.append(outputs.detach()[0])
                 rows.add(outputs.sum())
                 logged.images.append(loss.detach())
+                brief.add(outputs.detach())
                 losses.append(outputs.detach())
 
 

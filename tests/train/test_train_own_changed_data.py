@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from own_loops import Images, begin_attempt, interrupt, model_of, new_run, told
@@ -14,6 +16,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
+from cluster_ddp.train.own.values import look_of
 
 
 class Graded(Images):
@@ -103,3 +106,16 @@ def test_a_resume_at_which_the_data_are_set_otherwise_is_told(by_epoch: bool, tm
     run = new_run(tmp_path)
     run_ranks(twice, 1, run.path, by_epoch=by_epoch)
     assert [message.split(" when")[0] for message in told(run)] == ["Graded.level is not what it was"] * (not by_epoch)
+
+
+def test_looking_at_a_table_that_is_stored_by_columns_does_not_copy_it() -> None:
+    rows = np.arange(1_000_000.0).reshape(1000, 1000)
+    columns = np.asfortranarray(rows)
+    assert look_of(columns) == look_of(rows)
+    assert look_of(torch.from_numpy(columns)) == look_of(torch.from_numpy(rows))
+    tracemalloc.start()
+    try:
+        look_of(columns)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

@@ -89,6 +89,13 @@ def test_rows_that_a_set_holds_tell_it_from_another(hold: Any) -> None:
     assert held_rows(ConcatDataset([Table(hold(one))])) != held_rows(Table([]))
 
 
+def test_what_has_no_length_is_no_row() -> None:
+    rows = np.arange(float(SAMPLES))
+    data, bare = Table(rows), Table(rows)
+    vars(data).update(mean=torch.tensor(0.5), scale=np.array(2.0), ragged=torch.nested.nested_tensor([torch.ones(2)]))
+    assert held_rows(data) == held_rows(bare)
+
+
 class Noisy(Images):
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -108,9 +108,9 @@ def test_a_thread_that_takes_the_batches_ahead_of_the_loop_is_refused_at_the_fir
 def asked_before(what: str) -> list[str]:
     """What is told of a loop that asks for its second batch when it has done this with the first."""
     messages: list[str] = []
-    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu")
+    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", enabled=what != "no scale")
     taking = Taking([torch.optim.SGD(model.parameters())], [scaler], messages.append)
-    if what == "gradients":
+    if what in ("gradients", "no scale"):
         model(torch.ones(2)).sum().backward()
     elif what == "overflow":  # the update is left out, and the gradients are gone
         scaler.scale(torch.ones(()))
@@ -120,7 +120,7 @@ def asked_before(what: str) -> list[str]:
 
 
 def test_a_loop_that_reads_ahead_of_its_training_is_told() -> None:
-    assert [asked_before(what) for what in ("gradients", "overflow")] == [[], []]
+    assert [asked_before(what) for what in ("gradients", "no scale", "overflow")] == [[], [], []]
     (message,) = asked_before("nothing")
     assert "asks for its second batch before it has computed gradients of the first" in message
 

@@ -313,10 +313,11 @@ def test_a_refusal_names_the_line_of_the_program_that_led_to_it(tmp_path: Path) 
 
 
 class OfAnother(Plain):
-    """Trains another model than it has returned, or its own by an optimizer that works in the backward pass."""
+    """Trains another model than it has returned, or its own by optimizers that work in the backward pass."""
 
     def __init__(self, *, in_backward: bool) -> None:
         self.in_backward = in_backward
+        self.optimizers: dict[nn.Parameter, SGD] = {}
 
     def eval_data(self) -> None:
         return None
@@ -326,16 +327,37 @@ class OfAnother(Plain):
         self.other = made if self.in_backward else copy.deepcopy(made)
         if self.in_backward:
             for weight in made.parameters():
+                self.optimizers[weight] = SGD([weight], lr=0.01, fused=True)
                 weight.register_post_accumulate_grad_hook(self.update)
         return made
 
     def update(self, weight: nn.Parameter) -> None:
-        with torch.no_grad():
-            weight -= 0.01 * weight.grad
+        self.optimizers[weight].step()
         weight.grad = None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return super().loss(self.other, batch)
+
+
+class Critical(Plain):
+    """Trains a critic by itself in four of five steps, and returns no loss of the model in these."""
+
+    def __init__(self) -> None:
+        self.steps, self.critic = 0, nn.Linear(CLASSES, 1)
+        self.of_critic = SGD(self.critic.parameters(), lr=0.1)
+
+    def eval_data(self) -> None:
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.steps += 1
+        made = model(batch[0])
+        if self.steps % 5 == 0:
+            return self.critic(made).square().mean()
+        self.of_critic.zero_grad()
+        self.critic(made.detach()).mean().backward()
+        self.of_critic.step()
+        return torch.zeros((), requires_grad=True)
 
 
 def test_a_loss_of_another_model_is_refused() -> None:
@@ -343,3 +365,9 @@ def test_a_loss_of_another_model_is_refused() -> None:
     with pytest.raises(TaskError, match=r"given no parameter of model\(\) a gradient"):
         train(OfAnother(in_backward=False), spec)
     assert train(OfAnother(in_backward=True), spec)[1].completed
+
+
+def test_steps_that_train_only_what_a_task_updates_itself_are_not_refused() -> None:
+    trainer, outcome = train(Critical(), job(train={"steps": 6, "global_batch": 24}))
+    assert outcome.completed
+    assert list(trainer.optimizer.state)  # by the fifth step

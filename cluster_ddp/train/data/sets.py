@@ -55,17 +55,16 @@ class Numbers:
     """
 
     def __init__(self, *holders: object) -> None:
-        self._found = {
-            (id(part), key): (f"{type(part).__name__}.{key}", value)
-            for part in parts_of(*holders, depth=_DEPTH)
-            if is_of_user(type(part).__module__) and hasattr(part, "__dict__")
-            for key, value in list(vars(part).items())
-            if type(value) in (int, float)
-        }
+        self._found: dict[str, list[float]] = {}  # by name: the same objects may have been made anew, as in a cache
+        for part in parts_of(*holders, depth=_DEPTH):
+            if is_of_user(type(part).__module__) and hasattr(part, "__dict__"):
+                for key, value in list(vars(part).items()):
+                    if type(value) in (int, float):
+                        self._found.setdefault(f"{type(part).__name__}.{key}", []).append(value)
 
     def changed(self, now: Numbers) -> list[str]:
         """The names of those that are different now, or were not there."""
-        return sorted({found[0] for place, found in now._found.items() if self._found.get(place) != found})
+        return sorted(name for name, values in now._found.items() if self._found.get(name) != values)
 
 
 def _is_subset(data: Dataset[Any]) -> TypeGuard[Subset[Any]]:

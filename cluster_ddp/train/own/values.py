@@ -33,7 +33,15 @@ def has_values(tensor: Tensor) -> bool:
 
 def sampled(tensors: Iterable[Tensor]) -> int:
     """A fingerprint of some elements of each tensor."""
-    return fingerprint([tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLE)] for tensor in tensors])
+    return fingerprint([_some_of(tensor.detach()) for tensor in tensors])
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    step = -(-tensor.numel() // _SAMPLE)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step]
+    # Flattening would copy all of it: a table of data may be as large as the memory.
+    return tensor[torch.unravel_index(torch.arange(0, tensor.numel(), step, device=tensor.device), tensor.shape)]
 
 
 def has_tensors(value: Any) -> bool:
@@ -52,7 +60,7 @@ def fingerprint_of(value: Any) -> int:
     if isinstance(value, Tensor):
         return sampled([value]) if has_values(value) else 0
     if isinstance(value, np.ndarray):
-        return fingerprint(value.reshape(-1)[:: -(-value.size // _SAMPLE)]) if value.size else 0
+        return fingerprint(value.flat[:: -(-value.size // _SAMPLE)]) if value.size else 0
     if isinstance(value, dict):
         value = list(value.values())
     return fingerprint([fingerprint_of(part) for part in value]) if isinstance(value, (list, tuple)) else 0

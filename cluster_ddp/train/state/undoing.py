@@ -70,10 +70,13 @@ def _put_back_entry(place: Any, key: Any, before: dict[Any, Any]) -> None:
         setattr(place, key, before[key])
     elif isinstance(place, type):
         delattr(place, key)
-    elif key in before:
-        dict.__setitem__(place, key, before[key])
     else:
-        dict.__delitem__(place, key)
+        # Not overridden ones; but an OrderedDict has an order of its own, which those of dict would spoil.
+        kind: Any = collections.OrderedDict if isinstance(place, collections.OrderedDict) else dict
+        if key in before:
+            kind.__setitem__(place, key, before[key])
+        else:
+            kind.__delitem__(place, key)
 
 
 def _are_trained(values: list[Any]) -> bool:

@@ -46,8 +46,8 @@ def _rows(data: Any, depth: int) -> Iterator[Any]:
     for part in list(vars(data).values()):
         yield from _rows(part, depth - 1)
         is_held = isinstance(part, (list, tuple, np.ndarray, Tensor)) and not isinstance(part, np.memmap)
-        if (is_held or hasattr(part, "iloc")) and len(part) == length:  # the latter: pandas
-            with contextlib.suppress(Exception):  # whatever has no values to read
+        with contextlib.suppress(Exception):  # whatever has no length, such as a mean, or no values to read
+            if (is_held or hasattr(part, "iloc")) and len(part) == length:  # the latter: pandas
                 held: Any = getattr(part, "iloc", part)
                 some = held[:: -(-length // _SAMPLE)]
                 yield list(_seen(some.to_numpy() if hasattr(some, "to_numpy") else some, 3))

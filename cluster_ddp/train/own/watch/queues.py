@@ -130,9 +130,12 @@ def _is_queue(name: str, found: Any) -> bool:
 def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) -> bool:
     """Whether the row that was next has been written since, that before it has not, and the number has moved on."""
     row, following, last = before
-    now, place = getattr(holder, array, ()), getattr(holder, key, row)
+    now, place = getattr(holder, array, None), getattr(holder, key, None)
     return (
-        place > row
+        type(place) is int
+        and place > row
+        and isinstance(now, _ARRAYS)
+        and now.ndim > 0
         and len(now) > row
         and fingerprint_of(now[row : row + 1]) != following
         and fingerprint_of(now[row - 1 : row]) == last
@@ -140,4 +143,4 @@ def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) 
 
 
 def _end_of(queue: _Queue) -> tuple[int, int]:
-    return len(queue), id(queue[-1])
+    return len(queue), id(queue[-1]) if queue else 0

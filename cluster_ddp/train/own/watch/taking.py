@@ -108,7 +108,8 @@ class Taking:
     def _is_trained(self) -> bool:
         return (
             self._is_updated
-            or any(scaler._scale is not None for scaler in self._scalers)  # scale() has been called
+            # scale() has been called; one that is not enabled has no scale
+            or any(getattr(scaler, "_scale", None) is not None for scaler in self._scalers)
             or any(
                 weight.grad is not None
                 for optimizer in self._optimizers
