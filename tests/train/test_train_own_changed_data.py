@@ -16,7 +16,7 @@ from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
-from cluster_ddp.train.own.values import look_of
+from cluster_ddp.train.own.values import fingerprint_of
 
 
 class Graded(Images):
@@ -111,11 +111,11 @@ def test_a_resume_at_which_the_data_are_set_otherwise_is_told(by_epoch: bool, tm
 def test_looking_at_a_table_that_is_stored_by_columns_does_not_copy_it() -> None:
     rows = np.arange(1_000_000.0).reshape(1000, 1000)
     columns = np.asfortranarray(rows)
-    assert look_of(columns) == look_of(rows)
-    assert look_of(torch.from_numpy(columns)) == look_of(torch.from_numpy(rows))
+    assert fingerprint_of(columns) == fingerprint_of(rows)
+    assert fingerprint_of(torch.from_numpy(columns)) == fingerprint_of(torch.from_numpy(rows))
     tracemalloc.start()
     try:
-        look_of(columns)
+        fingerprint_of(columns)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()

@@ -53,7 +53,7 @@ def watched(on_device: bool = False) -> list[int]:
     task.trainer = trainer = Trainer(spec, task)
     if on_device:  # the answer stays a tensor, as on a GPU
         step = trainer.update.step
-        trainer.update.step = lambda: torch.tensor([float(step())])  # type: ignore[method-assign]
+        trainer.update.step = lambda **more: torch.tensor([float(step(**more))])  # type: ignore[method-assign]
     trainer.run()
     seen = task.seen[2:] if trainer.world.world_size > 1 else task.seen
     same = [

@@ -40,7 +40,8 @@ def undone(task: object) -> Iterator[None]:
     for part in parts_of(task, *variables, *of_classes):
         place = None
         with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
-            place = part if isinstance(part, (dict, *_LISTS)) else getattr(part, "__dict__", None)
+            # By its type: a proxy may say that it is a dict.
+            place = part if issubclass(type(part), (dict, *_LISTS)) else getattr(part, "__dict__", None)
         if isinstance(place, dict) and length(place) <= _FAR:
             kept.append((place, dict(dict.items(place))))
         elif isinstance(place, _LISTS) and length(place) <= _FAR:
