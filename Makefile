@@ -39,9 +39,9 @@ test-slurms: .venv/.everything
 	done; exit $$status
 
 # Where it cannot be imported, the tests would be skipped.
-test-datasets: .venv/.datasets
-	$(BIN)/python -c "import datasets, litdata"
-	$(PYTEST) $(PARALLEL) -m "datasets and not chaos" $(PYTEST_ARGS)
+test-datasets: build/datasets/.installed
+	build/datasets/bin/python -c "import datasets, litdata"
+	build/datasets/bin/python -m pytest -o cache_dir=build/datasets/cache $(PARALLEL) -m "datasets and not chaos" $(PYTEST_ARGS)
 
 test-cuda: .venv/.everything
 	$(PYTEST) $(PARALLEL) --cuda -m "not chaos and not datasets" tests/zoo tests/*/test_*_cuda.py $(PYTEST_ARGS)
@@ -75,8 +75,12 @@ clean:
 	$(PIP) -e '.[test,dev]'
 	@touch .venv/.package $@
 
-# What litData's boto3 asks for (python-dateutil<3) contradicts what there is; it works with it.
-.venv/.datasets: .venv/.everything
-	$(PIP) -e '.[datasets]'
-	$(PIP) --no-deps litdata boto3 botocore s3transfer jmespath
+# A copy of .venv, by hard links: where datasets is installed, whatever imports transformers imports it too. What
+# litData's boto3 asks for (python-dateutil<3) contradicts what there is; it works with it.
+build/datasets/.installed: .venv/.everything
+	rm -rf build/datasets
+	mkdir -p build
+	cp -al .venv build/datasets
+	$(PIP:$(BIN)/%=build/datasets/bin/%) -e '.[datasets]'
+	$(PIP:$(BIN)/%=build/datasets/bin/%) --no-deps litdata boto3 botocore s3transfer jmespath
 	@touch $@
