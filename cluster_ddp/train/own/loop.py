@@ -131,6 +131,11 @@ class Loop:
         self.on_update: Callable[[], None] = lambda: None
 
     @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return self._session.step
+
+    @property
     def unheard(self) -> list[str]:
         """The signals whose handlers the program has replaced; see `StopSignals.unheard`."""
         return self._session.unheard

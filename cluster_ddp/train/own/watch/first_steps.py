@@ -20,6 +20,7 @@ from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
 from cluster_ddp.train.own.watch.rank_buffers import RankBuffers
+from cluster_ddp.train.own.watch.rounds import Rounds
 from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
@@ -85,6 +86,7 @@ def first_steps_of(
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
             Counts(warn, passed_in.others.values(), loop.kept),
+            Rounds(lambda: loop.step, warn),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),
