@@ -153,6 +153,24 @@ def test_without_the_launcher_each_folder_has_its_blocks_and_a_stop_ends_all(tmp
     assert ends == [trained, trained, refused, (["entered"], None), ([], 0), ([], 0)]
 
 
+def folds(folder: Path, ats: list[int | None]) -> list[float]:
+    """One run after the other; what is drawn for the next."""
+    os.environ.pop("CLUSTER_DDP_RUN", None)
+    sys.modules["__main__"].__file__ = str(folder / "train.py")
+    torch.manual_seed(3)
+    drawn = []
+    for number, at in enumerate(ats):
+        train([], folder / str(number), at)
+        drawn.append(torch.rand(()).item())
+    return drawn
+
+
+def test_what_follows_a_run_draws_the_same_where_that_was_complete_already(tmp_path: Path) -> None:
+    (calm,) = run_ranks(folds, 1, tmp_path / "calm", [None, None])
+    run_ranks(folds, 1, tmp_path / "broken", [None, 3])
+    assert run_ranks(folds, 1, tmp_path / "broken", [None, None]) == [calm]
+
+
 def test_one_of_several_processes_that_begin_at_the_same_moment_has_the_folder(tmp_path: Path) -> None:
     forked = multiprocessing.get_context("fork")
     begins, won = forked.Barrier(6), forked.Value("i", 0)

@@ -305,6 +305,10 @@ class Loop:
         seed_everything(seed)
         self._session.beat.enter(Phase.EVALUATING)
 
+    def seed_what_follows(self) -> None:
+        """Call at the end of the block: what follows, such as the next fold, draws the same if this was complete."""
+        seed_everything(derive(Use.BUILD, self.seed))
+
     def steps(self) -> Iterator[int]:
         """The remaining steps, numbered from 0."""
         self.beginning.begin()

@@ -255,6 +255,8 @@ class ScriptRun:
         self._session.saving.warn_not_logged()
         self._report.close(failed=False)
         self._session.close()
+        if self._loop is not None:
+            self._loop.seed_what_follows()
 
     def fail(self) -> None:
         """Close the metrics file and loggers after an exception. Called by `join_run`."""
