@@ -14,6 +14,7 @@ from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.comm_hooks import CommHooks
 from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.elsewhere import Elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
 from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
@@ -87,6 +88,7 @@ def first_steps_of(
             Carried(loop.kept, warn),
             Counts(warn, passed_in.others.values(), loop.kept),
             Rounds(lambda: loop.step, warn),
+            Elsewhere(warn, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from types import FrameType
 from typing import Any, NamedTuple
 
-from cluster_ddp.train.own.program import variables_of
+from cluster_ddp.train.own.program import running_frames, variables_of
 
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
+_OURS = __name__.partition(".")[0]
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
 _TIMES = re.compile("time|now|perf_counter", re.IGNORECASE)
 
@@ -39,9 +42,40 @@ def text_of(frame: FrameType) -> Text:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_in(node, frame):
             scope = node  # the innermost comes last
-    parents = dict(_parents(scope))
+    parents = with_parents(scope)
     loops = [node for node in parents if isinstance(node, (ast.For, ast.While)) and _is_in(node, frame)]
     return Text(parents, loops)
+
+
+def program_files(objects: Iterable[Any]) -> set[str]:
+    """The files of the running functions, and of the classes of these objects, without those of libraries."""
+    kinds = {kind for value in objects for kind in type(value).__mro__ if is_own_class(kind)}
+    code = [getattr(member, "__code__", None) for kind in kinds for member in vars(kind).values()]
+    files = {at.co_filename for at in (*code, *(frame.f_code for frame in running_frames())) if at is not None}
+    return {file for file in files if not file.startswith(LIBRARIES)}
+
+
+def tree_of(file: str) -> ast.Module:
+    """The syntax tree of a file; empty if it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether a class is the program's, and not one of a library or of this package."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or ""
+    return module is not None and (
+        kind.__module__ == "__main__"
+        or (bool(file) and not file.startswith(LIBRARIES) and kind.__module__.partition(".")[0] != _OURS)
+    )
+
+
+def with_parents(scope: ast.AST) -> dict[ast.AST, ast.AST]:
+    """The nodes of a scope, without nested scopes, each with its parent; outermost first."""
+    return dict(_parents(scope))
 
 
 def _is_in(node: ast.For | ast.While | ast.FunctionDef | ast.AsyncFunctionDef, frame: FrameType) -> bool:
@@ -49,7 +83,6 @@ def _is_in(node: ast.For | ast.While | ast.FunctionDef | ast.AsyncFunctionDef, f
 
 
 def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """The nodes of a scope, without nested scopes, each with its parent; outermost first."""
     todo = [scope]
     while todo:
         parent = todo.pop(0)
