@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import weakref
 from collections import deque
@@ -122,6 +123,7 @@ def told(place: Path) -> None:
         warmup = LinearLR(optimizer, total_iters=4)
         hidden = torch.zeros(3)
         memory: deque[Tensor] = deque(maxlen=5)
+        replay: list[tuple[Tensor, int]] = []
         pool, rows, counted = Pool(), Rows(), Pool()
         run.keep(counted=counted.images)
         for _ in loader.epochs():
@@ -136,6 +138,8 @@ def told(place: Path) -> None:
                 for copied, weight in zip(copies, model.parameters(), strict=True):
                     copied.lerp_(weight.detach(), 0.1)
                 memory.append(hidden)
+                replay.append((hidden, 1))
+                random.sample(replay, 1)
                 pool.images.append(hidden)
                 counted.add(hidden)
                 rows.add(outputs.sum())
@@ -194,7 +198,9 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
         return
     copies, queues, beside, scheduler, carried = messages
     assert "in average.shadow, copies, which no checkpoint contains" in copies
-    assert queues.startswith("steps put tensors into memory, pool.images, rows.actions, which no checkpoint contains")
+    assert queues.startswith(
+        "steps put tensors into memory, pool.images, replay, rows.actions, which no checkpoint contains"
+    )
     assert beside.startswith("steps change counted.count, which no checkpoint contains, in an object whose other")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint contains" in carried
