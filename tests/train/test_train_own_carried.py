@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import variables_of
 from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
+from cluster_ddp.train.own.watch.queues import Queues
 
 
 class Shadow:
@@ -204,6 +206,16 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
     assert beside.startswith("steps change counted.count, which no checkpoint contains, in an object whose other")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint contains" in carried
+
+
+def test_looking_for_queues_leaves_modules_alone(recwarn: pytest.WarningsRecorder) -> None:
+    """Programs hold torch.distributed as `dist`, which has a deprecated part that warns when it is looked at."""
+    import torch.distributed as dist
+
+    assert dist is not None
+    queues = Queues(SimpleNamespace(optimizers=[], others={}), KeptValues(), print)  # type: ignore[arg-type]
+    queues.first()
+    assert [warning for warning in recwarn if "reduce_op" in str(warning.message)] == []
 
 
 def batches(end_step: Callable[[], None]) -> Iterator[Tensor]:

@@ -284,6 +284,14 @@ def halves_the_rate(once: Any, lr: float = 1.0) -> None:
         group["lr"] = lr
 
 
+def forces_less(once: Any, ratio: float = 1.0) -> None:
+    for _ in range(2):
+        for size in once():
+            size = size * ratio
+            print(size)
+        ratio *= 0.5
+
+
 def halves_what_the_optimizer_has(once: Any) -> None:
     param_groups = [{"lr": 1.0}]
     lr = param_groups[0]["lr"]
@@ -296,6 +304,7 @@ def halves_what_the_optimizer_has(once: Any) -> None:
 @pytest.mark.parametrize(
     ("loop", "names", "remedy"),
     [
+        (forces_less, "ratio", "run.keep(ratio=...)"),
         (halves_the_rate, "lr", "run.keep(lr=...)"),
         (
             lambda once: Trainer().stops_early(once),

@@ -76,6 +76,32 @@ class Agent:
         return 0 if random.random() < self.epsilon else 1
 
 
+class Warmup:
+    """Sets the rate, as the optimizer of the Annotated Transformer does."""
+
+    def __init__(self) -> None:
+        self.group, self.steps = {"lr": 0.0}, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.group["lr"] = self.rate()
+
+    def rate(self, step: int | None = None) -> float:
+        step = self.steps if step is None else step
+        return 0.1 * step
+
+
+class Annealed:
+    """A loss that weighs a part of it more with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return min(1.0, self.calls / 1000)
+
+
 class Meter:
     """As programs have it."""
 
@@ -90,7 +116,7 @@ class Meter:
         self.total += value
         self.count += 1
         if self.count > 0:
-            self.last = self.total / self.count
+            self.last = self.total / max(self.count, 1)
         if value > self.longest:
             self.longest = value
         if self.count - self.shown >= 3:
@@ -120,6 +146,8 @@ def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
         (lambda trainer: trainer.seen, {"trainer": Trainer()}, "held['trainer'].best"),
         (lambda saver: saver, {"saver": Saver()}, "held['saver'].best"),
         (lambda state: state, {"state": {"best": 0.0}}, "held['state']['best']"),
+        (lambda warmup: warmup.step(), {"warmup": Warmup()}, "held['warmup'].steps"),
+        (lambda loss: loss(), {"loss": Annealed()}, "held['loss'].calls"),
         (lambda agent: agent.act(), {"agent": Agent()}, "held['agent'].epsilon"),
     ],
 )

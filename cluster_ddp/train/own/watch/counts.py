@@ -31,6 +31,7 @@ from cluster_ddp.train.own.watch.syntax import (
     last_part,
     name_of,
     nodes_around,
+    sets_rate,
     text_of,
     value_of,
 )
@@ -176,6 +177,7 @@ def _carried_in(text: Text) -> Iterator[str]:
         inside = {node: names for node, names in assigning.items() if loop in nodes_around(node, parents)}
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
+            decays = any(_is_decay(node) for node, names in inside.items() if name in names)
             starts_over = is_held(name) or name in shared or any(map(begins_with_number, before))
             if not starts_over and any(_RESTORED.search(ast.unparse(node)) for node in before):
                 continue  # a value from run.keep, or the optimizer's rate
@@ -186,7 +188,8 @@ def _carried_in(text: Text) -> Iterator[str]:
             if _is_read_first(loop.body, name):
                 uses = (node for node in below(outer, parents) if is_read(node, name))
                 if any(
-                    _is_rate(node, parents) or (starts_over and _is_decisive(node, name, parents, is_of_epoch=True))
+                    _is_rate(node, parents)
+                    or ((starts_over or decays) and _is_decisive(node, name, parents, is_of_epoch=not decays))
                     for node in uses
                 ):
                     yield name
@@ -243,11 +246,15 @@ def _begins_epoch(node: ast.AST) -> bool:
     return _OF_EPOCH.search(text) is not None and ".step" not in text
 
 
+def _is_decay(node: ast.AST) -> bool:
+    """Whether this is a step of a schedule, as ``temperature *= 0.9``."""
+    return isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div))
+
+
 def _is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether this use sets a learning rate, as in ``group["lr"] = lr``."""
     statement = next((around for around in nodes_around(use, parents) if isinstance(around, ast.stmt)), None)
-    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-    return any(isinstance(to, ast.Subscript) and ast.unparse(to.slice) == "'lr'" for to in targets)
+    return statement is not None and sets_rate(statement)
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:

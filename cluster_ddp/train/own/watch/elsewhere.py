@@ -22,12 +22,14 @@ from cluster_ddp.train.own.watch.syntax import (
     name_of,
     nodes_around,
     program_files,
+    sets_rate,
     tree_of,
     with_parents,
 )
 
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
-_FORMULAS = {"exp", "pow", "cos"}
+_BOUNDS = {"min", "max"}
+_FORMULAS = {"exp", "pow", "cos", *_BOUNDS}
 _NUMBERS = (int, float, type(None))
 
 
@@ -69,7 +71,7 @@ class Elsewhere:
             last = sorted({name.rpartition(".")[2].partition("[")[0] for name in names})
             self._warn(
                 f"the program depends on {', '.join(sorted(names))}, which no checkpoint contains: after a resume "
-                "it starts over, and the program decides differently, such as which model is the best. Keep it: kept = "
+                "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: kept = "
                 f"run.keep({last[0]}=...) with the initial value, and read and set kept.{last[0]}; or give its object "
                 "state_dict() and load_state_dict(), and pass it in"
             )
@@ -154,6 +156,10 @@ def _uses_in(file: str) -> Iterator[_Use]:
             of_class = owner.name if isinstance(owner, ast.ClassDef) else None
             reset = {name for function in functions if function.name != "__init__" for name in _reset_in(function)}
             compared = {name for parents in functions.values() for name in _compared_in(parents)}
+            if of_class is not None and any(
+                map(sets_rate, (node for parents in functions.values() for node in parents))
+            ):
+                compared |= {name for parents in functions.values() for node in parents for name in assigned(node)}
             for function, parents in functions.items():
                 for use in _uses_of(function, parents, of_class, compared):
                     if use.name not in reset:
@@ -167,15 +173,22 @@ def _reset_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
-    """What is compared with something that is no literal, or is in a formula such as that of a decay."""
+    """What is compared with something that is no literal, or is in a formula such as that of a decay.
+
+    Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``; a meter's mean is none.
+    """
     for node in parents:
         sides: list[ast.AST] = []
         if isinstance(node, ast.Compare) and not any(
             isinstance(side, ast.Constant) for side in (node.left, *node.comparators)
         ):
             sides = [node.left, *node.comparators]
-        elif isinstance(node, ast.Call) and (name_of(node.func) or "").rpartition(".")[2] in _FORMULAS:
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            sides = list(ast.walk(node))
+        elif isinstance(node, ast.Call) and (called := (name_of(node.func) or "").rpartition(".")[2]) in _FORMULAS:
             sides = [part for argument in node.args for part in ast.walk(argument)]
+            if called in _BOUNDS:
+                sides = [part.left for part in sides if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div)]
         yield from (name for side in sides if (name := name_of(side)) is not None)
 
 

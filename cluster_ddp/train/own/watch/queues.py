@@ -6,6 +6,7 @@ import ast
 import collections
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class Queues:
             kind = type(found)
             if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
                 continue
-            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type)):
+            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type, ModuleType)):
                 yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
 
     def _beside_kept(self) -> Iterator[tuple[str, int]]:

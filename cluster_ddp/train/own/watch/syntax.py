@@ -166,6 +166,12 @@ def begins_with_number(node: ast.AST) -> bool:
     return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
 
 
+def sets_rate(statement: ast.AST) -> bool:
+    """Whether this sets a learning rate, as ``group["lr"] = lr`` does."""
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return any(isinstance(to, ast.Subscript) and ast.unparse(to.slice) == "'lr'" for to in targets)
+
+
 def is_of_clock(node: ast.AST) -> bool:
     """Whether this assigns a time, as for logging once a minute."""
     value = getattr(node, "value", None)
