@@ -121,11 +121,11 @@ def _variables() -> list[tuple[str, Any]]:
 def _is_of_program(value: Any) -> bool:
     if isinstance(value, (Kept, nn.Module, type)) or not (is_own_class(type(value)) or type(value) is SimpleNamespace):
         return False
-    kinds = [kind.__name__ for kind in type(value).__mro__]
     is_framed = any(not is_own_class(kind) for kind in type(value).__mro__[:-1])
     saves_itself = any("state_dict" in vars(kind) for kind in type(value).__mro__ if is_own_class(kind))
-    is_stopper = "earlystop" in kinds[0].lower().replace("_", "")  # reported by `Counts`
-    return not (is_stopper or "TrainerCallback" in kinds or (is_framed and saves_itself))
+    is_stopper = "earlystop" in type(value).__name__.lower().replace("_", "")  # reported by `Counts`
+    is_kept = any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__)  # by `ResumeExactly`
+    return not (is_stopper or is_kept or (is_framed and saves_itself))
 
 
 def _values(
