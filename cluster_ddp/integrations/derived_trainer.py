@@ -36,7 +36,7 @@ class DerivedTrainer:
     def __init__(self, trainer: Any, restored: Mapping[str, Any]) -> None:
         self._trainer, self._names = trainer, set(restored)
         for name, value in restored.items():
-            setattr(trainer, name, _put_into(vars(trainer).get(name), value))
+            setattr(trainer, name, put_into(vars(trainer).get(name), value))
         self._before = Attributes(_own_attributes(trainer))
         self._steps = 0
 
@@ -54,14 +54,19 @@ class DerivedTrainer:
     def state(self) -> dict[str, Any]:
         """The current values of the saved attributes."""
         held = vars(self._trainer)
-        return {name: _plain(held[name]) for name in sorted(self._names) if name in held and self._is_kept(held[name])}
+        return {name: plain(held[name]) for name in sorted(self._names) if name in held and self._is_kept(held[name])}
 
     def _is_kept(self, value: Any) -> bool:
-        if type(value) in _DICTS:
-            return all(type(key) is str and self._is_kept(part) for key, part in value.items())
-        if type(value) is Tensor:  # a save gathers it from all ranks, and would put it on every GPU
-            return value.device.type == "cpu" or self._trainer.args.world_size == 1
-        return type(value) in _SIMPLE or (type(value) in _LISTS and all(map(self._is_kept, value)))
+        return can_be_kept(value, self._trainer.args.world_size)
+
+
+def can_be_kept(value: Any, ranks: int) -> bool:
+    """Whether a value is a number, string or tensor, or a list or dict of these."""
+    if type(value) in _DICTS:
+        return all(type(key) is str and can_be_kept(part, ranks) for key, part in value.items())
+    if type(value) is Tensor:  # a save gathers it from all ranks, and would put it on every GPU
+        return value.device.type == "cpu" or ranks == 1
+    return type(value) in _SIMPLE or (type(value) in _LISTS and all(can_be_kept(part, ranks) for part in value))
 
 
 def _own_attributes(trainer: Any) -> dict[str, Any]:
@@ -83,21 +88,21 @@ def _set_by_trainer() -> frozenset[str]:
     return frozenset(at.argval for at in code if at.opname == "STORE_ATTR")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value, with its containers copied to plain dicts, lists and tuples."""
     if type(value) in _DICTS:
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if type(value) in _LISTS:
-        parts = map(_plain, value)
+        parts = map(plain, value)
         return tuple(parts) if type(value) is tuple else list(parts)
     return value
 
 
-def _put_into(into: Any, value: Any) -> Any:
-    """Undo `_plain`: fill the trainer's own containers in place where there are any."""
+def put_into(into: Any, value: Any) -> Any:
+    """Undo `plain`: fill the trainer's own containers in place where there are any."""
     if type(into) in _DICTS and isinstance(value, dict):
         makes = getattr(into, "default_factory", None) or (lambda: None)
-        found = {key: _put_into(into[key] if key in into else makes(), part) for key, part in value.items()}
+        found = {key: put_into(into[key] if key in into else makes(), part) for key, part in value.items()}
         into.clear()
         into.update(found)
         return into

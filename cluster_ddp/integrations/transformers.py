@@ -25,6 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from cluster_ddp.integrations.derived_trainer import DerivedTrainer
 from cluster_ddp.integrations.joining import FrameworkSteps, map_batches, run_of_training
+from cluster_ddp.integrations.own_callbacks import OwnCallbacks
 from cluster_ddp.run.lineage import read_lineage, steps_that_count
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
@@ -130,11 +131,13 @@ class _Training:
         self._trainer, self._run = trainer, run
         self._batches: MapBatches | None = None
         self._loop: Loop | None = None
-        self._kept = run.keep(trainer={}, derived={}, callbacks=[], has_ended=False)
+        self._kept = run.keep(trainer={}, derived={}, callbacks=[], own_callbacks={}, has_ended=False)
         self._resumes_at = _newest_step(run)
-        self._epoch = self._micro_batch = 0
+        self._epoch = self._micro_batch = self._steps = 0
         self._is_settled = True
         self._derived: DerivedTrainer | None = None
+        self._own_callbacks: OwnCallbacks | None = None
+        self._is_restored = True  # the callbacks are, where they were saved
         self._has_ended = False  # ended early, and was saved or stopped before `train` returned
 
     def __call__(
@@ -199,6 +202,7 @@ class _Training:
         loop.expect_data(batches.arrange(loop.seed), held_rows(batches.data))
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         loop.before_save = self._note
+        self._steps = steps.steps
         self._epoch = self._run.step // steps.steps
         state.compute_steps(trainer.args, state.max_steps)
         if self._resumes_at is not None:
@@ -208,12 +212,17 @@ class _Training:
             _put_back(self._kept, trainer)
             self._has_ended = control.should_training_stop = self._kept.has_ended
         self._derived = DerivedTrainer(trainer, copy.deepcopy(self._kept.derived))
+        self._own_callbacks = OwnCallbacks(trainer, copy.deepcopy(self._kept.own_callbacks))
+        self._own_callbacks.restore()
+        self._is_restored = self._resumes_at is None
         self.rest()
 
     def begin_epoch(self) -> None:
         """Call before the first batch of an epoch is requested."""
         self.settle()
         assert self._batches is not None
+        if self._run.step == self._epoch * self._steps:
+            self._restore_callbacks()
         self._batches.enter(self._epoch, self._batches.length if self._has_ended else 0)
         self._epoch += 1
 
@@ -226,6 +235,7 @@ class _Training:
     def begin_step(self) -> None:
         """Call before the computation on the first batch of a step."""
         self.settle()
+        self._restore_callbacks()
         self._micro_batch = 0
         self._going().begin(0)
         self._is_settled = False
@@ -251,6 +261,13 @@ class _Training:
             assert self._derived is not None
             self._tell(self._derived.end_step())
             self._going().end()
+
+    def _restore_callbacks(self) -> None:
+        """Call at the same place as the save: the callbacks' own code has run again until there."""
+        if not self._is_restored:
+            self._is_restored = True
+            assert self._own_callbacks is not None
+            self._own_callbacks.restore()
 
     def _tell(self, changed: set[str]) -> None:
         if changed:
@@ -278,6 +295,7 @@ class _Training:
             **{name: getattr(trainer, name) for name in _TRAINER if hasattr(trainer, name)},
         }
         self._kept.derived = {} if self._derived is None else self._derived.state()
+        self._kept.own_callbacks = {} if self._own_callbacks is None else self._own_callbacks.state()
         self._kept.callbacks = [callback.state()["attributes"] for callback in _stateful(trainer)]
         is_short = trainer.state.global_step < trainer.state.max_steps
         self._kept.has_ended = trainer.control.should_training_stop and is_short

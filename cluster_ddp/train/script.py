@@ -13,6 +13,7 @@ docs/own-code.md explains how to use it in common kinds of programs.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -114,25 +115,41 @@ def _alone_in(folder: Path) -> Iterator[None]:
         Another process of this machine occupies it.
     """
     own = folder / f"{_OCCUPANT}{identity_name(identify(os.getpid()))}"
-    with contextlib.suppress(OSError):  # a folder that cannot be written is reported by the first save
-        folder.mkdir(parents=True, exist_ok=True)
-        own.touch()
     try:
-        for file in set(folder.glob(f"{_OCCUPANT}*")) - {own}:
-            other = parse_identity(file.name.removeprefix(_OCCUPANT))
-            is_there = other is None or is_alive(other)  # None: on another machine, so it may have been killed there
-            if other is not None and is_there:
-                raise TrainError(
-                    f"process {other.pid} trains in {folder} at the same time: each would resume from the other's "
-                    "checkpoints. Give each its own folder, join_run(folder), or wait until that process has ended"
-                )
-            if is_there is False:
-                with contextlib.suppress(OSError):  # as if it belongs to somebody else
-                    file.unlink()
+        with _one_at_a_time(folder):  # else two that begin at the same moment see, and refuse, each other
+            with contextlib.suppress(OSError):
+                own.touch()
+            _refuse_others(folder, own)
         yield
     finally:
         with contextlib.suppress(OSError):
             own.unlink()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Lock a folder while the processes of this machine look who is in it, if its file system can."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a folder that cannot be written is reported by the first save
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)  # which unlocks it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _refuse_others(folder: Path, own: Path) -> None:
+    for file in set(folder.glob(f"{_OCCUPANT}*")) - {own}:
+        other = parse_identity(file.name.removeprefix(_OCCUPANT))
+        is_there = other is None or is_alive(other)  # None: on another machine, so it may have been killed there
+        if other is not None and is_there:
+            raise TrainError(
+                f"process {other.pid} trains in {folder} at the same time: each would resume from the other's "
+                "checkpoints. Give each its own folder, join_run(folder), or wait until that process has ended"
+            )
+        if is_there is False:
+            with contextlib.suppress(OSError):  # as if it belongs to somebody else
+                file.unlink()
 
 
 def joined_run() -> ScriptRun | None:

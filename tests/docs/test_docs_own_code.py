@@ -254,18 +254,23 @@ for interrupted_in in 4, 0:
 """
 CELL = """
 import os, signal, torch
+from torch.utils.data import DataLoader, TensorDataset
 from cluster_ddp.train import join_run
 
 with join_run() as run:
     torch.manual_seed(3)
+    if "loader" not in globals():  # as where another cell makes it
+        loader = DataLoader(TensorDataset(torch.rand(72, 4)), batch_size=8, shuffle=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for step in run.steps(9, model=model, optimizer=optimizer):
-        optimizer.zero_grad()
-        model(torch.rand(8, 4)).square().mean().backward()
-        optimizer.step()
-        if step and step == interrupted_in:
-            os.kill(os.getpid(), signal.SIGINT)
+    loader = run.resumable(loader, model=model, optimizer=optimizer, epochs=1)
+    for _ in loader.epochs():
+        for step, (inputs,) in loader.enumerate():
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            if step and step == interrupted_in:
+                os.kill(os.getpid(), signal.SIGINT)
     trained = [float(weight.sum()) for weight in model.parameters()]
 """
 

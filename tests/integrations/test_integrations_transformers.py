@@ -137,6 +137,66 @@ def test_what_a_derived_trainer_counts_is_kept_or_told(tmp_path: Path) -> None:
     assert "steps change strange of the Counting, which no checkpoint contains" in message
 
 
+def train_watched(place: Path, attempt: int, is_first: bool, stop_at: int = 0) -> tuple[Any, ...] | None:
+    """What a callback of the program's own ends with; None when it was stopped, which it asks for in this step."""
+    import transformers
+
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    class Best(transformers.TrainerCallback):  # type: ignore[misc]
+        """Keeps the best loss, and the losses of all, and of this epoch."""
+
+        def __init__(self, every: int) -> None:
+            self.every, self.best, self.waited, self.epochs = every, float("inf"), 0, 0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.losses: list[float] = []
+
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            self.epochs += 1
+            self.of_epoch: list[float] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                self.losses.append(logs["loss"])
+                self.of_epoch.append(logs["loss"])
+                self.best, self.waited = min(self.best, logs["loss"]), self.waited + (logs["loss"] > self.best)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == stop_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    begin_attempt(place, attempt)
+    args = transformers.TrainingArguments(
+        output_dir=str(place / "output"), num_train_epochs=3, per_device_train_batch_size=8, save_strategy="no",
+        logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    transformers.set_seed(1)
+    best = Best(attempt)
+    callbacks = [best, ResumeExactly()] if is_first else [ResumeExactly(), best]
+    trainer = transformers.Trainer(Classifier(), args, train_dataset=Rows(), callbacks=callbacks)
+    try:
+        trainer.train()
+    except SystemExit:
+        return None
+    assert best.every == attempt  # how it was made is the program's
+    return best.best, best.waited, best.epochs, best.losses, best.of_epoch
+
+
+def watched(calm: Path, broken: Path, is_first: bool) -> list[tuple[Any, ...] | None]:
+    stops = enumerate((2, 3, 7, 0))
+    return [train_watched(calm, 0, is_first), *(train_watched(broken, number, is_first, at) for number, at in stops)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_callback_of_the_program_counts_is_kept(is_first: bool, tmp_path: Path) -> None:
+    calm, broken = new_run(tmp_path / "calm"), new_run(tmp_path / "broken")
+    ((ended, *stopped, resumed),) = run_ranks(watched, 1, calm.path, broken.path, is_first)
+    assert ended is not None
+    assert (stopped, resumed) == ([None] * 3, ended)
+    assert told(calm) == told(broken) == []
+
+
 def with_other_data(place: Path) -> list[tuple[Any, ...] | None]:
     return [train(place, 0, 3), train(place, 1, first=7)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.history import read_history
 from cluster_ddp.train import TrainError, join_run
+from cluster_ddp.train.script import _alone_in
 
 
 def evaluate(done: list[str], *, is_broken: bool = False) -> None:
@@ -133,7 +136,7 @@ def by_hand(folder: Path) -> list[tuple[list[str], Any]]:
     os.environ.pop("CLUSTER_DDP_RUN", None)
     sys.modules["__main__"].__file__ = str(folder / "train.py")
     ends = []
-    for name, at in (("one", 3), ("one", None), ("other", None), ("other", None)):
+    for name, at in (("one", None), ("other", None), ("other", None), ("third", 3), ("third", None), ("fourth", None)):
         done: list[str] = []
         status = None
         try:
@@ -144,9 +147,49 @@ def by_hand(folder: Path) -> list[tuple[list[str], Any]]:
     return ends
 
 
-def test_without_the_launcher_each_folder_has_its_blocks(tmp_path: Path) -> None:
+def test_without_the_launcher_each_folder_has_its_blocks_and_a_stop_ends_all(tmp_path: Path) -> None:
     (ends,) = run_ranks(by_hand, 1, tmp_path)
-    assert ends == [(["entered"], None), ([], 0), (["entered", "trained"], None), (["entered"], 1)]
+    trained, refused = (["entered", "trained"], None), (["entered"], 1)
+    assert ends == [trained, trained, refused, (["entered"], None), ([], 0), ([], 0)]
+
+
+def folds(folder: Path, ats: list[int | None]) -> list[float]:
+    """One run after the other; what is drawn for the next."""
+    os.environ.pop("CLUSTER_DDP_RUN", None)
+    sys.modules["__main__"].__file__ = str(folder / "train.py")
+    torch.manual_seed(3)
+    drawn = []
+    for number, at in enumerate(ats):
+        train([], folder / str(number), at)
+        drawn.append(torch.rand(()).item())
+    return drawn
+
+
+def test_what_follows_a_run_draws_the_same_where_that_was_complete_already(tmp_path: Path) -> None:
+    (calm,) = run_ranks(folds, 1, tmp_path / "calm", [None, None])
+    run_ranks(folds, 1, tmp_path / "broken", [None, 3])
+    assert run_ranks(folds, 1, tmp_path / "broken", [None, None]) == [calm]
+
+
+def test_one_of_several_processes_that_begin_at_the_same_moment_has_the_folder(tmp_path: Path) -> None:
+    forked = multiprocessing.get_context("fork")
+    begins, won = forked.Barrier(6), forked.Value("i", 0)
+
+    def join() -> None:
+        begins.wait(60)
+        with contextlib.suppress(TrainError), _alone_in(tmp_path / "own"):
+            with won.get_lock():
+                won.value += 1
+            begins.wait(60)
+            return
+        begins.wait(60)
+
+    processes = [forked.Process(target=join) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert won.value == 1
 
 
 HOGWILD = """

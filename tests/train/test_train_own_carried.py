@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import variables_of
 from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
+from cluster_ddp.train.own.watch.queues import Queues
 
 
 class Shadow:
@@ -122,6 +125,7 @@ def told(place: Path) -> None:
         warmup = LinearLR(optimizer, total_iters=4)
         hidden = torch.zeros(3)
         memory: deque[Tensor] = deque(maxlen=5)
+        replay: list[tuple[Tensor, int]] = []
         pool, rows, counted = Pool(), Rows(), Pool()
         run.keep(counted=counted.images)
         for _ in loader.epochs():
@@ -136,6 +140,8 @@ def told(place: Path) -> None:
                 for copied, weight in zip(copies, model.parameters(), strict=True):
                     copied.lerp_(weight.detach(), 0.1)
                 memory.append(hidden)
+                replay.append((hidden, 1))
+                random.sample(replay, 1)
                 pool.images.append(hidden)
                 counted.add(hidden)
                 rows.add(outputs.sum())
@@ -194,10 +200,22 @@ def test_what_steps_carry_and_no_checkpoint_holds_is_told(loop: Callable[[Path],
         return
     copies, queues, beside, scheduler, carried = messages
     assert "in average.shadow, copies, which no checkpoint contains" in copies
-    assert queues.startswith("steps put tensors into memory, pool.images, rows.actions, which no checkpoint contains")
+    assert queues.startswith(
+        "steps put tensors into memory, pool.images, replay, rows.actions, which no checkpoint contains"
+    )
     assert beside.startswith("steps change counted.count, which no checkpoint contains, in an object whose other")
     assert "(LinearLR)" in scheduler
     assert "in hidden, which no checkpoint contains" in carried
+
+
+def test_looking_for_queues_leaves_modules_alone(recwarn: pytest.WarningsRecorder) -> None:
+    """Programs hold torch.distributed as `dist`, which has a deprecated part that warns when it is looked at."""
+    import torch.distributed as dist
+
+    assert dist is not None
+    queues = Queues(SimpleNamespace(optimizers=[], others={}), KeptValues(), print)  # type: ignore[arg-type]
+    queues.first()
+    assert [warning for warning in recwarn if "reduce_op" in str(warning.message)] == []
 
 
 def batches(end_step: Callable[[], None]) -> Iterator[Tensor]:

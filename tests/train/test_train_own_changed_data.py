@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from own_loops import Images, begin_attempt, interrupt, model_of, new_run, told
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
 from train_ranks import run_ranks
@@ -25,6 +26,12 @@ class Graded(Images):
     def __init__(self) -> None:
         super().__init__()
         self.level, self.labels = 0.0, torch.zeros(18)
+        self.cache = torch.zeros(len(self), 2)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not self.cache[index].any():
+            self.cache[index] = index + 1
+        return super().__getitem__(index)
 
 
 def train(place: Path, kind: str) -> None:
@@ -52,6 +59,8 @@ def train(place: Path, kind: str) -> None:
                     break
             if "loader" in kind:
                 list(other)
+            elif kind == "read":
+                list(DataLoader(data))
             elif kind == "data":
                 data.level += 0.1
             elif kind == "labels":
@@ -65,6 +74,7 @@ def train(place: Path, kind: str) -> None:
     [
         ("before", []),
         ("loader", []),
+        ("read", []),
         ("loader with a generator", ["changes the generator that shuffles another DataLoader (of a Images),"]),
         ("before, with persistent workers", ["Graded.level has changed since the persistent workers began"]),
         ("data", ["changes Graded.level,"]),

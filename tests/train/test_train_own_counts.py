@@ -276,9 +276,36 @@ def restores_the_best_weights(once: Any) -> None:
     model.load_state_dict(kept.best)
 
 
+def halves_the_rate(once: Any, lr: float = 1.0) -> None:
+    group = {"lr": lr}
+    for _ in range(2):
+        print(sum(once()))
+        lr *= 0.5
+        group["lr"] = lr
+
+
+def forces_less(once: Any, ratio: float = 1.0) -> None:
+    for _ in range(2):
+        for size in once():
+            size = size * ratio
+            print(size)
+        ratio *= 0.5
+
+
+def halves_what_the_optimizer_has(once: Any) -> None:
+    param_groups = [{"lr": 1.0}]
+    lr = param_groups[0]["lr"]
+    for _ in range(2):
+        print(sum(once()))
+        lr *= 0.5
+        param_groups[0]["lr"] = lr
+
+
 @pytest.mark.parametrize(
     ("loop", "names", "remedy"),
     [
+        (forces_less, "ratio", "run.keep(ratio=...)"),
+        (halves_the_rate, "lr", "run.keep(lr=...)"),
         (
             lambda once: Trainer().stops_early(once),
             "patience, self.best, total",
@@ -294,6 +321,12 @@ def test_a_best_and_a_patience_by_which_epochs_go_are_told(loop: Any, names: str
     loop(batches(messages))
     assert messages[0].startswith(f"the loop depends on {names}, which no checkpoint contains")
     assert remedy in messages[0]
+
+
+def test_a_rate_that_comes_from_the_optimizer_is_not_told() -> None:
+    messages: list[str] = []
+    halves_what_the_optimizer_has(batches(messages))
+    assert messages == []
 
 
 def test_a_dict_that_the_loop_keeps_is_not_told() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_loops import SAMPLES, Images, failure, loop, new_run, tensors, told
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from own_loops import SAMPLES, Images, Rows, failure, loop, new_run, tensors, told
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from train_ranks import run_ranks
 
 from cluster_ddp.train.own.data.held_data import held_data, held_rows
@@ -87,6 +87,10 @@ def test_rows_that_a_set_holds_tell_it_from_another(hold: Any) -> None:
     assert held_rows(Table(hold(one))) == held_rows(Table(hold(same))) != held_rows(Table(hold(other)))
     assert held_rows(Table(hold(one))) is not None
     assert held_rows(ConcatDataset([Table(hold(one))])) != held_rows(Table([]))
+
+
+def test_a_chain_of_sets_without_a_length_holds_no_rows() -> None:
+    assert held_rows(ChainDataset([Rows(), Rows()])) is None
 
 
 def test_what_has_no_length_is_no_row() -> None:

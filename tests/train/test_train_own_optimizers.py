@@ -156,6 +156,24 @@ def test_an_optimizer_inside_another_is_kept_and_its_steps_are_seen(tmp_path: Pa
     assert "none of the optimizers passed in has stepped" in "".join(told(manual))
 
 
+def looks_ahead(place: Path) -> None:
+    """Trains by an optimizer whose momentum is in the one inside it, which is not passed in."""
+    begin_attempt(place, 0)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = model_of()
+        optimizer = Around(model.parameters(), lr=0.1)
+        optimizer.inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in run.steps(3, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+
+
+def test_the_refusal_of_state_inside_an_optimizer_says_how_to_pass_it_in(tmp_path: Path) -> None:
+    run_ranks(looks_ahead, 1, (run := new_run(tmp_path)).path)
+    assert "(base=optimizer.inner)" in failure(run)
+
+
 def reptile(place: Path) -> int | str | None:
     """Makes an optimizer for the inner steps of each step, whose state nobody needs after it."""
     begin_attempt(place, 0)

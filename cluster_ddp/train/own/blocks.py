@@ -48,9 +48,10 @@ class Block:
         Raises
         ------
         SystemExit
-            With status 0: an earlier block was stopped, and that stop applies to this one as well.
+            With status 0: an earlier block of this process was stopped, and that stop applies to this one as well.
         """
-        if _was_stopped.get(self._attempt):
+        # A program may have a folder for each fold; one that cluster-ddp started has one directory.
+        if _was_stopped.get(self._attempt) or (not self.is_run and any(_was_stopped.values())):
             if find_world().is_main:
                 say("cluster_ddp: the run was stopped in an earlier block of join_run(): the program ends before this")
             raise SystemExit(0)

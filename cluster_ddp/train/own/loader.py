@@ -63,6 +63,11 @@ class ResumableLoader:
             self._epoch, self._first = self._epoch - 1, batches.length
         self._is_open = self._is_through = self._is_resumed = False
 
+    @property
+    def inner(self) -> Any:
+        """The user's DataLoader."""
+        return self._loader
+
     def epochs(self) -> Iterator[int]:
         """The remaining epochs, numbered from 0; use it instead of ``range(epochs)``.
 

@@ -131,6 +131,11 @@ class Loop:
         self.on_update: Callable[[], None] = lambda: None
 
     @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return self._session.step
+
+    @property
     def unheard(self) -> list[str]:
         """The signals whose handlers the program has replaced; see `StopSignals.unheard`."""
         return self._session.unheard
@@ -299,6 +304,10 @@ class Loop:
         seed = mix(derive(Use.EVALUATION, self.seed, epoch) ^ mix(self._session.world.rank))
         seed_everything(seed)
         self._session.beat.enter(Phase.EVALUATING)
+
+    def seed_what_follows(self) -> None:
+        """Call at the end of the block: what follows, such as the next fold, draws the same if this was complete."""
+        seed_everything(derive(Use.BUILD, self.seed))
 
     def steps(self) -> Iterator[int]:
         """The remaining steps, numbered from 0."""

@@ -123,6 +123,8 @@ class ScriptRun:
             ranks has changed such that steps would have different samples.
         """
         with self._block.only_loop():
+            if isinstance(loader, ResumableLoader):  # of an earlier block, as where a cell of a notebook runs again
+                loader = loader.inner
             world, epochs = self.world.world_size, whole("epochs", epochs)
             accumulate = whole("accumulate", accumulate, 1)
             refuse_single_process(things, world)
@@ -255,6 +257,8 @@ class ScriptRun:
         self._session.saving.warn_not_logged()
         self._report.close(failed=False)
         self._session.close()
+        if self._loop is not None:
+            self._loop.seed_what_follows()
 
     def fail(self) -> None:
         """Close the metrics file and loggers after an exception. Called by `join_run`."""

@@ -33,7 +33,7 @@ _REMEDIES = {
     "ema": "what is averaged must be in the model from the start",
     "optimizer": "keep it in state[parameter] or in the groups, or return and restore it in the optimizer's own "
     "state_dict() and load_state_dict(); in your own loop, also pass in an optimizer inside it, under "
-    "its own name (base=optimizer.base_optimizer)",
+    "its own name (base=optimizer.{inner})",
     "task": "load_state_dict() of the task has to restore everything that its state_dict() returns",
     "memory": "give each tensor its own memory: weight.copy_(other) instead of weight.data = other",
     "counts": "report this as an error of cluster-ddp",
@@ -63,9 +63,9 @@ def _check_comes_back(
         other.load(step, restored.scalars, restored.extra)
         again, scalars_again = other.collect()
     except CheckpointMismatch as error:
-        raise _refusal([str(error.differences).strip()], "model") from error
+        raise _refusal(state, [str(error.differences).strip()], "model") from error
     except CheckpointError as error:
-        raise _refusal([str(error)], "model") from error
+        raise _refusal(state, [str(error)], "model") from error
     except ClusterDDPError:
         raise
     except Exception as error:
@@ -83,16 +83,16 @@ def _check_comes_back(
     ]
     if not differing and plan.aliases != (aliases := find_aliases(again)):
         shared = [f"{name}: shares its memory otherwise" for name in sorted(plan.aliases.keys() ^ aliases.keys())]
-        raise _refusal(shared, "memory")
+        raise _refusal(state, shared, "memory")
     if differing:
         kinds = {name.partition(".")[0].partition("_")[0] for name in differing}
-        raise _refusal(differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
+        raise _refusal(state, differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
 
 
-def _refusal(differing: list[str], kind: str) -> TaskError:
+def _refusal(state: State, differing: list[str], kind: str) -> TaskError:
     more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     listed = "\n  ".join(differing[:_SHOWN])
-    remedy = _REMEDIES.get(kind, _REMEDIES["model"])
+    remedy = _REMEDIES.get(kind, _REMEDIES["model"]).format(inner=state.inner_optimizer() or "base_optimizer")
     return TaskError(f"a resume would not continue from the same state:\n  {listed}{more}\n    {remedy}")
 
 

@@ -201,6 +201,11 @@ class State:
         own += [name for name, weight in self._by_name.items() if id(weight) not in held]
         return [prefix + name for name in own for prefix in ("model.", _BUFFER)]
 
+    def inner_optimizer(self) -> str | None:
+        """The attribute in which the optimizer holds another one, as Lookahead does."""
+        held = vars(self._optimizer.optimizer).items()
+        return next((name for name, value in held if isinstance(value, Optimizer)), None)
+
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)

@@ -42,7 +42,10 @@ def _rows(data: Any, depth: int) -> Iterator[Any]:
             yield from _rows(part, depth - 1)
     if not (isinstance(data, torch_data.Dataset) and isinstance(data, Sized) and depth):
         return
-    length = len(data)
+    try:
+        length = len(data)
+    except TypeError:  # of a ChainDataset of sets without a length
+        return
     for part in list(vars(data).values()):
         yield from _rows(part, depth - 1)
         is_held = isinstance(part, (list, tuple, np.ndarray, Tensor)) and not isinstance(part, np.memmap)

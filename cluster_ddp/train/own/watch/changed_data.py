@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import gc
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +19,7 @@ from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.batches import samplers_in
 from cluster_ddp.train.own.values import fingerprint_of
+from cluster_ddp.train.own.watch.syntax import name_of
 
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)
@@ -26,7 +31,8 @@ _WIDTH = 64  # a longer list is not searched for data sets
 class ChangedData:
     """Warns, once, if code after the batches changes numbers or labels in the data set, or what the samplers hold.
 
-    Labels are tensors and arrays of at most two dimensions; larger ones may be a cache.
+    Labels are tensors and arrays of at most two dimensions; larger ones may be a cache, and so is what the data set
+    itself fills when it is read.
 
     In the first epoch it also warns if that code uses another DataLoader that is shuffled by its own generator.
 
@@ -131,7 +137,12 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """
     if callable(getattr(part, "set_epoch", None)) or type(part).__module__.partition(".")[0] == "webdataset":
         return {}
-    values = {name: value for name, value in list(getattr(part, "__dict__", {}).items()) if isinstance(value, kinds)}
+    filled = _filled_when_read(type(part))
+    values = {
+        name: value
+        for name, value in list(getattr(part, "__dict__", {}).items())
+        if isinstance(value, kinds) and not (name in filled and isinstance(value, (Tensor, np.ndarray)))
+    }
     return {
         f"{type(part).__name__}.{name}": fingerprint_of(value)
         if isinstance(value, (Tensor, np.ndarray))
@@ -139,6 +150,18 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         for name, value in values.items()
         if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }
+
+
+def _filled_when_read(kind: type) -> set[str]:
+    """The attributes into which reading a sample puts something, as into ``self.cache[index] = sample``."""
+    found: set[str] = set()
+    for method in ("__getitem__", "__getitems__"):
+        with contextlib.suppress(Exception):  # there is no such method, or no source of it
+            tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
+            items = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+            names = (name_of(node.value) for node in items if isinstance(node.ctx, ast.Store))
+            found |= {name.removeprefix("self.") for name in names if name is not None}
+    return found
 
 
 def _data_sets(value: Any, depth: int) -> Iterator[Any]:

@@ -5,32 +5,39 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
-import linecache
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from cluster_ddp.train.own.kept import Kept, KeptValues
-from cluster_ddp.train.own.program import (
-    found_or_nothing,
-    reachable,
-    running_frames,
-    running_variables,
-    variables_of,
+from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
+from cluster_ddp.train.own.watch.syntax import (
+    LIBRARIES,
+    SCOPES,
+    Text,
+    assigned,
+    begins_with_number,
+    below,
+    counted,
+    holder_of,
+    is_held,
+    is_of_clock,
+    is_read,
+    last_part,
+    name_of,
+    nodes_around,
+    sets_rate,
+    text_of,
+    value_of,
 )
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-_FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
-_TIMES = re.compile("time|now|perf_counter", re.IGNORECASE)
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
+_RESTORED = re.compile(r"\b(param_groups|run|kept|get_last_lr|keep)\b")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
@@ -68,28 +75,28 @@ class Counts:
         counts: set[str] = set()
         carried: set[str] = set()
         for frame in running_frames():
-            if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            if not frame.f_code.co_filename.startswith(LIBRARIES):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    if (text := _text_of(frame)) is not None:
+                    if (text := _loops_of(frame)) is not None:
                         counts |= {name for name in _counts_in(text) if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
                         carried |= {name for name in _best_weights_in(text) if self._is_own(name, frame)}
         if counts:
-            first = _last(min(counts))
+            first = last_part(min(counts))
             self._warn(
                 f"the loop counts its batches in {', '.join(sorted(counts))}, and uses that count: after a resume it "
                 "starts counting again, so no limit or learning rate based on it is exact. Use run.step, the number "
                 f"of finished steps, or keep it: kept = run.keep({first}=0), and kept.{first} += 1 in the loop"
             )
         if carried := carried - counts:
-            first = min(map(_last, carried))
-            begun = ", ".join(f"{name}=..." for name in sorted(set(map(_last, carried))))
+            first = min(map(last_part, carried))
+            begun = ", ".join(f"{name}=..." for name in sorted(set(map(last_part, carried))))
             self._warn(
                 f"the loop depends on {', '.join(sorted(carried))}, which no checkpoint contains: a resume restarts "
-                "from the initial value, and stops or saves a best model at a different step. Keep it: kept = "
+                "from the initial value, and stops, sets the rate or saves a best model differently. Keep it: kept = "
                 f"run.keep({begun}) with the initial values, and read and set kept.{first} in the loop"
             )
-        for kind, name in sorted({(type(found).__name__, _last(name)) for name, found in _early_stoppers()}):
+        for kind, name in sorted({(type(found).__name__, last_part(name)) for name, found in _early_stoppers()}):
             self._warn(
                 f"{name} is an {kind} without state_dict(), so no checkpoint contains what it counts: after a resume "
                 "it starts counting again, and training ends in a different epoch. Give it state_dict(), which returns "
@@ -99,7 +106,7 @@ class Counts:
     def _is_unkept(self, name: str, frame: FrameType) -> bool:
         """Whether it is now a number, in a variable or an attribute of an object that is not saved otherwise."""
         holder, _, key = name.partition("[")
-        found = _value_of(holder, frame)
+        found = value_of(holder, frame)
         if key:
             if any(found is value for value in self._kept.values.values()):
                 return False
@@ -110,15 +117,10 @@ class Counts:
     def _is_own(self, name: str, frame: FrameType) -> bool:
         """Whether it is a variable, or an attribute of an object that is not saved otherwise."""
         owner = name.rpartition(".")[0]
-        found = _value_of(owner, frame) if owner else None
+        found = value_of(owner, frame) if owner else None
         return not isinstance(found, (Kept, nn.Module)) and not any(
             found is thing for thing in self._passed_in if owner
         )
-
-
-def _value_of(name: str, frame: FrameType) -> Any:
-    first, *inner = name.split(".")
-    return reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -127,31 +129,20 @@ def _early_stoppers() -> Iterator[tuple[str, Any]]:
         kind = type(found)
         if "earlystop" not in kind.__name__.lower().replace("_", "") or callable(getattr(found, "state_dict", None)):
             continue
-        if not (getattr(sys.modules.get(kind.__module__), "__file__", None) or "").startswith(_LIBRARIES):
+        if not (getattr(sys.modules.get(kind.__module__), "__file__", None) or "").startswith(LIBRARIES):
             yield name, found
 
 
-class _Text(NamedTuple):
-    """The syntax tree of a running function, without those of functions nested in it."""
-
-    parents: dict[ast.AST, ast.AST]
-    loops: list[ast.For]  # those being executed, outermost first
-
-
-def _text_of(frame: FrameType) -> _Text | None:
-    tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    scope: ast.AST = tree
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_in(node, frame):
-            scope = node  # the innermost comes last
-    parents = dict(_parents(scope))
-    loops = [node for node in parents if isinstance(node, ast.For) and _is_in(node, frame)]
-    return _Text(parents, loops) if loops and not _only_passes_on(loops[0], parents) else None
+def _loops_of(frame: FrameType) -> Text | None:
+    """The running function, if it runs a for loop, and is not a generator that only passes batches on."""
+    parents, running = text_of(frame)
+    loops = [loop for loop in running if isinstance(loop, ast.For)]
+    return Text(parents, list(loops)) if loops and not _only_passes_on(loops[0], parents) else None
 
 
 def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether a generator yields each batch as it is, as those do that time and print: no count changes its batches."""
-    inside = list(_below(loop, parents))
+    inside = list(below(loop, parents))
     yields = [node for node in inside if isinstance(node, ast.Yield)]
     batch = ast.unparse(loop.target)
     return (
@@ -161,66 +152,64 @@ def _only_passes_on(loop: ast.For, parents: dict[ast.AST, ast.AST]) -> bool:
     )
 
 
-def _counts_in(text: _Text) -> Iterator[str]:
+def _counts_in(text: Text) -> Iterator[str]:
     parents, inner, outer = text.parents, text.loops[-1], text.loops[0]
-    for name in {target for node in _below(inner, parents) if (target := _counted(node)) is not None}:
-        others = [node for node in parents if name in _assigned(node) and _counted(node) is None]
-        if not (others or _is_held(name)) or not all(
-            _begins_with_number(node) or _begins_epoch(node) for node in others
-        ):
+    for name in {target for node in below(inner, parents) if (target := counted(node)) is not None}:
+        others = [node for node in parents if name in assigned(node) and counted(node) is None]
+        if not (others or is_held(name)) or not all(begins_with_number(node) or _begins_epoch(node) for node in others):
             continue  # not a local variable, or its initial value may be the position
-        if any(_holder_of(name) in _assigned(node) for node in _below(outer, parents)):
+        if any(holder_of(name) in assigned(node) for node in below(outer, parents)):
             continue  # in a dict that is made in each epoch
-        if any(inner in _around(node, parents) for node in others):
+        if any(inner in nodes_around(node, parents) for node in others):
             continue  # counts within a batch
-        is_of_epoch = any(outer in _around(node, parents) for node in others if not _begins_epoch(node))
-        uses = (node for node in _below(outer, parents) if _is_read(node, name))
+        is_of_epoch = any(outer in nodes_around(node, parents) for node in others if not _begins_epoch(node))
+        uses = (node for node in below(outer, parents) if is_read(node, name))
         if any(_is_decisive(node, name, parents, is_of_epoch=is_of_epoch) for node in uses):
             yield name
 
 
-def _carried_in(text: _Text) -> Iterator[str]:
+def _carried_in(text: Text) -> Iterator[str]:
     """Variables that start as a number, are carried from one pass through a loop to the next, and are compared."""
     parents, outer = text.parents, text.loops[0]
     shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
-    assigning = {node: names for node in parents if (names := _assigned(node))}
+    assigning = {node: names for node in parents if (names := assigned(node))}
     for loop in text.loops:
-        inside = {node: names for node, names in assigning.items() if loop in _around(node, parents)}
+        inside = {node: names for node, names in assigning.items() if loop in nodes_around(node, parents)}
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
-            if not (_is_held(name) or name in shared or any(map(_begins_with_number, before))):
-                continue  # not a number that starts over: a parameter, or a value from run.keep
-            if any(_holder_of(name) in names for names in inside.values()):
+            decays = any(_is_decay(node) for node, names in inside.items() if name in names)
+            starts_over = is_held(name) or name in shared or any(map(begins_with_number, before))
+            if not starts_over and any(_RESTORED.search(ast.unparse(node)) for node in before):
+                continue  # a value from run.keep, or the optimizer's rate
+            if any(holder_of(name) in names for names in inside.values()):
                 continue  # in a dict that is made in each pass
-            if any(_is_of_clock(node) for node, names in inside.items() if name in names):
+            if any(is_of_clock(node) for node, names in inside.items() if name in names):
                 continue
             if _is_read_first(loop.body, name):
-                uses = (node for node in _below(outer, parents) if _is_read(node, name))
-                if any(_is_decisive(node, name, parents, is_of_epoch=True) for node in uses):
+                uses = (node for node in below(outer, parents) if is_read(node, name))
+                if any(
+                    _is_rate(node, parents)
+                    or ((starts_over or decays) and _is_decisive(node, name, parents, is_of_epoch=not decays))
+                    for node in uses
+                ):
                     yield name
 
 
-def _best_weights_in(text: _Text) -> Iterator[str]:
+def _best_weights_in(text: Text) -> Iterator[str]:
     """Variables that some epochs set to a copy of the weights, and that are read after the loop."""
     outer = text.loops[0]
-    read = {_name(node) for node in text.parents if getattr(node, "lineno", 0) > (outer.end_lineno or 0)}
-    for node in _below(outer, text.parents):
+    read = {name_of(node) for node in text.parents if getattr(node, "lineno", 0) > (outer.end_lineno or 0)}
+    for node in below(outer, text.parents):
         if isinstance(node, ast.Assign) and _COPIES.search(ast.unparse(node.value)):
-            inside = itertools.takewhile(lambda around: around is not outer, _around(node, text.parents))
+            inside = itertools.takewhile(lambda around: around is not outer, nodes_around(node, text.parents))
             if any(isinstance(around, ast.If) for around in inside):
-                yield from (name for name in _assigned(node) if name in read and "[" not in name)
-
-
-def _is_of_clock(node: ast.AST) -> bool:
-    """Whether this assigns a time, as for logging once a minute."""
-    value = getattr(node, "value", None)
-    return value is not None and _TIMES.search(ast.unparse(value)) is not None
+                yield from (name for name in assigned(node) if name in read and "[" not in name)
 
 
 def _is_read_first(body: Sequence[ast.stmt], name: str) -> bool | None:
     """Whether some path through these statements reads `name` before setting it; None if every path sets it first."""
     for statement in body:
-        if isinstance(statement, _SCOPES):
+        if isinstance(statement, SCOPES):
             continue
         parts = list(ast.iter_child_nodes(statement))
         inner = [part for part in parts if isinstance(part, (ast.stmt, ast.excepthandler))]
@@ -242,92 +231,12 @@ def _is_read_first(body: Sequence[ast.stmt], name: str) -> bool | None:
 
 def _reads(part: ast.AST, name: str) -> bool:
     return any(
-        _is_read(node, name) or (isinstance(node, ast.AugAssign) and name in _assigned(node)) for node in ast.walk(part)
+        is_read(node, name) or (isinstance(node, ast.AugAssign) and name in assigned(node)) for node in ast.walk(part)
     )
 
 
 def _stored(part: ast.AST) -> set[str]:
-    return {found for node in ast.walk(part) if (found := _name(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
-
-
-def _is_in(node: ast.For | ast.FunctionDef | ast.AsyncFunctionDef, frame: FrameType) -> bool:
-    return node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
-
-
-def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """The nodes of a scope, without nested scopes, each with its parent; outermost first."""
-    todo = [scope]
-    while todo:
-        parent = todo.pop(0)
-        for child in ast.iter_child_nodes(parent):
-            yield child, parent
-            if not isinstance(child, _SCOPES):
-                todo.append(child)
-
-
-def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    while (parent := parents.get(node)) is not None:
-        yield parent
-        node = parent
-
-
-def _below(loop: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    return (node for node in parents if loop in _around(node, parents))
-
-
-def _counted(node: ast.AST) -> str | None:
-    """The variable that this node increments."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_number(node):
-        return _name(node.target)
-    return None
-
-
-def _is_number(node: ast.AST) -> bool:
-    """Whether this assigns an integer literal."""
-    value = getattr(node, "value", None)
-    return isinstance(value, ast.Constant) and type(value.value) is int
-
-
-def _assigned(node: ast.AST) -> set[str]:
-    """The variables that this node assigns."""
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    parts = (part for target in targets if target is not None for part in ast.walk(target))
-    return {name for part in parts if (name := _name(part)) is not None and isinstance(part.ctx, ast.Store)}  # type: ignore[attr-defined]
-
-
-def _name(node: ast.AST) -> str | None:
-    """The name of a variable, attribute or item, such as ``self.step`` or ``best['loss']``; None for any other node."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if not isinstance(node, (ast.Attribute, ast.Subscript)) or (inner := _name(node.value)) is None:
-        return None
-    if isinstance(node, ast.Attribute):
-        return f"{inner}.{node.attr}"
-    is_item = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) and "[" not in inner
-    return f"{inner}[{ast.unparse(node.slice)}]" if is_item else None
-
-
-def _is_held(name: str) -> bool:
-    """Whether this is the name of an attribute or item, and not of a variable."""
-    return "." in name or "[" in name
-
-
-def _holder_of(name: str) -> str | None:
-    """The dict that holds this item; None for a variable or an attribute."""
-    holder, _, key = name.partition("[")
-    return holder if key else None
-
-
-def _last(name: str) -> str:
-    """The name under which to keep it: that of the attribute, or of the dict that holds the item."""
-    return name.partition("[")[0].rpartition(".")[2]
-
-
-def _begins_with_number(node: ast.AST) -> bool:
-    """Whether this assigns a literal number, infinity, or None."""
-    value = getattr(node, "value", None)
-    parts = value.elts if isinstance(value, ast.Tuple) else [value]
-    return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
+    return {found for node in ast.walk(part) if (found := name_of(node)) and isinstance(node.ctx, ast.Store)}  # type: ignore[attr-defined]
 
 
 def _begins_epoch(node: ast.AST) -> bool:
@@ -337,13 +246,20 @@ def _begins_epoch(node: ast.AST) -> bool:
     return _OF_EPOCH.search(text) is not None and ".step" not in text
 
 
-def _is_read(node: ast.AST, name: str) -> bool:
-    return _name(node) == name and isinstance(node.ctx, ast.Load)  # type: ignore[attr-defined]
+def _is_decay(node: ast.AST) -> bool:
+    """Whether this is a step of a schedule, as ``temperature *= 0.9``."""
+    return isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Mult, ast.Div))
+
+
+def _is_rate(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this use sets a learning rate, as in ``group["lr"] = lr``."""
+    statement = next((around for around in nodes_around(use, parents) if isinstance(around, ast.stmt)), None)
+    return statement is not None and sets_rate(statement)
 
 
 def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is_of_epoch: bool) -> bool:
     """Whether the loop's behavior depends on this use of a count; `is_of_epoch`: it restarts in each epoch."""
-    for around in _around(use, parents):
+    for around in nodes_around(use, parents):
         if isinstance(around, ast.FormattedValue):
             return False
         if isinstance(around, ast.BinOp) and isinstance(around.op, ast.Mod) and around.left is use:
@@ -355,5 +271,5 @@ def _is_decisive(use: ast.AST, name: str, parents: dict[ast.AST, ast.AST], *, is
             words = re.split(r"[._]", ast.unparse(call.func).lower()) if isinstance(call, ast.Call) else []
             return not _OF_RATES.isdisjoint(words)
         if isinstance(around, ast.stmt):
-            return not is_of_epoch and isinstance(around, (ast.Assign, ast.AugAssign)) and name not in _assigned(around)
+            return not is_of_epoch and isinstance(around, (ast.Assign, ast.AugAssign)) and name not in assigned(around)
     return False

@@ -14,12 +14,14 @@ from cluster_ddp.train.own.watch.carried import Carried
 from cluster_ddp.train.own.watch.comm_hooks import CommHooks
 from cluster_ddp.train.own.watch.copies import Copies
 from cluster_ddp.train.own.watch.counts import Counts
+from cluster_ddp.train.own.watch.elsewhere import Elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
 from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
 from cluster_ddp.train.own.watch.rank_buffers import RankBuffers
+from cluster_ddp.train.own.watch.rounds import Rounds
 from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
 from cluster_ddp.train.randomness import OwnGenerators
@@ -85,6 +87,8 @@ def first_steps_of(
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
             Counts(warn, passed_in.others.values(), loop.kept),
+            Rounds(lambda: loop.step, warn),
+            Elsewhere(warn, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),

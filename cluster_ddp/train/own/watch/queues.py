@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,13 @@ from cluster_ddp.train.own.kept import Kept, KeptValues
 from cluster_ddp.train.own.passed_in import PassedIn
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_variables
 from cluster_ddp.train.own.values import fingerprint_of, has_tensors
+from cluster_ddp.train.own.watch.syntax import name_of, program_files, tree_of
 
 _ARRAYS = (np.ndarray, Tensor)
 _FILLED = (list, collections.deque, *_ARRAYS)
 _Queue = collections.deque[Any] | list[Any]
 
+_DRAWS = {"sample", "choice", "choices"}
 _ATTRIBUTE = re.compile(r"\.[a-z]\w*$")  # a public attribute of an object, from the end of its name
 _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _DEPTH_OF_PASSED_IN = 4
@@ -27,9 +31,9 @@ _DEPTH_OF_PASSED_IN = 4
 class Queues:
     """Warns, after the second step, about queues that steps fill with tensors or arrays and no checkpoint contains.
 
-    These are any `deque`, and any list in an attribute of an object, such as the images of a pool. Queues of numbers
-    are not reported: they are mostly losses to print. Nor are lists in variables, in which a loop collects what it
-    evaluates later.
+    These are any `deque`, any list in an attribute of an object, such as the images of a pool, and any list from which
+    the program draws, as in ``random.sample(memory, 32)``. Queues of numbers are not reported: they are mostly losses
+    to print. Nor are other lists in variables, in which a loop collects what it evaluates later.
 
     Also reported are arrays and tensors in an object that fills them row by row, with the next row in a number beside
     them, and numbers that steps change beside what the loop keeps, such as the count of images in a pool.
@@ -87,7 +91,7 @@ class Queues:
             kind = type(found)
             if id(found) in held or kind.__module__.partition(".")[0] == "torch":  # some of torch's warn when looked at
                 continue
-            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type)):
+            if hasattr(found, "__dict__") and not issubclass(kind, (Kept, nn.Module, type, ModuleType)):
                 yield name, found, {key: value for key, value in list(vars(found).items()) if type(value) is int}
 
     def _beside_kept(self) -> Iterator[tuple[str, int]]:
@@ -118,13 +122,22 @@ class Queues:
     def _of_the_loop(self) -> Iterator[tuple[str, _Queue]]:
         passed_in = [("", thing) for thing in (*self._passed_in.optimizers, *self._passed_in.others.values())]
         held = {id(part) for _, part in (*reachable(passed_in, _DEPTH_OF_PASSED_IN), *self._kept.values.items())}
+        drawn_from = _drawn_from()
         for name, found in reachable(running_variables(), _DEPTH):
-            if _is_queue(name, found) and found and has_tensors(found[-1]) and id(found) not in held:
+            if _is_queue(name, found, drawn_from) and found and has_tensors(found[-1]) and id(found) not in held:
                 yield name, found
 
 
-def _is_queue(name: str, found: Any) -> bool:
-    return type(found) is collections.deque or (type(found) is list and _ATTRIBUTE.search(name) is not None)
+def _is_queue(name: str, found: Any, drawn_from: set[str]) -> bool:
+    is_list = type(found) is list and (name in drawn_from or _ATTRIBUTE.search(name) is not None)
+    return is_list or type(found) is collections.deque
+
+
+def _drawn_from() -> set[str]:
+    """The variables from which the program draws, in any function of the files that run."""
+    calls = (node for file in program_files([]) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call))
+    drawing = (call for call in calls if call.args and (name_of(call.func) or "").rpartition(".")[2] in _DRAWS)
+    return {name for call in drawing if (name := name_of(call.args[0])) is not None}
 
 
 def _is_filled(holder: Any, array: str, key: str, before: tuple[int, int, int]) -> bool:

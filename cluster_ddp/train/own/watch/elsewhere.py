@@ -1,0 +1,232 @@
+"""Detects numbers that functions outside of the running loop carry along, such as best values and exploration rates."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from cluster_ddp.train.own.kept import Kept, KeptValues
+from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
+from cluster_ddp.train.own.watch.syntax import (
+    FUNCTIONS,
+    assigned,
+    begins_with_number,
+    is_held,
+    is_of_clock,
+    is_own_class,
+    is_read,
+    name_of,
+    nodes_around,
+    program_files,
+    sets_rate,
+    tree_of,
+    with_parents,
+)
+
+_DEPTH = 3  # a variable's value, its attributes, and what these hold
+_BOUNDS = {"min", "max"}
+_FORMULAS = {"exp", "pow", "cos", *_BOUNDS}
+_NUMBERS = (int, float, type(None))
+
+
+class Elsewhere:
+    """Warns, after the second step, about numbers of the program that decide, and that no running function sets.
+
+    Such as ``if accuracy > self.best: self.best = accuracy`` in a method that is called after the batches, in the code
+    of any class of the program's own with an object in its variables, and likewise with a global variable or an item
+    of a dict. Also about numbers that steps change so, if they are compared with others, such as the exploration rate
+    of an agent. What a method sets to a literal number, as a meter's ``reset()`` does, is not reported.
+
+    Parameters
+    ----------
+    warn
+        Called with the message.
+    passed_in
+        The objects passed in; their attributes are not checked.
+    kept
+        What the loop keeps with `ScriptRun.keep`.
+    """
+
+    def __init__(self, warn: Callable[[str], None], passed_in: Iterable[Any], kept: KeptValues) -> None:
+        self._warn, self._passed_in, self._kept = warn, list(passed_in), kept
+        self._before: dict[str, Any] = {}
+
+    def first(self) -> None:
+        """Call after the first step."""
+        self._before = {found.name: found.value for found in self._found()}
+
+    def second(self) -> None:
+        """Call after the second step."""
+        before, self._before = self._before, {}
+        names = {
+            found.name
+            for found in self._found()
+            if found.decides or (found.steers and before.get(found.name, found.value) != found.value)
+        }
+        if names:
+            last = sorted({name.rpartition(".")[2].partition("[")[0] for name in names})
+            self._warn(
+                f"the program depends on {', '.join(sorted(names))}, which no checkpoint contains: after a resume "
+                "it starts over, and what it decides, such as a rate or the best model, differs. Keep it: kept = "
+                f"run.keep({last[0]}=...) with the initial value, and read and set kept.{last[0]}; or give its object "
+                "state_dict() and load_state_dict(), and pass it in"
+            )
+
+    def _found(self) -> list[_Found]:
+        return found_or_nothing(self._numbers())
+
+    def _numbers(self) -> Iterator[_Found]:
+        held = {id(part) for _, part in reachable((("", thing) for thing in self._passed_in), _DEPTH)}
+        held |= {id(value) for value in self._kept.values.values()}
+        holders = [(name, value) for name, value in reachable(_variables(), _DEPTH) if id(value) not in held]
+        objects = [(name, value) for name, value in holders if _is_of_program(value)]
+        running = {(frame.f_code.co_filename, frame.f_code.co_firstlineno) for frame in running_frames()}
+        frames = {frame.f_code.co_filename: frame for frame in running_frames()}
+        for file in program_files(value for _, value in objects):
+            for use in _uses_in(file):
+                if (file, use.line) in running:
+                    continue  # `Counts` looks at it
+                for name, value in _values(use, objects, holders, frames[file].f_globals if file in frames else {}):
+                    yield _Found(name, value, use.decides, use.steers)
+
+
+class _Found(NamedTuple):
+    """A number, under the name by which the program holds it, and how it uses it."""
+
+    name: str
+    value: Any
+    decides: bool
+    steers: bool
+
+
+class _Use(NamedTuple):
+    """How a function uses an attribute, an item or a global variable."""
+
+    name: str
+    owner: str | None  # the class of `self`
+    line: int  # of the function
+    decides: bool  # it is compared with what it is then set to
+    steers: bool  # it is changed by its own value, and compared
+
+
+def _variables() -> list[tuple[str, Any]]:
+    """Those of the running functions, and of their modules."""
+    return [*running_variables(), *(item for frame in running_frames() for item in list(frame.f_globals.items()))]
+
+
+def _is_of_program(value: Any) -> bool:
+    if isinstance(value, (Kept, nn.Module, type)) or not (is_own_class(type(value)) or type(value) is SimpleNamespace):
+        return False
+    is_framed = any(not is_own_class(kind) for kind in type(value).__mro__[:-1])
+    saves_itself = any("state_dict" in vars(kind) for kind in type(value).__mro__ if is_own_class(kind))
+    is_stopper = "earlystop" in type(value).__name__.lower().replace("_", "")  # reported by `Counts`
+    is_kept = any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__)  # by `ResumeExactly`
+    return not (is_stopper or is_kept or (is_framed and saves_itself))
+
+
+def _values(
+    use: _Use, objects: list[tuple[str, Any]], holders: list[tuple[str, Any]], shared: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The numbers that a use may mean, by the name under which the program holds them."""
+    if not is_held(use.name):
+        if use.name in shared and type(shared[use.name]) in _NUMBERS:
+            yield use.name, shared[use.name]
+        return
+    if "[" in use.name:
+        key = ast.literal_eval(use.name.rpartition("[")[2].removesuffix("]"))
+        for name, value in holders:
+            if type(value) is dict and type(value.get(key, "")) in _NUMBERS:
+                yield f"{name}[{key!r}]", value[key]
+        return
+    attribute = use.name.rpartition(".")[2]
+    for name, value in objects:
+        kinds = {kind.__name__ for kind in type(value).__mro__}
+        if (use.owner is None or use.owner in kinds) and type(vars(value).get(attribute, "")) in _NUMBERS:
+            yield f"{name}.{attribute}", vars(value)[attribute]
+
+
+def _uses_in(file: str) -> Iterator[_Use]:
+    for owner in ast.walk(tree_of(file)):
+        if isinstance(owner, (ast.Module, ast.ClassDef)):
+            functions = {node: with_parents(node) for node in owner.body if isinstance(node, FUNCTIONS)}
+            of_class = owner.name if isinstance(owner, ast.ClassDef) else None
+            reset = {name for function in functions if function.name != "__init__" for name in _reset_in(function)}
+            compared = {name for parents in functions.values() for name in _compared_in(parents)}
+            if of_class is not None and any(
+                map(sets_rate, (node for parents in functions.values() for node in parents))
+            ):
+                compared |= {name for parents in functions.values() for node in parents for name in assigned(node)}
+            for function, parents in functions.items():
+                for use in _uses_of(function, parents, of_class, compared):
+                    if use.name not in reset:
+                        yield use
+
+
+def _reset_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """What a function sets to a literal number whatever happens."""
+    setting = (node for node in function.body if isinstance(node, ast.Assign) and begins_with_number(node))
+    return {name for node in setting for name in assigned(node)}
+
+
+def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
+    """What is compared with something that is no literal, or is in a formula such as that of a decay.
+
+    Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``; a meter's mean is none.
+    """
+    for node in parents:
+        sides: list[ast.AST] = []
+        if isinstance(node, ast.Compare) and not any(
+            isinstance(side, ast.Constant) for side in (node.left, *node.comparators)
+        ):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            sides = list(ast.walk(node))
+        elif isinstance(node, ast.Call) and (called := (name_of(node.func) or "").rpartition(".")[2]) in _FORMULAS:
+            sides = [part for argument in node.args for part in ast.walk(argument)]
+            if called in _BOUNDS:
+                sides = [part.left for part in sides if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div)]
+        yield from (name for side in sides if (name := name_of(side)) is not None)
+
+
+def _uses_of(
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    parents: dict[ast.AST, ast.AST],
+    owner: str | None,
+    compared: set[str],
+) -> Iterator[_Use]:
+    shared = {name for node in parents if isinstance(node, ast.Global) for name in node.names}
+    setting = {node: names for node in parents if (names := assigned(node))}
+    for name in sorted({name for names in setting.values() for name in names if is_held(name) or name in shared}):
+        nodes = [node for node, names in setting.items() if name in names]
+        if any(map(is_of_clock, nodes)):
+            continue
+        decides = any(_is_best(node, name, parents) for node in nodes)
+        changes = any(isinstance(node, ast.AugAssign) or _reads(getattr(node, "value", None), name) for node in nodes)
+        of_self = owner if name.startswith("self.") and name.count(".") == 1 else None
+        if decides or (changes and name in compared):
+            yield _Use(name, of_self, function.lineno, decides, changes and name in compared)
+
+
+def _reads(part: ast.AST | None, name: str) -> bool:
+    return part is not None and any(is_read(node, name) for node in ast.walk(part))
+
+
+def _is_best(node: ast.AST, name: str, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether this sets a number to what it was compared with, as in ``if acc > best: best = acc``, or ``max()``."""
+    value = getattr(node, "value", None)
+    if isinstance(value, ast.Call) and name_of(value.func) in ("max", "min"):
+        return _reads(value, name) and len(value.args) == 2
+    if value is None or begins_with_number(node):
+        return False
+    new = {name_of(part) for part in ast.walk(value)} - {None}
+    for around in nodes_around(node, parents):
+        if isinstance(around, ast.If) and node not in around.orelse:
+            for compare in (part for part in ast.walk(around.test) if isinstance(part, ast.Compare)):
+                sides = [compare.left, *compare.comparators]
+                if any(is_read(side, name) for side in sides) and any(name_of(side) in new for side in sides):
+                    return True
+    return False

@@ -1,0 +1,178 @@
+"""Reads the source of a running program: which loops run, and how they set and use their variables."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from types import FrameType
+from typing import Any, NamedTuple
+
+from cluster_ddp.train.own.program import running_frames, variables_of
+
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
+_OURS = __name__.partition(".")[0]
+_FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
+_TIMES = re.compile("time|now|perf_counter", re.IGNORECASE)
+
+
+class Text(NamedTuple):
+    """The syntax tree of a running function, without those of functions nested in it."""
+
+    parents: dict[ast.AST, ast.AST]
+    loops: list[ast.For | ast.While]  # those being executed, outermost first
+
+
+def text_of(frame: FrameType) -> Text:
+    """The running function.
+
+    Raises
+    ------
+    SyntaxError
+        Its source cannot be read, or its lines have moved.
+    """
+    tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    scope: ast.AST = tree
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_in(node, frame):
+            scope = node  # the innermost comes last
+    parents = with_parents(scope)
+    loops = [node for node in parents if isinstance(node, (ast.For, ast.While)) and _is_in(node, frame)]
+    return Text(parents, loops)
+
+
+def program_files(objects: Iterable[Any]) -> set[str]:
+    """The files of the running functions, and of the classes of these objects, without those of libraries."""
+    kinds = {kind for value in objects for kind in type(value).__mro__ if is_own_class(kind)}
+    code = [getattr(member, "__code__", None) for kind in kinds for member in vars(kind).values()]
+    files = {at.co_filename for at in (*code, *(frame.f_code for frame in running_frames())) if at is not None}
+    return {file for file in files if not file.startswith(LIBRARIES)}
+
+
+def tree_of(file: str) -> ast.Module:
+    """The syntax tree of a file; empty if it cannot be read."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether a class is the program's, and not one of a library or of this package."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or ""
+    return module is not None and (
+        kind.__module__ == "__main__"
+        or (bool(file) and not file.startswith(LIBRARIES) and kind.__module__.partition(".")[0] != _OURS)
+    )
+
+
+def with_parents(scope: ast.AST) -> dict[ast.AST, ast.AST]:
+    """The nodes of a scope, without nested scopes, each with its parent; outermost first."""
+    return dict(_parents(scope))
+
+
+def _is_in(node: ast.For | ast.While | ast.FunctionDef | ast.AsyncFunctionDef, frame: FrameType) -> bool:
+    return node.lineno <= frame.f_lineno <= (node.end_lineno or 0)
+
+
+def _parents(scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    todo = [scope]
+    while todo:
+        parent = todo.pop(0)
+        for child in ast.iter_child_nodes(parent):
+            yield child, parent
+            if not isinstance(child, SCOPES):
+                todo.append(child)
+
+
+def nodes_around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    while (parent := parents.get(node)) is not None:
+        yield parent
+        node = parent
+
+
+def below(loop: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    return (node for node in parents if loop in nodes_around(node, parents))
+
+
+def name_of(node: ast.AST) -> str | None:
+    """The name of a variable, attribute or item, such as ``self.step`` or ``best['loss']``; None for any other node."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if not isinstance(node, (ast.Attribute, ast.Subscript)) or (inner := name_of(node.value)) is None:
+        return None
+    if isinstance(node, ast.Attribute):
+        return f"{inner}.{node.attr}"
+    is_item = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) and "[" not in inner
+    return f"{inner}[{ast.unparse(node.slice)}]" if is_item else None
+
+
+def value_of(name: str, frame: FrameType) -> Any:
+    first, *inner = name.split(".")
+    return reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+
+
+def is_held(name: str) -> bool:
+    """Whether this is the name of an attribute or item, and not of a variable."""
+    return "." in name or "[" in name
+
+
+def holder_of(name: str) -> str | None:
+    """The dict that holds this item; None for a variable or an attribute."""
+    holder, _, key = name.partition("[")
+    return holder if key else None
+
+
+def last_part(name: str) -> str:
+    """The name under which to keep it: that of the attribute, or of the dict that holds the item."""
+    return name.partition("[")[0].rpartition(".")[2]
+
+
+def assigned(node: ast.AST) -> set[str]:
+    """The variables that this node assigns."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    parts = (part for target in targets if target is not None for part in ast.walk(target))
+    return {name for part in parts if (name := name_of(part)) is not None and isinstance(part.ctx, ast.Store)}  # type: ignore[attr-defined]
+
+
+def is_read(node: ast.AST, name: str) -> bool:
+    return name_of(node) == name and isinstance(node.ctx, ast.Load)  # type: ignore[attr-defined]
+
+
+def counted(node: ast.AST) -> str | None:
+    """The variable that this node increments."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_number(node):
+        return name_of(node.target)
+    return None
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Whether this assigns an integer literal."""
+    value = getattr(node, "value", None)
+    return isinstance(value, ast.Constant) and type(value.value) is int
+
+
+def begins_with_number(node: ast.AST) -> bool:
+    """Whether this assigns a literal number, infinity, or None."""
+    value = getattr(node, "value", None)
+    parts = value.elts if isinstance(value, ast.Tuple) else [value]
+    return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
+
+
+def sets_rate(statement: ast.AST) -> bool:
+    """Whether this sets a learning rate, as ``group["lr"] = lr`` does."""
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return any(isinstance(to, ast.Subscript) and ast.unparse(to.slice) == "'lr'" for to in targets)
+
+
+def is_of_clock(node: ast.AST) -> bool:
+    """Whether this assigns a time, as for logging once a minute."""
+    value = getattr(node, "value", None)
+    return value is not None and _TIMES.search(ast.unparse(value)) is not None

@@ -1,0 +1,169 @@
+"""Numbers that decide, and that a function outside of the running loop sets, are told; those of meters are not."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster_ddp.train.own import kept
+from cluster_ddp.train.own.watch.elsewhere import Elsewhere
+
+
+class Trainer:
+    """Validates in a method of its own."""
+
+    def __init__(self) -> None:
+        self.best, self.seen = float("inf"), 0
+
+    def validate(self, loss: float) -> None:
+        self.seen += 1
+        if loss < self.best:
+            self.best = loss
+            print("the best so far")
+
+
+class Saver:
+    """Is called with the newest value."""
+
+    best: float | None
+
+    def __init__(self) -> None:
+        self.best = None
+
+    def __call__(self, value: float) -> None:
+        if self.best is None or value > self.best:
+            self.best = value
+
+
+class KeptSaver(Saver):
+    """Passed in by the program."""
+
+
+def saves_the_best(value: float, state: dict[str, Any]) -> None:
+    if value > state["best"]:
+        state["best"] = value
+
+
+def notes_the_best(value: float) -> None:
+    global best_at_the_top
+    best_at_the_top = max(best_at_the_top, value)
+
+
+best_at_the_top = 0.0
+steps_done = 0
+
+
+def explores() -> bool:
+    """As in PyTorch's tutorial on DQN."""
+    global steps_done
+    steps_done += 1
+    return random.random() > 0.05 + 0.85 * math.exp(-1.0 * steps_done / 1000)
+
+
+class Agent:
+    """Explores less with each step."""
+
+    def __init__(self) -> None:
+        self.epsilon, self.acted = 1.0, 0
+
+    def act(self) -> int:
+        self.acted += 1
+        self.epsilon *= 0.9
+        return 0 if random.random() < self.epsilon else 1
+
+
+class Warmup:
+    """Sets the rate, as the optimizer of the Annotated Transformer does."""
+
+    def __init__(self) -> None:
+        self.group, self.steps = {"lr": 0.0}, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.group["lr"] = self.rate()
+
+    def rate(self, step: int | None = None) -> float:
+        step = self.steps if step is None else step
+        return 0.1 * step
+
+
+class Annealed:
+    """A loss that weighs a part of it more with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return min(1.0, self.calls / 1000)
+
+
+class Meter:
+    """As programs have it."""
+
+    def __init__(self) -> None:
+        self.total = self.count = self.last = self.shown = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self.longest = 0.0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        if self.count > 0:
+            self.last = self.total / max(self.count, 1)
+        if value > self.longest:
+            self.longest = value
+        if self.count - self.shown >= 3:
+            self.shown = self.count
+
+
+def loop(step: Callable[[Elsewhere], Any], watch: Elsewhere, **held: Any) -> None:
+    """Two steps of a loop that holds these things."""
+    for look in (watch.first, watch.second):
+        step(watch)
+        look()
+    assert held is not None
+
+
+def told(step: Callable[..., Any], *passed_in: Any, **held: Any) -> str:
+    messages: list[str] = []
+    values = kept.KeptValues()
+    if "kept" in held:
+        values.add({"kept": held["kept"]})
+    loop(lambda _: step(*held.values()), Elsewhere(messages.append, passed_in, values), **held)
+    return "".join(messages)
+
+
+@pytest.mark.parametrize(
+    ("step", "held", "name"),
+    [
+        (lambda trainer: trainer.seen, {"trainer": Trainer()}, "held['trainer'].best"),
+        (lambda saver: saver, {"saver": Saver()}, "held['saver'].best"),
+        (lambda state: state, {"state": {"best": 0.0}}, "held['state']['best']"),
+        (lambda warmup: warmup.step(), {"warmup": Warmup()}, "held['warmup'].steps"),
+        (lambda loss: loss(), {"loss": Annealed()}, "held['loss'].calls"),
+        (lambda agent: agent.act(), {"agent": Agent()}, "held['agent'].epsilon"),
+    ],
+)
+def test_a_number_that_decides_elsewhere_is_told(step: Any, held: dict[str, Any], name: str) -> None:
+    message = told(step, **held)
+    assert f"{name}" in message and "which no checkpoint contains" in message
+    assert "best_at_the_top" in message  # which any program that holds this module depends on
+
+
+def test_what_a_step_only_counts_is_not_told_and_a_formula_of_it_is() -> None:
+    assert "steps_done" not in told(lambda: None)
+    assert "steps_done" in told(explores)
+
+
+def test_a_meter_and_what_is_kept_otherwise_are_not_told() -> None:
+    meter, saver = Meter(), KeptSaver()
+    message = told(lambda meter, saver: meter.update(1.0), saver, meter=meter, saver=saver)
+    assert "meter" not in message and "saver" not in message
+    assert "['best']" not in told(lambda state: state, kept={"best": 0.0})
