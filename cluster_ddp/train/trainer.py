@@ -209,7 +209,7 @@ class Trainer:
         )
         self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=self.scaler)
         self.buffers = Buffers(self.model)
-        self.overlap = Overlap(self.optimizer)
+        self.overlap = Overlap(self.optimizer, self.device)
         self.nonfinite = NonFiniteCheck(train.max_bad_steps, self.update, self.gradients, self.model)
 
     def _build_state(self) -> None:
