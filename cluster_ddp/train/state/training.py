@@ -17,7 +17,8 @@ from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module
+from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module, of_tensor
+from cluster_ddp.train.state.comparing import other_forms
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import variables_around
@@ -222,11 +223,16 @@ class State:
         if self._watched is None:
             return []
         was, self._watched = self._watched, self._attributes()
-        saved = Attributes({"task": self._task_state(), "model": self._model_state()[1]})
+        states = {"task": self._task_state(), "model": self._model_state()[1]}
+        saved = Attributes({**states, "in other forms": list(other_forms(states))})
         changed = self._watched.unsaved(was.changed(self._watched), saved)
-        optimizers = {"optimizer": self._optimizer, **self._others}
-        of_optimizers = {f"{name}.{key}" for name, optimizer in optimizers.items() for key in optimizer.changed_later()}
+        of_optimizers = {
+            f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
+        }
         return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
+
+    def _optimizers(self) -> dict[str, OptimizerState]:
+        return {"optimizer": self._optimizer, **self._others}
 
     def _attributes(self) -> Attributes:
         modules = {**{f"model.{name}".rstrip("."): module for name, module in self._modules}, **self._besides}
@@ -239,12 +245,16 @@ class State:
             for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
                 if hooks:
                     holders[f"model.{name}, its hooks"] = hooks
+        for name, optimizer in self._optimizers().items():
+            holders |= {f"{name}.{key}": hooks for key, hooks in optimizer.hooks().items()}
+        for name, tensor in (*self._by_name.items(), *self._model.named_buffers()):
+            holders |= {f"model.{name}.{key}": value for key, value in of_tensor(tensor).items()}
         if isinstance(self._also, Task):
             parts = {**enclosing_methods(self._also), **vars(self._also)}
             holders |= {f"task.{key}": value for key, value in parts.items()}
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
             holders |= variables_around(code)
-        known = set(self._saved)
+        known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
         return Attributes(holders, known, seeded=self._seeded)
