@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
+from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.randomness import OwnGenerators
@@ -93,6 +94,7 @@ class State:
         others: Mapping[str, OptimizerState] | None = None,  # other optimizers, saved by `also`
         besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
         seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
+        communicating: Communicating | None = None,  # of a task: what its methods have done so far
     ) -> None:
         self.counts = Counts()  # saved with the rest; the code that counts updates them
         self._model = model
@@ -104,6 +106,7 @@ class State:
         self._optimizer.apart = apart
         self._others = others or {}
         self._seeded = seeded
+        self._communicating = communicating or Communicating()
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
         # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
@@ -166,11 +169,28 @@ class State:
             self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})
         if self._ema is not None:
             self._ema.restore(step - self.counts.skipped)
-        of_task = _with_prefix("task.", extra)
+        self._load_task(scalars, _with_prefix("task.", extra), unpacker)
+
+    def _load_task(self, scalars: Mapping[str, Any], of_task: dict[str, Tensor], unpacker: Unpacker) -> None:
         task_state = unpacker.unpack(scalars["task"], of_task.pop)
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
             self._also.load_state_dict(task_state)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether methods of the task communicate, so that no rank may call them alone; the same on all ranks."""
+        return isinstance(self._also, Task) and self._communicating.is_seen
+
+    def call_along(self, collected: Collected, fresh: Callable[[], State]) -> None:
+        """Call those methods of the task that rank 0 calls in order to check that this state comes back."""
+        tensors, scalars = collected
+        of_task = {name: tensor.cpu().clone() for name, tensor in _with_prefix("task.", tensors).items()}
+        packed = json.loads(json.dumps(scalars["task"]))
+        with self.undoing(), contextlib.suppress(Exception):  # rank 0 reports it
+            other = fresh()
+            other._load_task({"task": packed}, of_task, Unpacker(self._device))
+            other.collect()
 
     def check_groups(self) -> None:
         """Raise a `TaskError` if an optimizer's groups differ from what a resume would find; called in every step."""
@@ -321,7 +341,8 @@ class State:
     def _task_state(self) -> dict[str, Any]:
         if self._also is None:
             return {}
-        return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
+        with self._communicating.watched():
+            return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
 
     # Buffers that state_dict() omits are part of the state as soon as they change.
 
