@@ -7,6 +7,7 @@ import copy
 import importlib
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,47 @@ def test_what_is_saved_in_another_form_is_exact_and_not_told(tmp_path: Path, cap
     assert str(judge(Case(), tmp_path, SavesOtherwise)) == "exact"
     said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert all("training changes task.losses, which" in line for line in said) and said
+
+
+class SetsModes(ZooTask):
+    """Once, it puts a teacher into evaluation mode and freezes a part of a critic, both kept beside its model."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.bound: dict[str, Any] | None = None
+
+    def model(self) -> nn.Module:
+        self.teachers = [nn.Sequential(nn.Dropout(0.5), mlp())]
+        self.kept = SimpleNamespace(critic=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        [teacher], critic = self.teachers, self.kept.critic
+        if self.trainer.step == 1:
+            teacher.eval()
+            critic[0].requires_grad_(False)
+        if self.trainer.step == 2:
+            self.bound = {"of": [torch.ones(1)]}
+        inputs, _ = batch
+        asked = [weight for weight in critic.parameters() if weight.requires_grad]
+        slopes = torch.autograd.grad(critic(teacher(inputs)).mean(), asked)
+        with torch.no_grad():
+            for weight, slope in zip(asked, slopes, strict=True):
+                weight.add_(slope, alpha=-0.1)
+        return super().loss(model, batch) + critic(model(inputs)).mean() + teacher(inputs).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"critic": self.kept.critic.state_dict(), "bound": self.bound}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept.critic.load_state_dict(state["critic"])
+        self.bound = state["bound"]
+
+
+def test_the_modes_of_networks_beside_the_model_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, SetsModes)) == "exact"
+    assert "task.bound" not in capfd.readouterr().err
 
 
 def test_what_pip_has_put_into_a_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,12 @@ class Attributes:
         }
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if _is_replaced(self._kinds.get(name), now._kinds.get(name))}
-        return sorted(((self.leaves.keys() | now.leaves.keys()) - same) | replaced)
+        filled = {  # what was None and holds something now, which has names of its own
+            name
+            for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
+            if self.leaves[name] is None and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
+        }
+        return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
 
     def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
         """Which of the changed names are not saved, under any name.

@@ -20,6 +20,7 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module, of_tensor
 from cluster_ddp.train.state.comparing import other_forms
+from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import variables_around
@@ -122,6 +123,8 @@ class State:
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = _hidden_buffers(model)
+        of_model = {id(module) for _, module in self._modules}
+        self._modes = Modes(also, of_model) if isinstance(also, Task) else None
         self._first_of_task = copy.deepcopy(self._task_state())
         self.collect()  # raise any refusal before the first step
 
@@ -140,6 +143,7 @@ class State:
                 if parameter.requires_grad != first
             },
             "evaluating": [name for name, module in self._modules if not module.training],
+            "modes_of_task": {} if self._modes is None else self._modes.changed(),
             "extra_state": {name: packer.pack(value, _EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
@@ -158,6 +162,8 @@ class State:
             evaluating = set(scalars["evaluating"])
             for name, module in self._modules:
                 module.training = name not in evaluating
+        if self._modes is not None:
+            self._modes.restore(scalars.get("modes_of_task", {}))
         self._load_buffers(_with_prefix(_BUFFER, extra))
         of_modules = _with_prefix(_EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
