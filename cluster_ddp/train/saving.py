@@ -190,6 +190,8 @@ class Saving:
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
+            if self._rank == 0:
+                state.note()
             self._check(state, step, collected, together=True)
             self.warn_unsaved(state)
 

@@ -217,6 +217,21 @@ def test_the_modes_of_networks_beside_the_model_come_back(tmp_path: Path, capfd:
     assert "task.bound" not in capfd.readouterr().err
 
 
+class CountsModels(ZooTask):
+    """Counts how often its model is made."""
+
+    made_so_far = 0
+
+    def model(self) -> nn.Module:
+        CountsModels.made_so_far += 1
+        return super().model()
+
+
+def test_what_only_the_check_changes_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _told(CountsModels, tmp_path, capfd) == "task.losses"
+    assert CountsModels.made_so_far > 1
+
+
 def test_what_pip_has_put_into_a_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, name in (("mine", "my_helpers"), ("theirs", "their_helpers")):
         (tmp_path / folder / name).mkdir(parents=True)

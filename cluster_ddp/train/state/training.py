@@ -120,6 +120,7 @@ class State:
             if id(part) not in self._saved
         }
         self._watched: Attributes | None = None
+        self._noted: Attributes | None = None
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = _hidden_buffers(model)
@@ -240,6 +241,11 @@ class State:
         for other in self._others.values():
             other.changed_later()
 
+    def note(self) -> None:
+        """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
+        if self._watched is not None:
+            self._noted = self._attributes()
+
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
 
@@ -248,14 +254,15 @@ class State:
         """
         if self._watched is None:
             return []
-        was, self._watched = self._watched, self._attributes()
+        was, now = self._watched, self._noted or self._attributes()
+        self._watched, self._noted = self._attributes() if self._noted else now, None
         states = {"task": self._task_state(), "model": self._model_state()[1]}
         saved = Attributes({**states, "in other forms": list(other_forms(states))})
-        changed = self._watched.unsaved(was.changed(self._watched), saved)
+        changed = now.unsaved(was.changed(now), saved)
         of_optimizers = {
             f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
         }
-        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
+        return sorted({now.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
 
     def _optimizers(self) -> dict[str, OptimizerState]:
         return {"optimizer": self._optimizer, **self._others}
