@@ -233,7 +233,7 @@ class OptimizerState:
 
     def hooks(self) -> dict[str, Any]:
         """The hooks that somebody gave it: they may keep something, such as for logging, or step another optimizer."""
-        return {name: value for name, value in vars(self.optimizer).items() if value and are_hooks(value)}
+        return {name: value for name, value in vars(self.optimizer).items() if are_hooks(value) and value}
 
     def _hidden(self) -> Attributes:
         """Attributes outside the groups, the hooks and the saved part of `state`, such as an inner optimizer."""
