@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import json
 import math
 import threading
@@ -110,6 +111,7 @@ class Checkpointer:
         self._described: object = None
         self._seen: object = None
         self._on_cuda = False
+        self._is_spoilt = False  # whether a copy on the GPU has been spoilt by what went on alongside
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._durable = True
@@ -126,6 +128,8 @@ class Checkpointer:
         metrics: Mapping[str, float],
     ) -> bool:
         """Start a save; returns once the state is copied (on the CPU) or its copy is under way (on CUDA).
+
+        On CUDA, a save fails whose tensors change before `wait_for_staging`; those after it no longer overlap.
 
         If the previous save is under way, waits for it or, with ``when_busy: skip``, reports ``checkpoint-skipped``
         and returns; rank 0 decides for all. After `finish` a save is never skipped.
@@ -177,8 +181,8 @@ class Checkpointer:
         writes = self._rank in save.plan.layouts
         if writes:
             self._staging.prepare(save.plan.layouts[self._rank], self._on_cuda)
-            self._staging.copy(tensors, save.plan.replicated)
-        alike = save.plan.alike if self._coordinator.world_size > 1 else ()
+            self._staging.copy(tensors, frozenset() if self._is_spoilt else save.plan.replicated)
+        alike = save.plan.alike if self._coordinator.world_size > 1 or self._on_cuda else ()
         self._digest = ReplicaDigest({name: tensors[name] for name in alike})
         self._durable = False
         if self._settings.background:
@@ -300,11 +304,21 @@ class Checkpointer:
         """Carry out a save on the background thread; no exception may escape."""
         try:
             digest.take()
-            shard = self._staging.shard() if writes else None
-            if self._writer.carry_out(save, shard, digest.by_kind()):
+            take = functools.partial(self._shard, digest) if writes else None
+            if self._writer.carry_out(save, take, digest.by_kind()):
                 self.last_saved, self._durable = save.step, True
         except Exception as error:
             say(f"cluster-ddp: the save of step {save.step} was given up: {error or type(error).__name__}")
+
+    def _shard(self, digest: ReplicaDigest) -> memoryview:
+        """The bytes of this rank's shard, once it is sure that they are those at the call of `save`."""
+        if others := digest.other_copies(self._staging.copies()):
+            self._is_spoilt = True
+            raise CheckpointError(
+                f"{others[0]} was changed before the update, such as by loss(), while it was being copied; from now "
+                "on, saves copy everything before training continues"
+            )
+        return self._staging.shard()
 
     def _start(self, task: Callable[..., None], *arguments: object) -> None:
         # A new thread starts on GPU 0, and would allocate memory there for each rank of the node.

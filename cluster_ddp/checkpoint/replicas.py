@@ -60,8 +60,8 @@ class ReplicaDigest:
         self._digests = torch.empty(0, dtype=torch.int64)
         self._taken = threading.Event()
         self._arrived: torch.cuda.Event | None = None
-        on_device = next((tensor for tensor in self._tensors if tensor.is_cuda), None)
-        if on_device is not None:
+        self._on_device = {name for name, tensor in tensors.items() if tensor.is_cuda}
+        if self._on_device:
             digests = tensor_digests(self._tensors)
             self._digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
             self._digests.copy_(digests, non_blocking=True)
@@ -82,6 +82,14 @@ class ReplicaDigest:
     def wait(self) -> None:
         """Wait until the tensors may change."""
         self._taken.wait()
+
+    def other_copies(self, copies: Mapping[str, Tensor]) -> list[str]:
+        """Names of copies on the CPU that are not what the tensors on the device were; waits for the device."""
+        if self._arrived is None:
+            return []
+        self._arrived.synchronize()
+        digests = dict(zip(self._names, self._digests.tolist(), strict=True))
+        return [name for name, copy in copies.items() if name in self._on_device and int(_sum(copy)) != digests[name]]
 
     def by_kind(self) -> dict[str, str]:
         """One digest for each kind of tensor (the first part of its name); waits for the device."""

@@ -84,19 +84,26 @@ class Staging:
 
     def shard(self) -> memoryview:
         """Wait for the copy, and return the bytes of the shard."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._wait()
         size = self._layout.size if self._layout else 0
         return self._flat.numpy().data[:size]
 
+    def copies(self) -> Mapping[str, Tensor]:
+        """Wait for the copy, and return the tensors of the shard."""
+        self._wait()
+        return self._views
+
     def release(self) -> None:
         if self._unpin is not None:
-            if self._copied is not None:
-                self._copied.synchronize()
+            self._wait()
             self._unpin()
             self._unpin = None
         self._layout, self._views, self._copied = None, {}, None
         self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def _allocate(self, size: int, pinned: bool) -> None:
         self.release()  # first, so that two buffers never coexist

@@ -94,12 +94,15 @@ class Writer:
         self.failed: dict[str, Any] | None = None
         self._recorded = True  # whether the failure of the last save, if any, was recorded
 
-    def carry_out(self, save: Save, shard: memoryview | None, alike: dict[str, str]) -> bool:
-        """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`."""
+    def carry_out(self, save: Save, take: Callable[[], memoryview] | None, alike: dict[str, str]) -> bool:
+        """Make a save durable; returns whether it is. A rank that differs from rank 0 is named in `diverged`.
+
+        `take` returns the bytes of this rank's shard; None: it writes none.
+        """
         coordinator = self._coordinator
         receipt = {"plan": save.plan.signature, "alike": alike}
-        if shard is not None:
-            receipt |= self._write_shard(save, shard)
+        if take is not None:
+            receipt |= self._write_shard(save, take)
         if coordinator.rank != 0:
             coordinator.send(save.number, receipt)
             outcome = coordinator.outcome(save.number)
@@ -115,12 +118,13 @@ class Writer:
             coordinator.announce(save.number, {**outcome, "failed": self.failed, "recorded": self._recorded})
         return durable
 
-    def _write_shard(self, save: Save, shard: memoryview) -> dict[str, Any]:
+    def _write_shard(self, save: Save, take: Callable[[], memoryview]) -> dict[str, Any]:
         """Write, hash and flush this rank's file; the receipt describes it, or says why it failed."""
         rank, storage = self._coordinator.rank, self._storage
         path = self._temporary(save) / shard_name(rank)
         receipt = {"file": path.name}
         try:
+            shard = take()
             self._make_folder(path.parent)
             hashed = xxhash.xxh3_128()
             with created(storage, path) as fd:

@@ -1,4 +1,4 @@
-"""Finds out whether a save may go on copying and comparing the weights while the next step computes its loss."""
+"""Finds out whether a save may go on copying the weights from a GPU while the next step computes its loss."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ _STEPS = 2  # of an attempt in which it looks
 class Overlap:
     """Says whether it may: not if loss() or the backward pass changes what the optimizer holds, such as by clipping.
 
-    It looks in the first steps of an attempt, which costs two readings of the weights in each.
+    It looks in the first steps of an attempt, which costs two readings of the weights in each. Of a task that begins
+    later to change them, the first save that this spoils fails (see `Checkpointer.save`).
 
     Attributes
     ----------
     is_allowed
-        Whether those steps are over, and have changed no weights before their update.
+        Whether the weights lie on a GPU, those steps are over, and have changed no weights before their update.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.is_allowed = False
         self._optimizer = optimizer  # load_state_dict replaces its groups
-        self._left, self._changes = _STEPS, False
+        # A save from the CPU has copied everything when it returns; only the ranks still compare their weights.
+        self._left = 0 if device.type == "cpu" else _STEPS
+        self._changes = False
         self._before: Tensor | None = None
 
     def begin(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -45,10 +46,7 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
     if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # GSAM
-        raise TaskError(
-            f"optimizer() returned {kind.__name__}, whose step() needs a closure that computes the loss again: "
-            "the trainer computes each loss once; give an optimizer that needs the gradients only"
-        )
+        raise TaskError(_needs_closure(optimizer))
     if any(parameter.name == "hessian" for parameter in parameters):  # AdaHessian, SophiaH, some only in later steps
         raise TaskError(f"optimizer() returned {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -63,6 +61,20 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
             "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
             "the gradients only"
         )
+
+
+def refuse_without_closure(optimizer: Optimizer, error: Exception) -> None:
+    """Raise a `TaskError` if an error of ``step()`` was raised because it was given no closure."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    if "closure" in f"{place.line} {error}":
+        raise TaskError(_needs_closure(optimizer)) from error
+
+
+def _needs_closure(optimizer: Optimizer) -> str:
+    return (
+        f"optimizer() returned {type(optimizer).__name__}, whose step() needs a closure that computes the loss again: "
+        "the trainer computes each loss once; give an optimizer that needs the gradients only"
+    )
 
 
 def refuse_unfinished(optimizer: Optimizer) -> None:

@@ -190,17 +190,19 @@ class Saving:
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
+            if self._rank == 0:
+                state.note()
             self._check(state, step, collected, together=True)
             self.warn_unsaved(state)
 
     def check_unsaved(self, state: State) -> None:
         """Call between steps: runs `warn_unsaved` occasionally, in at most a thousandth of the training time."""
-        if time.monotonic() >= self._next_check:
+        if time.monotonic() >= self._next_check and not state.communicates:  # the ranks' clocks differ
             self.warn_unsaved(state)
 
     def warn_unsaved(self, state: State) -> None:
         """Warn of changes in model, task and optimizer that no checkpoint contains and that a step may depend on."""
-        if self._rank != 0 or self._checkpointer is None:
+        if self._checkpointer is None or (self._rank != 0 and not state.communicates):
             return
         begun = time.thread_time()
         names = state.unsaved()
@@ -237,6 +239,8 @@ class Saving:
                 check_comes_back(state, step, collected, plan, self.fresh)
             except ClusterDDPError as error:
                 problem = str(error)
+        elif state.communicates:
+            state.call_along(collected, self.fresh)
         if together:
             problem = broadcast_object(problem)
         if problem is not None:

@@ -19,6 +19,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
+from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
 from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
@@ -79,6 +80,7 @@ class Trainer:
         self.world = find_world()
         self.device = self.world.device
         writer = EventWriter(run, on_this_host(f"rank-{self.world.rank}")) if run else None
+        self.communicating = Communicating()
         self.session = Session(job, run, attempt, process or RankProcess(), writer)
         self._build()
 
@@ -198,7 +200,8 @@ class Trainer:
         lr = scaled_lr(train, self.plan.global_batch)
         self.task.weight_decay = train.weight_decay
         self._seed(Use.OPTIMIZER)
-        self.optimizer = make_optimizer(self.task, self.model, lr)
+        with self.communicating.watched():
+            self.optimizer = make_optimizer(self.task, self.model, lr)
         refuse_other_passes(self.optimizer)
         self.schedule = Schedule(train, self.optimizer, peak=lr, total=self.stream.total_steps, warn=self.session.warn)
         self.scaler = make_scaler(train, self.precision)
@@ -209,7 +212,7 @@ class Trainer:
         )
         self.update = Update(self.optimizer, parameters, clip_norm=train.clip_norm, scaler=self.scaler)
         self.buffers = Buffers(self.model)
-        self.overlap = Overlap(self.optimizer)
+        self.overlap = Overlap(self.optimizer, self.device)
         self.nonfinite = NonFiniteCheck(train.max_bad_steps, self.update, self.gradients, self.model)
 
     def _build_state(self) -> None:
@@ -218,7 +221,15 @@ class Trainer:
         self.seeds = StepSeeds(self.job.train.seed, self.world.rank, self.device, own)
         self.evaluation_weights = evaluation_weights_of(self.model, self.optimizer) if self.ema is None else None
         averages = self.ema or self.evaluation_weights
-        self.state = State(self.model, self.optimizer, scaler=self.scaler, ema=averages, also=self.task, seeded=own)
+        self.state = State(
+            self.model,
+            self.optimizer,
+            scaler=self.scaler,
+            ema=averages,
+            also=self.task,
+            seeded=own,
+            communicating=self.communicating,
+        )
 
     def _seed(self, use: Use) -> None:
         """Reseed, so that what is built next draws the same numbers in every attempt.
@@ -231,7 +242,8 @@ class Trainer:
     def _make_model(self, task: Task) -> nn.Module:
         """Build the model in the initial state that is the same on all ranks and in all attempts."""
         self._seed(Use.BUILD)
-        return expect_type(task.model(), nn.Module, "model()")
+        with self.communicating.watched():
+            return expect_type(task.model(), nn.Module, "model()")
 
     def _make_state_once_more(self) -> State:
         """Build the state as a new process would, on the CPU, without touching the task that is training."""

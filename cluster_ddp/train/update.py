@@ -13,7 +13,7 @@ from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.metrics.losses import HostCopy
 from cluster_ddp.train.optimizer import start_momentum, takes_found_inf
-from cluster_ddp.train.refusals import other_settings, refuse_without_group
+from cluster_ddp.train.refusals import other_settings, refuse_without_closure, refuse_without_group
 from cluster_ddp.train.step import gradients_of
 
 
@@ -114,6 +114,9 @@ class Update:
             was_skipped = self._step_plain() if self.scaler is None else self._step_scaled(self.scaler)
         except (RuntimeError, ValueError) as error:
             refuse_without_group(error)
+            raise
+        except (AssertionError, TypeError) as error:
+            refuse_without_closure(self.optimizer, error)
             raise
         except KeyError as error:
             if self._goes_on and (text := other_settings(self.optimizer, error)):

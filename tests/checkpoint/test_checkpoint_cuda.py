@@ -91,3 +91,14 @@ def test_the_host_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert target.finish()
     target.close()
+
+
+def test_a_copy_is_not_published_if_what_it_copies_changes_meanwhile(tmp_path: Path) -> None:
+    live = {"model.layer.weight": torch.nn.Parameter(torch.ones(1 << 28, device="cuda"))}
+    target = checkpointer(tmp_path)
+    for step in (1, 2):
+        save(target, step, live)
+        live["model.layer.weight"].data.neg_()  # as loss() might: a GiB takes much longer to be copied
+        target.wait_for_staging()
+        assert target.finish() == (step == 2)
+    target.close()

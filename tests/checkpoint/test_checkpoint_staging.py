@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import checkpointer, save, state
+from checkpoint_cases import Recorder, checkpointer, save, state
 
 from cluster_ddp.checkpoint.plan import describe, make_plan
+from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.staging import Staging
 
 
@@ -102,3 +103,26 @@ def test_what_a_task_keeps_may_change_at_any_time_even_if_it_is_named_as_paramet
     tensors |= {name: torch.ones(2) for name in (*kept, "ema.0.weight")}
     _, _, replicated = describe(tensors)
     assert replicated == {"model.0.weight", "optimizer.0.weight.exp_avg", "ema.0.weight"}
+
+
+def test_a_copy_that_loss_has_spoilt_is_not_published_and_the_next_save_does_not_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt, overlapping, copy = [["model.layer.weight"], []], [], Staging.copy
+
+    def recorded(self: Staging, tensors: dict[str, torch.Tensor], names: frozenset[str]) -> None:
+        overlapping.append(bool(names))
+        copy(self, tensors, names)
+
+    monkeypatch.setattr(Staging, "copy", recorded)
+    monkeypatch.setattr(ReplicaDigest, "other_copies", lambda self, copies: spoilt.pop(0))
+    events = Recorder()
+    target = checkpointer(tmp_path, events)
+    save(target, 1, state(1))
+    assert not target.finish()
+    save(target, 2, state(2))
+    assert target.finish()
+    [failed] = events.of("checkpoint-failed")
+    assert "model.layer.weight was changed before the update" in failed["error"]
+    assert [fields["step"] for fields in events.of("checkpoint")] == [2]
+    assert overlapping == [True, False]

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_tasks import Plain, job, new_run
+from train_ranks import run_ranks
+from train_tasks import Plain, differences, final_state, job, new_run, train
 
-from cluster_ddp.train import Trainer
+from cluster_ddp.train import Trainer, broadcast_object, is_main_process
 
 NETS: dict[str, nn.Module] = {}
 NET: nn.Module | None = None
@@ -73,3 +75,50 @@ def test_a_task_goes_on_with_the_model_that_it_has_kept(where: str, tmp_path: Pa
     assert task.net() is checked.model
     for name, weight in unchecked.model.state_dict().items():
         assert torch.equal(weight, checked.model.state_dict()[name]), name
+
+
+class Communicating(Plain):
+    """Its methods wait for those of the other ranks: for a download, and for what each rank counts for itself."""
+
+    def __init__(self, which: str) -> None:
+        self.which, self.seen = which, 0.0
+
+    def eval_data(self) -> None:
+        return None
+
+    def model(self) -> nn.Module:
+        if self.which == "model()":
+            dist.barrier()
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen += float(batch[0].mean())
+        return super().loss(model, batch) * (1.0 + self.seen if self.which == "state_dict()" else 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.which == "model()":
+            return {}
+        seen: list[float | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, self.seen)
+        return {"seen": seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = state["seen"][dist.get_rank()] if state else 0.0
+
+
+def whole_and_resumed(folder: Path, which: str) -> list[str]:
+    sections = {"train": {"steps": 6, "global_batch": 24}, "log": {"every_steps": 1}}
+
+    def run_of(kind: str) -> Any:
+        return broadcast_object(new_run(folder / kind, **sections) if is_main_process() else None)
+
+    whole, _ = train(Communicating(which), job(**sections), run_of("whole"))
+    broken = run_of("broken")
+    train(Communicating(which), job(**sections), broken, stop_at=4)
+    resumed, _ = train(Communicating(which), job(**sections), broken, 1)
+    return differences(final_state(whole), final_state(resumed))
+
+
+@pytest.mark.parametrize("which", ["model()", "state_dict()"])
+def test_methods_of_a_task_may_communicate_between_the_ranks(which: str, tmp_path: Path) -> None:
+    assert run_ranks(whole_and_resumed, 2, tmp_path, which) == [[], []]

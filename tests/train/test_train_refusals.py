@@ -75,6 +75,23 @@ class Sharpness(SGD):
         pass
 
 
+class Asserts(SGD):
+    """Needs the closure that its signature leaves out."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        return super().step(closure)
+
+
+class Calls(SGD):
+    """The same, but it finds out only as it calls it."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        super().step()
+        return loss
+
+
 class OfSecondOrder(SGD):
     """As AdaHessian and SophiaH of pytorch_optimizer: it takes second derivatives, in some steps only."""
 
@@ -171,6 +188,8 @@ class Normed(Plain):
         (ByClosure(), {}, "LBFGS, whose step() needs a closure"),
         (With(Sharpness), {}, "Sharpness, whose step() needs a closure"),
         (With(Gap), {}, "Gap, whose step() needs a closure"),
+        (With(Asserts), {}, "Asserts, whose step() needs a closure"),
+        (With(Calls), {}, "Calls, whose step() needs a closure"),
         (With(Divided), {}, "Divided, which divides its state among the ranks"),
         (With(OfSecondOrder), {}, "OfSecondOrder, whose step() needs second derivatives"),
         (With(partial(SGD, differentiable=True)), {}, "SGD with differentiable=True"),

@@ -7,12 +7,15 @@ import copy
 import importlib
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo_elsewhere
 from torch import nn
+from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 from zoo_elsewhere import Doubles, in_attribute, in_closure, in_default
 from zoo_models import mlp
@@ -87,6 +90,146 @@ class TellsWorkers(ZooTask):
 
 def test_numbers_in_shared_memory_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _told(TellsWorkers, tmp_path, capfd) == "task.chain, task.data, task.level, task.levels, task.losses"
+
+
+class Swaps(ZooTask):
+    """Two layers take turns as the teacher of the other, by names and in a list that a resume begins anew."""
+
+    def model(self) -> nn.Module:
+        model = mlp()
+        self.pupil, self.teacher = self.in_turn = [model[0], model[2]]
+        self.constant = model[0]
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 1:
+            self.pupil, self.teacher = self.teacher, self.pupil
+            self.in_turn.reverse()
+        return super().loss(model, batch)
+
+
+def test_networks_that_change_places_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _told(Swaps, tmp_path, capfd) == "task.in_turn, task.losses, task.pupil, task.teacher"
+
+
+class MarksTensors(ZooTask):
+    """Keeps numbers in attributes of a parameter, of a buffer and of a tensor of its own."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.mean = torch.zeros(3)
+
+    def model(self) -> nn.Module:
+        self.net = mlp()
+        self.net.register_buffer("seen", torch.zeros(3))
+        return self.net
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for tensor in (self.net[0].weight, self.net.seen, self.mean):
+            tensor.uses = getattr(tensor, "uses", 0) + 1  # type: ignore[union-attr]
+        return super().loss(model, batch)
+
+
+def test_attributes_of_tensors_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _told(MarksTensors, tmp_path, capfd) == "model.0.weight.uses, model.seen.uses, task.losses, task.mean"
+
+
+class SavesOtherwise(ZooTask):
+    """Gives what it keeps to the checkpoint in another form, and steps a second optimizer in a hook of the first."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.array, self.listed, self.number, self.scale = np.ones(3, np.float32), np.ones(3), 1, torch.ones(())
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        made = super().optimizer(model, lr)
+        self.second = SGD([self.scale], lr=0.01, momentum=0.5)
+        made.register_step_post_hook(lambda *_: self.second.step())
+        return made
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.array, self.listed, self.number = self.array * 1.5, self.listed * 1.5, self.number + 1
+        self.scale.grad = torch.tensor(0.1 * self.number)
+        return super().loss(model, batch) * float(self.array[0] + self.listed[0] + self.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "array": torch.from_numpy(self.array),
+            "listed": self.listed.tolist(),
+            "number": torch.tensor(self.number),
+            "scale": self.scale,
+            "second": self.second.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array, self.listed = state["array"].numpy(), np.array(state["listed"])
+        self.number = int(state["number"])
+        with torch.no_grad():
+            self.scale.copy_(state["scale"])
+        self.second.load_state_dict(state["second"])
+
+
+def test_what_is_saved_in_another_form_is_exact_and_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, SavesOtherwise)) == "exact"
+    said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
+    assert all("training changes task.losses, which" in line for line in said) and said
+
+
+class SetsModes(ZooTask):
+    """Once, it puts a teacher into evaluation mode and freezes a part of a critic, both kept beside its model."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.bound: dict[str, Any] | None = None
+
+    def model(self) -> nn.Module:
+        self.teachers = [nn.Sequential(nn.Dropout(0.5), mlp())]
+        self.kept = SimpleNamespace(critic=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        [teacher], critic = self.teachers, self.kept.critic
+        if self.trainer.step == 1:
+            teacher.eval()
+            critic[0].requires_grad_(False)
+        if self.trainer.step == 2:
+            self.bound = {"of": [torch.ones(1)]}
+        inputs, _ = batch
+        asked = [weight for weight in critic.parameters() if weight.requires_grad]
+        slopes = torch.autograd.grad(critic(teacher(inputs)).mean(), asked)
+        with torch.no_grad():
+            for weight, slope in zip(asked, slopes, strict=True):
+                weight.add_(slope, alpha=-0.1)
+        return super().loss(model, batch) + critic(model(inputs)).mean() + teacher(inputs).mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"critic": self.kept.critic.state_dict(), "bound": self.bound}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept.critic.load_state_dict(state["critic"])
+        self.bound = state["bound"]
+
+
+def test_the_modes_of_networks_beside_the_model_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert str(judge(Case(), tmp_path, SetsModes)) == "exact"
+    assert "task.bound" not in capfd.readouterr().err
+
+
+class CountsModels(ZooTask):
+    """Counts how often its model is made."""
+
+    made_so_far = 0
+
+    def model(self) -> nn.Module:
+        CountsModels.made_so_far += 1
+        return super().model()
+
+
+def test_what_only_the_check_changes_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _told(CountsModels, tmp_path, capfd) == "task.losses"
+    assert CountsModels.made_so_far > 1
 
 
 def test_what_pip_has_put_into_a_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

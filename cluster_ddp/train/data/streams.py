@@ -176,7 +176,8 @@ class MapStream:
         elif counts.data_fingerprint not in (None, seen):
             self._warn(
                 f"{what} has changed since the checkpoint was saved: this resume is not exact. The data set, "
-                "the order of its files and the augmentation must stay the same"
+                "the order of its files and the augmentation must stay the same. Only with train.workers: 0 may "
+                "samples depend on state that the task restores, such as a level of difficulty"
             )
         counts.data_fingerprint = by_rank[0][0]
 

@@ -18,7 +18,7 @@ from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.values import has_values, sampled, tensors_in
 from cluster_ddp.train.own.wrapping import refuse_divided, refuse_unwrapped
 from cluster_ddp.train.refusals import MODULE_BUFFERS
-from cluster_ddp.train.state.attributes import equal_bits
+from cluster_ddp.train.state.comparing import equal_bits
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 

@@ -37,12 +37,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
 from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.state.comparing import Place, equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.plain import is_device
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
@@ -82,6 +81,8 @@ _SEEN_INTO = (
     argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
     collections.ChainMap, threading.local,
 )  # fmt: skip
+# Which one of several a name refers to matters, such as the network that is the teacher for now.
+_REFERRED_TO = (nn.Module, Optimizer, Tensor)
 # From libraries, with a complete repr().
 _VALUES = (numbers.Number, range, slice, PurePath, torch.dtype, torch.device, torch.memory_format)
 
@@ -112,7 +113,7 @@ class Attributes:
         self._versions: dict[str, int] = {}
         self._kinds: dict[str, Any] = {}  # a non-plain value may be replaced by something with the same leaves
         self._seeded = seeded
-        self._seen = set(known)
+        self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
         for name, holder in holders.items():
@@ -143,7 +144,12 @@ class Attributes:
         }
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if _is_replaced(self._kinds.get(name), now._kinds.get(name))}
-        return sorted(((self.leaves.keys() | now.leaves.keys()) - same) | replaced)
+        filled = {  # what was None and holds something now, which has names of its own
+            name
+            for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
+            if self.leaves[name] is None and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
+        }
+        return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
 
     def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
         """Which of the changed names are not saved, under any name.
@@ -155,7 +161,8 @@ class Attributes:
         def is_saved(name: str) -> bool:
             if name in self.leaves:
                 return saved.holds(self.leaves[name])
-            return any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
+            has_left = name not in self._kinds
+            return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
         return [name for name in changed if not is_saved(name)]
 
@@ -174,8 +181,10 @@ class Attributes:
             return
         self._kinds[name] = _kind_of(value)
         if id(value) in self._seen:
+            if isinstance(value, _REFERRED_TO):
+                self._kinds[name] = self._kinds[name], self._seen[id(value)]
             return
-        self._seen.add(id(value))
+        self._seen[id(value)] = name
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
             self._look_at(name, value, depth)
 
@@ -183,6 +192,7 @@ class Attributes:
         if isinstance(value, Tensor):
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
+            self._look_into(of_tensor(value).items(), name, depth)
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
             self._look_into(vars(value).items(), name, depth)
@@ -252,19 +262,17 @@ class Attributes:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
 
 
-class _Place:
-    """The unknown position of an iterator: it equals no other, so it always counts as changed."""
-
-    def __repr__(self) -> str:
-        return "somewhere"
-
-
 def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
     but = _made_anew(module)
     own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
     own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
     return {**enclosing_methods(module), **own}
+
+
+def of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that somebody gave a tensor or parameter, without torch's hooks and the marks of its compiler."""
+    return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo") and not are_hooks(value)}
 
 
 def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
@@ -296,44 +304,6 @@ def enclosing_methods(value: object) -> dict[str, FunctionType]:
         for name, method in vars(kind).items()
         if isinstance(method, FunctionType) and method.__closure__
     }
-
-
-def equal_bits(was: Tensor, now: Tensor) -> bool:
-    """Whether two tensors, on any devices, have the same dtype, shape and bits; NaN equals itself."""
-    if (was.dtype, was.shape, was.layout) != (now.dtype, now.shape, now.layout):
-        return False
-    if was.layout is not torch.strided:
-        was, now = was.to_dense(), now.to_dense()
-    parts = [
-        torch.view_as_real(part) if part.is_complex() else part for part in (was.detach().cpu(), now.detach().cpu())
-    ]
-    kind = INTEGERS[parts[0].element_size()]
-    return torch.equal(parts[0].view(kind), parts[1].view(kind))
-
-
-def is_same(was: Any, now: Any) -> bool:
-    """Whether two leaves have the same value; tensors must be the same object."""
-    if isinstance(was, (Tensor, _Place)) or isinstance(now, (Tensor, _Place)):
-        return was is now
-    return was is now or (type(was) is type(now) and repr(was) == repr(now))
-
-
-def difference(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """How a leaf differs from the one of this name after a resume; None if it does not."""
-    was, now = mine.get(name), theirs.get(name)
-    if name not in theirs or name not in mine:
-        if any(isinstance(value, Tensor) or type(value) in (int, float) for value in (was, now)):
-            return "does not come back" if name in mine else "comes back though it was not there"
-    elif isinstance(was, Tensor) and isinstance(now, Tensor):
-        if not equal_bits(was, now):
-            return "other values come back"
-    elif not is_same(was, now) and not (is_device(was) and is_device(now)):  # the comparison is made on the CPU
-        return f"{_short(was)} now, {_short(now)} after a resume"
-    return None
-
-
-def _short(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
 def are_hooks(value: Any) -> bool:
@@ -369,7 +339,7 @@ def _is_replaced(was: Any, now: Any) -> bool:
 
 
 def _place_of_generator(generator: Any) -> Any:
-    return _Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
+    return Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
 
 
 def _is_iterator(value: Any) -> bool:
@@ -385,7 +355,7 @@ def _place_of(iterator: Any) -> Any:
     if type(iterator) is itertools.count:
         return repr(iterator)
     left = operator.length_hint(iterator, -1)
-    return _Place() if left < 0 else left
+    return Place() if left < 0 else left
 
 
 def _is_of_library(value: Any) -> bool:

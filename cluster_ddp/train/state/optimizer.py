@@ -20,13 +20,8 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors, memory_of
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.optimizer import refuse_broken, refuse_divided
-from cluster_ddp.train.state.attributes import (
-    NOT_STATE_OF_OPTIMIZERS,
-    Attributes,
-    are_hooks,
-    difference,
-    enclosing_methods,
-)
+from cluster_ddp.train.state.attributes import NOT_STATE_OF_OPTIMIZERS, Attributes, are_hooks, enclosing_methods
+from cluster_ddp.train.state.comparing import difference
 from cluster_ddp.train.state.groups import FirstGroups
 from cluster_ddp.train.state.only_written import is_only_written
 from cluster_ddp.train.state.packing import Packer, Unpacker, contiguous_strides
@@ -208,12 +203,9 @@ class OptimizerState:
                 put(group, key, unpacked(packed) if is_plain(value) else copy.deepcopy(value))
 
     def hidden_differences(self, other: OptimizerState) -> Iterator[tuple[str, str]]:
-        """Numbers and tensors that this optimizer keeps elsewhere and that differ in the other, restored one.
-
-        What its hooks keep is ignored, since logging and profiling hooks count too. `changed_later` reports it.
-        """
+        """Numbers and tensors that this optimizer keeps elsewhere and that differ in the other, restored one."""
         other.apart = self.apart
-        mine, theirs = self._hidden(hooks=False).leaves, other._hidden(hooks=False).leaves
+        mine, theirs = self._hidden().leaves, other._hidden().leaves
         for name in sorted(mine.keys() | theirs.keys()):
             how = difference(name, mine, theirs)
             if how is not None and is_only_written(type(self.optimizer), name):
@@ -239,14 +231,18 @@ class OptimizerState:
             if holder != "defaults" or re.split("[.,]", name)[1] not in kept["defaults"]
         }
 
-    def _hidden(self, *, hooks: bool = True) -> Attributes:
-        """Attributes outside the groups and the saved part of `state`, such as an inner optimizer."""
+    def hooks(self) -> dict[str, Any]:
+        """The hooks that somebody gave it: they may keep something, such as for logging, or step another optimizer."""
+        return {name: value for name, value in vars(self.optimizer).items() if are_hooks(value) and value}
+
+    def _hidden(self) -> Attributes:
+        """Attributes outside the groups, the hooks and the saved part of `state`, such as an inner optimizer."""
         optimizer, held = self.optimizer, {id(parameter) for _, parameter in self._parameters()}
         saved = {id(state) for key, state in optimizer.state.items() if id(key) in held or not isinstance(key, Tensor)}
         attributes = {
             name: value
             for name, value in vars(optimizer).items()
-            if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and (hooks or not are_hooks(value))
+            if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and not are_hooks(value)
         }
         groups = optimizer.param_groups
         known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}

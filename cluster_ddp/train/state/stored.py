@@ -33,6 +33,7 @@ def check_scalars(scalars: Mapping[str, Any], tensors: Mapping[str, StoredTensor
     others: dict[str, _Check] = {
         "requires_grad": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
         "evaluating": lambda value: _is_list_of(value, lambda name: type(name) is str),
+        "modes_of_task": lambda value: _is_dict_of(value, lambda flag: type(flag) is bool),
         "extra_state": packed_dict,
         "optimizer_class": lambda value: type(value) is str,
         "optimizer_layouts": lambda value: _is_dict_of(value, _is_layout),

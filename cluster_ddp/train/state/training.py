@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cluster_ddp.checkpoint.plan import Tensors, describe
+from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module
+from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module, of_tensor
+from cluster_ddp.train.state.comparing import other_forms
+from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import variables_around
@@ -92,6 +95,7 @@ class State:
         others: Mapping[str, OptimizerState] | None = None,  # other optimizers, saved by `also`
         besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
         seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
+        communicating: Communicating | None = None,  # of a task: what its methods have done so far
     ) -> None:
         self.counts = Counts()  # saved with the rest; the code that counts updates them
         self._model = model
@@ -103,6 +107,7 @@ class State:
         self._optimizer.apart = apart
         self._others = others or {}
         self._seeded = seeded
+        self._communicating = communicating or Communicating()
         self._by_name = {name: weight for name, weight, _ in self._parameters}
         self._modules = list(model.named_modules())
         # Those that are broadcast from rank 0 before each step, also once the module has replaced them.
@@ -115,9 +120,12 @@ class State:
             if id(part) not in self._saved
         }
         self._watched: Attributes | None = None
+        self._noted: Attributes | None = None
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = _hidden_buffers(model)
+        of_model = {id(module) for _, module in self._modules}
+        self._modes = Modes(also, of_model) if isinstance(also, Task) else None
         self._first_of_task = copy.deepcopy(self._task_state())
         self.collect()  # raise any refusal before the first step
 
@@ -136,6 +144,7 @@ class State:
                 if parameter.requires_grad != first
             },
             "evaluating": [name for name, module in self._modules if not module.training],
+            "modes_of_task": {} if self._modes is None else self._modes.changed(),
             "extra_state": {name: packer.pack(value, _EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
@@ -154,6 +163,8 @@ class State:
             evaluating = set(scalars["evaluating"])
             for name, module in self._modules:
                 module.training = name not in evaluating
+        if self._modes is not None:
+            self._modes.restore(scalars.get("modes_of_task", {}))
         self._load_buffers(_with_prefix(_BUFFER, extra))
         of_modules = _with_prefix(_EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
@@ -165,11 +176,28 @@ class State:
             self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})
         if self._ema is not None:
             self._ema.restore(step - self.counts.skipped)
-        of_task = _with_prefix("task.", extra)
+        self._load_task(scalars, _with_prefix("task.", extra), unpacker)
+
+    def _load_task(self, scalars: Mapping[str, Any], of_task: dict[str, Tensor], unpacker: Unpacker) -> None:
         task_state = unpacker.unpack(scalars["task"], of_task.pop)
         task_state |= {name.removeprefix("task."): tensor for name, tensor in of_task.items()}  # older format
         if self._also is not None and task_state:
             self._also.load_state_dict(task_state)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether methods of the task communicate, so that no rank may call them alone; the same on all ranks."""
+        return isinstance(self._also, Task) and self._communicating.is_seen
+
+    def call_along(self, collected: Collected, fresh: Callable[[], State]) -> None:
+        """Call those methods of the task that rank 0 calls in order to check that this state comes back."""
+        tensors, scalars = collected
+        of_task = {name: tensor.cpu().clone() for name, tensor in _with_prefix("task.", tensors).items()}
+        packed = json.loads(json.dumps(scalars["task"]))
+        with self.undoing(), contextlib.suppress(Exception):  # rank 0 reports it
+            other = fresh()
+            other._load_task({"task": packed}, of_task, Unpacker(self._device))
+            other.collect()
 
     def check_groups(self) -> None:
         """Raise a `TaskError` if an optimizer's groups differ from what a resume would find; called in every step."""
@@ -218,6 +246,11 @@ class State:
         for other in self._others.values():
             other.changed_later()
 
+    def note(self) -> None:
+        """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
+        if self._watched is not None:
+            self._noted = self._attributes()
+
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
 
@@ -226,12 +259,18 @@ class State:
         """
         if self._watched is None:
             return []
-        was, self._watched = self._watched, self._attributes()
-        saved = Attributes({"task": self._task_state(), "model": self._model_state()[1]})
-        changed = self._watched.unsaved(was.changed(self._watched), saved)
-        optimizers = {"optimizer": self._optimizer, **self._others}
-        of_optimizers = {f"{name}.{key}" for name, optimizer in optimizers.items() for key in optimizer.changed_later()}
-        return sorted({self._watched.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
+        was, now = self._watched, self._noted or self._attributes()
+        self._watched, self._noted = self._attributes() if self._noted else now, None
+        states = {"task": self._task_state(), "model": self._model_state()[1]}
+        saved = Attributes({**states, "in other forms": list(other_forms(states))})
+        changed = now.unsaved(was.changed(now), saved)
+        of_optimizers = {
+            f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
+        }
+        return sorted({now.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
+
+    def _optimizers(self) -> dict[str, OptimizerState]:
+        return {"optimizer": self._optimizer, **self._others}
 
     def _attributes(self) -> Attributes:
         modules = {**{f"model.{name}".rstrip("."): module for name, module in self._modules}, **self._besides}
@@ -244,12 +283,16 @@ class State:
             for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
                 if hooks:
                     holders[f"model.{name}, its hooks"] = hooks
+        for name, optimizer in self._optimizers().items():
+            holders |= {f"{name}.{key}": hooks for key, hooks in optimizer.hooks().items()}
+        for name, tensor in (*self._by_name.items(), *self._model.named_buffers()):
+            holders |= {f"model.{name}.{key}": value for key, value in of_tensor(tensor).items()}
         if isinstance(self._also, Task):
             parts = {**enclosing_methods(self._also), **vars(self._also)}
             holders |= {f"task.{key}": value for key, value in parts.items()}
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
             holders |= variables_around(code)
-        known = set(self._saved)
+        known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
         return Attributes(holders, known, seeded=self._seeded)
@@ -316,7 +359,8 @@ class State:
     def _task_state(self) -> dict[str, Any]:
         if self._also is None:
             return {}
-        return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
+        with self._communicating.watched():
+            return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
 
     # Buffers that state_dict() omits are part of the state as soon as they change.
 

@@ -1,0 +1,75 @@
+"""What the modules that a task holds besides its model are set to: training or evaluation mode, frozen or trained."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts
+from cluster_ddp.train.state.attributes import is_library
+
+_DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+
+
+class Modes:
+    """Remembers how a task's own modules, such as a teacher, were set at first, and restores what training changes.
+
+    Parameters
+    ----------
+    task
+        Its modules are those that it holds now, in attributes, lists, dicts and objects of the user's.
+    known
+        Ids of modules whose modes are saved elsewhere.
+    """
+
+    def __init__(self, task: object, known: Collection[int]) -> None:
+        self._modules: dict[str, nn.Module] = {}
+        for name, whole in _modules_in("task", task, _DEPTH, {id(task)}):
+            inner = {f"{name}.{path}".rstrip("."): module for path, module in whole.named_modules()}
+            self._modules |= {path: module for path, module in inner.items() if id(module) not in known}
+        self._first = self._now()
+
+    def changed(self) -> dict[str, bool]:
+        """What is set otherwise than at first."""
+        return {name: flag for name, flag in self._now().items() if flag != self._first.get(name, flag)}
+
+    def restore(self, changed: Mapping[str, bool]) -> None:
+        """Set what `changed` returned."""
+        for name, module in self._modules.items():
+            module.training = changed.get(name, module.training)
+            for key, parameter in module._parameters.items():
+                if parameter is not None and (flag := changed.get(f"{name}, {key}")) is not None:
+                    parameter.requires_grad_(flag)
+
+    def _now(self) -> dict[str, bool]:
+        flags = {name: module.training for name, module in self._modules.items()}
+        for name, module in self._modules.items():
+            held = module._parameters.items()
+            flags |= {f"{name}, {key}": weight.requires_grad for key, weight in held if weight is not None}
+        return flags
+
+
+def _modules_in(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if issubclass(type(value), nn.Module):
+        yield name, value
+        return
+    with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
+        for key, part in islice(_parts(value), _WIDTH):
+            if depth and can_be_seen(part) and id(part) not in seen:
+                seen.add(id(part))
+                yield from _modules_in(f"{name}.{key}", part, depth - 1, seen)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if issubclass(type(value), dict):
+        return list(dict.items(value))
+    if issubclass(type(value), CONTAINERS):
+        return enumerate(elements(value))
+    return () if is_library(type(value).__module__) and not issubclass(type(value), _NAMESPACES) else inner_parts(value)
