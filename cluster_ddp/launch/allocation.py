@@ -187,7 +187,7 @@ class SlurmAllocation:
 
     @_unharmed()
     def queue_again(self) -> None:
-        requeue_job(self._start.task)
+        requeue_job(self._start.task, self._start.partition)
 
     @_unharmed()
     def stay_ended(self, *, unwanted: bool) -> None:

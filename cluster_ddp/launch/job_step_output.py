@@ -22,6 +22,7 @@ _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
 _OWN = re.compile(r"srun: (?:error|fatal): (?P<what>.+)")
+_ABORTED = "srun: Job step aborted"
 _DAEMON = re.compile(r"slurmstepd\S*: ")
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # a consequence of an earlier error
 _SIGNALLED = ("Terminated", "Killed")  # what srun does to the other tasks once one has failed
@@ -52,6 +53,8 @@ class JobStepOutput:
     ----------
     own_error
         The first error that srun reported about itself rather than a task; None if there was none.
+    cancelled
+        Whether the step was ended before any of its tasks: from outside, as by ``scancel JOB.STEP``.
     """
 
     def __init__(self, *, labelled: bool) -> None:
@@ -60,6 +63,7 @@ class JobStepOutput:
         self._exits: list[tuple[str, str, str]] = []  # hosts, tasks, how
         self._threads: list[threading.Thread] = []
         self.own_error: str | None = None
+        self.cancelled = False
 
     def follow(self, pipe: IO[bytes], stream: TextIO) -> None:
         """Pass on what comes through a pipe, in the background."""
@@ -82,8 +86,8 @@ class JobStepOutput:
         return [failure for failure in found if not failure.how.startswith(_SIGNALLED)]
 
     def first_to_end(self) -> TaskExit | None:
-        """Return the task that was first to end badly; None if srun names several at once, or none."""
-        hosts, tasks, how = self._exits[0] if self._exits else ("", "", "")
+        """Return the task that was first to end badly; None if srun names several at once, none, or was cancelled."""
+        hosts, tasks, how = self._exits[0] if self._exits and not self.cancelled else ("", "", "")
         pairs = list(zip(*_pairs(hosts, tasks), strict=False))
         return TaskExit(pairs[0][0], how, self._last_line(pairs[0][1])) if len(pairs) == 1 and hosts else None
 
@@ -95,6 +99,8 @@ class JobStepOutput:
             self._exits.append((refused["host"], "", f"the task was not launched: {refused['how']}"))
         elif self.own_error is None and (own := _OWN.match(line)):
             self.own_error = own["what"]
+        elif line.startswith(_ABORTED):
+            self.cancelled = self.cancelled or not (self._exits or self.own_error)
         elif self._labelled and (task := _LABELLED.fullmatch(line)):
             if task[2].strip() and not _CANCELLED.match(task[2]):
                 self._last.setdefault(task[1], deque(maxlen=_KEPT_LINES)).append(task[2].strip())
@@ -106,6 +112,8 @@ class JobStepOutput:
             pass_on(self.note(line.decode(errors="replace").rstrip("\n")), stream)
 
     def _last_line(self, task: str) -> str:
+        if not task:  # it was never launched
+            return ""
         lines = self._last.get(task.lstrip("0") or "0") or self._last.get(task) or ()
         own = [line for line in lines if not _DAEMON.match(line)]
         return (own or list(lines) or [""])[-1]

@@ -37,7 +37,7 @@ from cluster_ddp.launch.ports import NoFreePort, attempt_port, free_port
 from cluster_ddp.launch.queueing import RequeueFailed, queue_again
 from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.process import fast_exit, host_name, limit_umask
-from cluster_ddp.run.attempt_record import is_superseded
+from cluster_ddp.run.attempt_record import is_superseded, list_attempts
 from cluster_ddp.run.decision import Decision, prepare_to_decide, record_decision
 from cluster_ddp.run.directory import AttemptDirectory, RunDirectory
 from cluster_ddp.run.errors import RunAlive, RunEnded
@@ -319,9 +319,14 @@ class Keeper:
         self._write(REQUEUE_DELAYED, reason=reason)
 
     def _write(self, event: str, **fields: object) -> None:
-        number = None if self._attempt is None else self._attempt.number
-        writer = EventWriter(self._run, self._writer)
-        self._host.within(_RECORD_SECONDS, lambda: writer.write(event, attempt=number, **fields))
+        """Write an event about this attempt, or about the one before it if this start gives its nodes back first."""
+
+        def write() -> None:
+            attempts = [self._attempt] if self._attempt is not None else list_attempts(self._run)
+            number = attempts[-1].number if attempts else None
+            EventWriter(self._run, self._writer).write(event, attempt=number, **fields)
+
+        self._host.within(_RECORD_SECONDS, write)
 
     def _record(self, attempt: AttemptDirectory, decision: Decision) -> None:
         self._host.within(_RECORD_SECONDS, lambda: record_decision(attempt, decision, writer=self._writer))

@@ -72,6 +72,10 @@ def record_failed_nodes(
         error = f"srun was ended from outside, as for want of memory ({job_step.killed_by})"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
+    if job_step.cancelled and not job_ends:  # of its node programs, the first to end is no more to blame than others
+        error = f"the job step was cancelled from outside, as by scancel {start.task}.0"
+        writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
+        return
     history = read_history(attempt.run)
     hosts = start.hosts
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):

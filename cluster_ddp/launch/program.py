@@ -117,6 +117,7 @@ class NodeProgram:
             warn=self._warn,
         )
         self._run_watch = RunWatch(run.path)
+        self._last_words = ""  # what cannot be recorded on storage that is away
         self._sign_of_life = SignOfLife(self._attempt.alive_file(node_rank))
         self._next_watch = 0.0
         self._next_look_for_newer = 0.0
@@ -197,8 +198,8 @@ class NodeProgram:
         if self._superseded():
             say("cluster-ddp: a newer attempt has begun: ending without a save")
             self._end(SUPERSEDED)
-        elif self._run_watch.has_vanished():
-            say(f"cluster-ddp: {self._attempt.run.path} was removed or renamed: ending, as nothing can be saved there")
+        elif (what := self._run_watch.why_nothing_is_saved()) is not None:
+            self._last_words = f"{what}: ending, as nothing can be saved there"
             self._end(FAILED)
         elif self._stopping.reason == HANG:
             self._end_hung()
@@ -296,6 +297,8 @@ class NodeProgram:
         hang_dump.keep_stacks(self._heartbeat.path, self._attempt)
         self._heartbeat.unlink()
         self._output.remove()
+        if self._last_words:
+            say(f"cluster-ddp: {self._last_words}")  # the keeper reports the last line
         return status
 
     def _record_agent_failure(self, agent_status: int | None) -> None:

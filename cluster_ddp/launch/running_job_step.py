@@ -81,6 +81,11 @@ class RunningJobStep:
         status = self._process.poll()
         return signal.Signals(-status).name if status is not None and status < 0 and not self._ended_here else None
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was ended from outside before any of its tasks had ended, and not by this process."""
+        return self.output.cancelled and not self._ended_here
+
     def has_ended(self) -> bool:
         """Whether it is over. A step that waits for a node that died silently is ended here.
 

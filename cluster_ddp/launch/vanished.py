@@ -1,4 +1,8 @@
-"""Detects that the run directory was removed or renamed during training, whose work would then be lost."""
+"""Detects that nothing can be saved any more: the run directory was removed during training, or its storage is away.
+
+Storage that is unmounted on one node alone would otherwise let all nodes train on to the end of the job, without a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 
 _LOOK_SECONDS = 10.0
 _GONE_SECONDS = 60.0  # network storage may claim for a while that something does not exist
+_AWAY_SECONDS = 900.0  # for somebody to bring it back: a restart without it would fail
 
 
 class RunWatch:
@@ -25,26 +30,35 @@ class RunWatch:
         self._clock = clock
         self._next = 0.0
         self._gone_since: float | None = None
+        self._away_since: float | None = None
 
-    def has_vanished(self) -> bool:
-        """Whether it has been missing for a minute, while its storage was there."""
+    def why_nothing_is_saved(self) -> str | None:
+        """Return what has happened to the run directory if training should end because of it; None if it may go on.
+
+        It was removed if it is missing for a minute while its storage is there; its storage is given up after longer.
+        """
         now = self._clock()
         if now >= self._next:
             self._next = now + _LOOK_SECONDS
-            self._gone_since = (self._gone_since or now) if self._is_gone() else None
-        return self._gone_since is not None and now - self._gone_since >= _GONE_SECONDS
+            problem = self._problem()
+            self._away_since = (self._away_since or now) if problem is not None else None
+            gone = isinstance(problem, FileNotFoundError) and self._storage_is_there()
+            self._gone_since = (self._gone_since or now) if gone else None
+        if self._gone_since is not None and now - self._gone_since >= _GONE_SECONDS:
+            return f"{self._folder} was removed or renamed"
+        if self._away_since is not None and now - self._away_since >= _AWAY_SECONDS:
+            return f"the storage of {self._folder} has been away for {_AWAY_SECONDS / 60:.0f} min"
+        return None
 
-    def _is_gone(self) -> bool:
-        """Whether it is missing; storage that is not mounted, or does not respond, says nothing about the run."""
+    def _problem(self) -> OSError | None:
         try:
             self._folder.lstat()
-        except FileNotFoundError:
-            return self._storage_is_there()
-        except OSError:
-            pass
-        return False
+        except OSError as error:
+            return error
+        return None
 
     def _storage_is_there(self) -> bool:
+        """Whether what holds the run directory is mounted; if not, nothing is known about the run."""
         try:
             return next(above for above in self._folder.parents if above.exists()).stat().st_dev == self._device
         except OSError:

@@ -43,12 +43,14 @@ def failures_of(history: History, number: int) -> list[Event]:
 def causes_of(failures: list[Event]) -> list[Event]:
     """Return the likely causes among the failures, the most likely first; empty if there are no failures.
 
-    The order: the program's own error, a node that did not come up, a kill, then the first failure.
+    The order: the program's own error, a node that did not come up, a kill, a node program or job step that ended by
+    itself, then the first failure: lost connections are mostly consequences.
     """
     own = [event for event in failures if not is_surroundings(event)]
-    nodes = [event for event in failures if event["event"] == NODE_FAILED and event.get("suspect")]
+    nodes = [event for event in failures if event["event"] == NODE_FAILED]
+    suspects = [event for event in nodes if event.get("suspect")]
     killed = [event for event in failures if event.get("signal") is not None]
-    return [some[0] for some in (own, nodes, killed, failures) if some]
+    return [some[0] for some in (own, suspects, killed, nodes, failures) if some]
 
 
 def root_failure(failures: list[Event]) -> Event:

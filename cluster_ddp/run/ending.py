@@ -21,7 +21,9 @@ from cluster_ddp.run.events import (
     FAILED,
     HANG,
     NODE_FAILED,
+    NODE_FINISHED,
     NODE_LOST,
+    NODE_STARTED,
     NODE_TAKEN,
     PREEMPTED,
     RANK_FAILED,
@@ -56,6 +58,7 @@ _STOP_PRECEDENCE = (CANCEL, PERSON, PREEMPTION, TIME_LIMIT, NODE_FAILURE, AGENT_
 _BEFORE_TRAINING = (Phase.STARTING.word, Phase.READY.word, Phase.EVALUATING.word)
 
 LONGEST_START_SECONDS = 600.0
+_NAMED = 3
 
 
 class Ending(enum.Enum):
@@ -131,7 +134,15 @@ def outcome_of(history: History, number: int) -> AttemptOutcome:
     asked = [str(event["by"]) for event in events if event["event"] == STOP_REQUESTED and event.get("by")]
     if asked:
         return AttemptOutcome(Ending.UNKNOWN, f"it was killed before it could save, after {asked[0]}")
-    return AttemptOutcome(Ending.UNKNOWN, "it left no record of its end (killed, or its node failed)")
+    who = ", ".join(_never_signed_off(events)[:_NAMED]) or "it"
+    return AttemptOutcome(Ending.UNKNOWN, f"{who} left no record of its end (killed, or its node failed)")
+
+
+def _never_signed_off(events: list[Event]) -> list[str]:
+    """Return the hosts whose node programs have started but not signed off, if others have."""
+    finished = {event.get("node") for event in events if event["event"] == NODE_FINISHED}
+    started = [event for event in events if event["event"] == NODE_STARTED and event.get("host")]
+    return [f"node {event['host']}" for event in started if event.get("node") not in finished] if finished else []
 
 
 def outcome_so_far(history: History) -> AttemptOutcome | None:

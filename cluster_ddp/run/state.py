@@ -133,7 +133,11 @@ def _ended(
     came_to_nothing = requeued and not outcome.ending.final  # no further attempt has begun
     if job is not None and job.job_id == last.slurm_job_id and came_to_nothing:
         # Newer Slurm versions call a job PREEMPTED if it ever was, however its last start ended.
-        storage = "" if job.state == "DEADLINE" else "The batch host may not have been able to use the run directory. "
+        storage = "The batch host may not have been able to use the run directory. "
+        if job.state == "DEADLINE":
+            storage = ""
+        elif job.state == "COMPLETED":  # no start that begins no attempt ends so: it was the last one's own exit
+            storage = "Slurm has forgotten the requeue: its controller died before it had saved that. "
         return RunState.LOST, (
             f"{outcome.why}; its job was queued again, and ended as {_end_by_slurm(job)} before an "
             f"attempt started. {storage}To continue: cluster-ddp resume {history.run.id}"

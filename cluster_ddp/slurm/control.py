@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster_ddp.job.units import parse_slurm_time
-from cluster_ddp.slurm.commands import SlurmError, call, call_once
+from cluster_ddp.slurm.commands import SlurmError, SlurmRefused, call, call_once
 from cluster_ddp.slurm.job_info import JobInfo, parse_job, unix_time
 from cluster_ddp.slurm.nodelist import NodeListError, expand
 from cluster_ddp.slurm.start import SlurmStart
@@ -69,9 +69,28 @@ def grace_time(partition: str, qos: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def requeue_job(task: str) -> None:
+def requeue_job(task: str, partition: str) -> None:
     """Requeue a job. Slurm ends what is still running of it, including its batch script. This does not retry."""
-    call_once(["scontrol", "requeue", task], seconds=_REQUEUE_SECONDS)
+    try:
+        call_once(["scontrol", "requeue", task], seconds=_REQUEUE_SECONDS)
+    except SlurmRefused as error:
+        if not _is_gone(partition):
+            raise
+        raise SlurmRefused(
+            f"its partition {partition} was removed (sinfo -s lists those that there are); resume it in a different "
+            "one with --set slurm.partition=NAME"
+        ) from error
+
+
+def _is_gone(partition: str) -> bool:
+    """Whether Slurm has no partition of this name any more."""
+    if not partition:
+        return False
+    try:
+        call_once(["scontrol", "show", "partition", "--all", "-o", partition], seconds=_SECONDS / 4)
+    except SlurmError as error:
+        return "not found" in str(error)
+    return False
 
 
 def forbid_requeue(task: str) -> None:

@@ -103,8 +103,9 @@ def why_it_ends(job: JobInfo, restart_count: int, grace_end: str = "") -> str:
     Returns
     -------
     str
-        ``time-limit``, ``preemption``, ``requeued`` (Slurm has requeued it), ``node-down`` (a node has failed, and
-        Slurm may not requeue it), ``cancel``, or ``terminated`` if Slurm does not end it (somebody sent a signal).
+        ``time-limit``, ``preemption``, ``requeued`` (Slurm has requeued it), ``node-down`` (a node has failed, or the
+        partition was removed, and Slurm may not requeue it), ``cancel``, or ``terminated`` if Slurm does not end it
+        (somebody sent a signal).
     """
     if job.restarts != str(restart_count):
         return REQUEUED  # the other fields may describe the newer start: its time limit, its preemption
@@ -117,7 +118,7 @@ def why_it_ends(job: JobInfo, restart_count: int, grace_end: str = "") -> str:
         return REQUEUED
     if job.state in LETS_RUN:
         return TERMINATED
-    return NODE_DOWN if job.reason == "NodeDown" else CANCEL
+    return NODE_DOWN if job.reason in ("NodeDown", "PartitionDown") else CANCEL
 
 
 def grace_end(job: JobInfo) -> str:

@@ -16,6 +16,8 @@ from training_job import TrainingJob
 from virtual_hosts import Process, sh
 
 TIME_LIMIT = "02:00:00"
+NODE_PROGRAM = r"^\S*python\S* -m cluster_ddp\.launch\.node "
+"""The command lines of node programs, and not of the keeper, which holds the one that srun is to start."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,7 @@ def _kill_agent(scene: Scene, strike: Strike) -> None:
 
 
 def _kill_node_program(scene: Scene, strike: Strike) -> None:
-    found = scene.cluster.processes(strike.node, r"-m cluster_ddp\.launch\.node ")
-    _kill(scene, [process for process in found if Path(process.arguments[0]).name.startswith("python")])
+    _kill(scene, scene.cluster.processes(strike.node, NODE_PROGRAM))
 
 
 def _kill(scene: Scene, found: list[Process]) -> None:

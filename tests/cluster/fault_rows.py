@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from chaos_faults import NODE_PROGRAM
 from fault_harms import (
     BAD,
     EVERY_STEPS,
@@ -90,7 +91,6 @@ def _paced(seconds: float) -> tuple[str, Mapping[str, Any]]:
 _FAULTY = "faulty_digits.py:FaultyDigits"
 _MARKER = {"marker": "FOLDER/struck"}
 _CANCEL = {"slurm": {"partition": "cancel"}}
-_NODE_PROGRAM = r"^\S*python\S* -m cluster_ddp\.launch\.node "
 
 
 def bad(before: Harm, undo: Harm, words: str, **more: Any) -> Row:
@@ -322,7 +322,7 @@ ROWS: dict[str, Row] = {
         job={"launch": {"setup": ["mkdir -p FOLDER/home/me; export HOME=FOLDER/home/me"]}},
     ),
     "a node that joins late": Row(
-        "the others wait, up to `launch.join_timeout`", stand_still(_NODE_PROGRAM, 15), at=0, attempts=1
+        "the others wait, up to `launch.join_timeout`", stand_still(NODE_PROGRAM, 15), at=0, attempts=1
     ),
     "a node that never joins": Row(
         "torchrun gives up after `launch.join_timeout`; torchrun's message and what to do are reported; requeued",

@@ -221,6 +221,7 @@ class SimulatedStep:
     lost: tuple[int, ...] = ()
     unstarted = False
     own_error = killed_by = None
+    cancelled = False
 
     def __init__(self, world: World, attempt: AttemptDirectory) -> None:
         self._world, self._attempt = world, attempt

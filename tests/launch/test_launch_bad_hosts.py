@@ -72,6 +72,14 @@ def test_an_error_of_the_program_or_the_network_is_nobodys(fresh: RunDirectory, 
     assert found(fresh, 1) == []
 
 
+def test_a_host_whose_local_disk_is_read_only_is_suspect(fresh: RunDirectory) -> None:
+    """The workers of a DataLoader have their semaphores in /dev/shm."""
+    attempts(fresh, 2)
+    for number in (0, 1):
+        happened(fresh, "rank-failed", number, host="n2", rank=1, error="OSError: [Errno 30] Read-only file system")
+    assert found(fresh, 1) == ["n2"]
+
+
 def test_a_persons_resume_forgives_suspects(fresh: RunDirectory) -> None:
     attempts(fresh, 2)
     for number in (0, 1):

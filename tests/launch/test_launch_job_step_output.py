@@ -67,6 +67,14 @@ def test_what_srun_says_of_its_tasks(line: str, hosts: list[str]) -> None:
     assert [failure.host for failure in output.failures()] == hosts
 
 
+def test_a_task_that_was_not_launched_has_no_last_line() -> None:
+    output = JobStepOutput(labelled=True)
+    output.note("0: a line of the first task")
+    output.note("srun: error: Task launch for StepId=6.0 failed on node n2: Communication connection failure")
+    (failure,) = output.failures()
+    assert failure.describe() == "the task was not launched: Communication connection failure"
+
+
 class Clock:
     now = 0.0
 

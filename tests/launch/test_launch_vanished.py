@@ -1,4 +1,4 @@
-"""A run directory that is removed or renamed under its training."""
+"""A run directory that is removed or renamed under its training, or whose storage goes away."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gone_for(watch: RunWatch, clock: Clock, seconds: int) -> bool:
     vanished = False
     for _ in range(seconds):
         clock.now += 1.0
-        vanished = watch.has_vanished()
+        vanished = watch.why_nothing_is_saved() is not None
     return vanished
 
 
@@ -56,14 +56,19 @@ def test_a_run_that_comes_back_has_not_vanished(run: Path, tmp_path: Path) -> No
         assert not gone_for(watch, clock, 20)
 
 
-def test_storage_that_is_away_says_nothing_about_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_is_away_is_waited_for_and_then_given_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(_: Path) -> None:
         raise OSError(116, "Stale file handle")
 
     clock = Clock()
     watch = RunWatch(run, clock=clock)
     monkeypatch.setattr(Path, "lstat", stale)
-    assert not gone_for(watch, clock, 600)
+    assert not gone_for(watch, clock, 890)
+    monkeypatch.undo()
+    assert not gone_for(watch, clock, 20)
+    monkeypatch.setattr(Path, "lstat", stale)
+    assert not gone_for(watch, clock, 890)
+    assert gone_for(watch, clock, 30)
 
 
 UNMOUNTED = """
@@ -81,16 +86,23 @@ if sys.argv[2] == "unmounted":
 else:
     run.rmdir()
 vanished = False
-for _ in range(600):
+for _ in range(int(sys.argv[3])):
     now[0] += 1.0
-    vanished = watch.has_vanished()
+    vanished = watch.why_nothing_is_saved()
 print(vanished)
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system")
-@pytest.mark.parametrize(("what", "vanished"), [("unmounted", "False"), ("removed", "True")])
-def test_storage_that_is_not_mounted_says_nothing_about_the_run(tmp_path: Path, what: str, vanished: str) -> None:
-    alone = ["unshare", "--mount", sys.executable, "-c", UNMOUNTED, str(tmp_path), what]
+@pytest.mark.parametrize(
+    ("what", "seconds", "why"),
+    [
+        ("unmounted", 600, "None"),
+        ("unmounted", 930, "the storage of FOLDER/runs/run has been away for 15 min"),
+        ("removed", 80, "FOLDER/runs/run was removed or renamed"),
+    ],
+)
+def test_storage_that_is_not_mounted_is_waited_for(tmp_path: Path, what: str, seconds: int, why: str) -> None:
+    alone = ["unshare", "--mount", sys.executable, "-c", UNMOUNTED, str(tmp_path), what, str(seconds)]
     done = subprocess.run(alone, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == vanished, done.stderr
+    assert done.stdout.strip() == why.replace("FOLDER", str(tmp_path)), done.stderr

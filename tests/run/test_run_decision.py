@@ -227,6 +227,16 @@ def test_a_failure_that_was_mended_inside_the_allocation_does_not_count(
     assert decide(run, attempt).why.startswith("it left no record of its end")
 
 
+def test_the_node_that_left_no_record_is_named_where_others_did(
+    run: RunDirectory, attempt: AttemptDirectory, say: Say
+) -> None:
+    for node in range(2):
+        say("node-started", 0, at=node, node=node, host=f"n{node + 1}")
+    assert decide(run, attempt).why.startswith("it left no record of its end")
+    say("node-finished", 0, at=3, node=1, host="n2", outcome="failed")
+    assert decide(run, attempt).why.startswith("node n1 left no record of its end")
+
+
 def test_a_failure_on_a_host_whose_clock_is_behind_counts(
     run: RunDirectory, attempt: AttemptDirectory, say: Say
 ) -> None:

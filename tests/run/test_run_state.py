@@ -155,7 +155,8 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
 ) -> None:
     """Slurm could not open the job's output, for one: the batch host has the run directory read-only, or not at all.
 
-    Newer versions call a job PREEMPTED that has once been so, however its last start has ended.
+    Newer versions call a job PREEMPTED that has once been so, however its last start has ended. COMPLETED it is after
+    the last attempt's own exit, where a controller that died at once has forgotten that it took the requeue.
     """
     begin(run, slurm_job_id="7")
     hide(run, 0)
@@ -165,7 +166,8 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     found = describe(run, {"7": slurm_job(state, "NonZeroExitCode", run_id=run.id)})
     assert found.state is RunState.LOST
     assert f"ended as {state} (Slurm: NonZeroExitCode) before an attempt started" in str(found.reason)
-    assert ("run directory" in str(found.reason)) == (state != "DEADLINE")
+    assert ("run directory" in str(found.reason)) == (state not in ("DEADLINE", "COMPLETED"))
+    assert ("forgotten the requeue" in str(found.reason)) == (state == "COMPLETED")
     assert str(found.reason).endswith(f"cluster-ddp resume {run.id}")
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
 

@@ -143,7 +143,7 @@ def test_nodes_that_are_down_are_of_those_asked_about(slurm: Path) -> None:
 def test_a_requeue_is_asked_for_once_and_a_refusal_has_slurms_words(slurm: Path) -> None:
     stand_in(slurm, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(SlurmError, match="Unable to contact"):
-        requeue_job("70_4")
+        requeue_job("70_4", "gpu")
     assert calls(slurm) == ["scontrol requeue 70_4"]
 
 
@@ -160,11 +160,18 @@ def test_what_keeps_the_controller_from_being_reached_is_no_refusal(slurm: Path,
     """A requeue is given up after a few refusals, but tried for as long as it takes where nobody has said no."""
     stand_in(slurm, "scontrol", f"echo {shlex.quote(words)} >&2; exit 1")
     with pytest.raises(SlurmError) as raised:
-        requeue_job("77")
+        requeue_job("77", "gpu")
     assert not isinstance(raised.value, SlurmRefused)
 
 
 def test_a_refusal_is_one(slurm: Path) -> None:
     stand_in(slurm, "scontrol", "echo 'Requested operation is presently disabled for job 77' >&2; exit 1")
     with pytest.raises(SlurmRefused):
-        requeue_job("77")
+        requeue_job("77", "gpu")
+
+
+def test_a_requeue_into_a_partition_that_was_removed_is_refused_for_that_reason(slurm: Path) -> None:
+    refuses = "echo 'Requested operation is presently disabled for job 77' >&2; exit 1"
+    stand_in(slurm, "scontrol", f'[ "$1" = show ] && echo "Partition gpu not found" >&2 && exit 1\n{refuses}')
+    with pytest.raises(SlurmRefused, match=r"its partition gpu was removed .* --set slurm.partition="):
+        requeue_job("77", "gpu")

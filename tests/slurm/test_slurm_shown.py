@@ -46,6 +46,8 @@ from cluster_ddp.slurm.job_info import (
             0,
             "node-down",
         ),
+        # Its partition was removed, in Slurm 26.05; older versions say NodeDown then, too.
+        ("JobId=7 JobState=NODE_FAIL Reason=PartitionDown Requeue=1 Restarts=0 PreemptTime=None S=1", 0, "node-down"),
         ("JobId=7 JobState=COMPLETING Reason=NodeDown Requeue=1 Restarts=1 EndTime=x S=1", 0, "requeued"),
         ("JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 EndTime=x PreemptTime=None S=1", 0, "terminated"),
         ("JobId=7 JobState=SIGNALING Reason=None Requeue=1 Restarts=0 EndTime=x PreemptTime=None S=1", 0, "terminated"),

@@ -10,7 +10,7 @@ from stage import CANCELLED, DONE, TAKEN_BACK, Stage, event
 from cluster_ddp.run.attempt import begin_attempt
 from cluster_ddp.run.attempt_record import list_attempts
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.events import COMPLETED, NODE_LOST, EventWriter
+from cluster_ddp.run.events import COMPLETED, NODE_LOST, WARNING, EventWriter, read_events
 
 RUNNING = "JobId=77 JobState=RUNNING Reason=None Restarts={} PreemptTime=None ExcNodeList={} X=y"
 
@@ -141,6 +141,8 @@ def test_a_job_that_is_given_such_a_host_again_gives_it_back_before_it_trains(re
     order = [call[0] for call in restarted.calls("scontrol") if call[0] in ("requeue", "update")]
     assert order == ["requeue", "update"], "Slurm excludes nodes of a queued job only"
     assert "failed more than once (node-a node-d): starting again without them" in restarted.output
+    warned = [event for event in read_events(RunDirectory(restarted.run)) if event["event"] == WARNING]
+    assert [event["attempt"] for event in warned] == [1], "an event of no attempt is not shown once the run was resumed"
 
 
 def test_with_too_few_others_it_trains_all_the_same(restarted: Stage) -> None:
