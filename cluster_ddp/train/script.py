@@ -13,7 +13,6 @@ docs/own-code.md explains how to use it in common kinds of programs.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -130,8 +129,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Lock a folder while the processes of this machine look who is in it, if its file system can."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a folder that cannot be written is reported by the first save
+        # A folder that cannot be written is reported by the first save.
+        with contextlib.suppress(OSError, ImportError):
             folder.mkdir(parents=True, exist_ok=True)
+            import fcntl  # not on Windows, where this package is a library only
+
             descriptor = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, descriptor)  # which unlocks it
             fcntl.flock(descriptor, fcntl.LOCK_EX)
