@@ -213,7 +213,6 @@ class _Training:
             self._has_ended = control.should_training_stop = self._kept.has_ended
         self._derived = DerivedTrainer(trainer, copy.deepcopy(self._kept.derived))
         self._own_callbacks = OwnCallbacks(trainer, copy.deepcopy(self._kept.own_callbacks))
-        self._own_callbacks.restore()
         self._is_restored = self._resumes_at is None
         self.rest()
 
@@ -221,7 +220,7 @@ class _Training:
         """Call before the first batch of an epoch is requested."""
         self.settle()
         assert self._batches is not None
-        if self._run.step == self._epoch * self._steps:
+        if self._has_ended or self._run.step == self._epoch * self._steps:
             self._restore_callbacks()
         self._batches.enter(self._epoch, self._batches.length if self._has_ended else 0)
         self._epoch += 1

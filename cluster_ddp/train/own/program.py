@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,11 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 def running_variables() -> list[tuple[str, Any]]:
     """The variables of all running functions, by name."""
     return [item for frame in running_frames() for item in variables_of(frame).items()]
+
+
+def living(*kinds: type) -> list[Any]:
+    """All objects of these classes and of those derived from them, wherever the program holds them."""
+    return [held for held in gc.get_objects() if issubclass(type(held), kinds)]  # `isinstance` would ask the objects
 
 
 def found_or_nothing(search: Iterator[_Found]) -> list[_Found]:

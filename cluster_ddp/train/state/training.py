@@ -262,8 +262,9 @@ class State:
         was, now = self._watched, self._noted or self._attributes()
         self._watched, self._noted = self._attributes() if self._noted else now, None
         states = {"task": self._task_state(), "model": self._model_state()[1]}
-        saved = Attributes({**states, "in other forms": list(other_forms(states))})
-        changed = now.unsaved(was.changed(now), saved)
+        changed = now.unsaved(was.changed(now), Attributes(states))
+        if changed:  # rarely, as tensors are copied from the GPU for it
+            changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
         of_optimizers = {
             f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
         }

@@ -208,7 +208,8 @@ def _uses_of(
         changes = any(isinstance(node, ast.AugAssign) or _reads(getattr(node, "value", None), name) for node in nodes)
         of_self = owner if name.startswith("self.") and name.count(".") == 1 else None
         if decides or (changes and name in compared):
-            yield _Use(name, of_self, function.lineno, decides, changes and name in compared)
+            first = min(node.lineno for node in (function, *function.decorator_list))  # as the code object has it
+            yield _Use(name, of_self, first, decides, changes and name in compared)
 
 
 def _reads(part: ast.AST | None, name: str) -> bool:
