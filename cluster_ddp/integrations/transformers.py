@@ -199,7 +199,7 @@ class _Training:
                 f"the newest checkpoint, of step {self._resumes_at}, is damaged and has been set aside: resume the run "
                 "once more, and it continues from the one before"
             )
-        loop.expect_data(batches.arrange(loop.seed), held_rows(batches.data))
+        loop.data.expect(batches.arrange(loop.seed), held_rows(batches.data))
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         loop.before_save = self._note
         self._steps = steps.steps
