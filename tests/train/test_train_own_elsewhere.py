@@ -109,6 +109,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.total = self.count = self.last = self.shown = 0.0
+        self.batches, self.every = 0, 10
         self.reset()
 
     def reset(self) -> None:
@@ -123,6 +124,10 @@ class Meter:
             self.longest = value
         if self.count - self.shown >= 3:
             self.shown = self.count
+        self.batches += 1
+        if self.batches >= self.every:
+            print("the mean", self.last)
+            self.batches = 0
 
 
 def loop(step: Callable[[Elsewhere], Any], watch: Elsewhere, **held: Any) -> None:
@@ -157,6 +162,19 @@ def test_a_number_that_decides_elsewhere_is_told(step: Any, held: dict[str, Any]
     message = told(step, **held)
     assert f"{name}" in message and "which no checkpoint contains" in message
     assert "best_at_the_top" in message  # which any program that holds this module depends on
+
+
+def test_a_proxy_that_cannot_be_looked_at_hides_nothing_else() -> None:
+    message = told(lambda *_: None, proxy=Proxy(), trainer=Trainer())
+    assert "held['trainer'].best" in message
+
+
+class Proxy:
+    """As of an object that does not exist yet."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("there is nothing behind it yet")
 
 
 def test_what_a_step_only_counts_is_not_told_and_a_formula_of_it_is() -> None:
