@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import re
 import sysconfig
 import textwrap
 from collections.abc import Iterable, Iterator
-from functools import reduce
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple
@@ -84,7 +84,12 @@ def is_of_library(file: str) -> bool:
 
 def is_own_class(kind: type) -> bool:
     """Whether a class is the program's, and not one of a library or of this package."""
-    return kind.__module__.partition(".")[0] != _OURS and is_of_user(kind.__module__)
+    return _is_own_module(kind.__module__)
+
+
+@functools.cache  # programs hold many objects of few classes
+def _is_own_module(name: str) -> bool:
+    return name.partition(".")[0] != _OURS and is_of_user(name)
 
 
 def with_parents(scope: ast.AST) -> dict[ast.AST, ast.AST]:
@@ -130,7 +135,7 @@ def name_of(node: ast.AST) -> str | None:
 
 def value_of(name: str, frame: FrameType) -> Any:
     first, *inner = name.split(".")
-    return reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+    return functools.reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
 
 
 def is_saved(name: str, frame: FrameType, passed_in: Iterable[Any]) -> bool:
