@@ -10,14 +10,16 @@ import xxhash
 from torch import Tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 24  # elements summed at once: torch first widens them to 64 bits, in memory of its own
 
 
 def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each tensor, equal on two ranks if all bits are; int64, shape (n,), on the tensors' device.
 
-    On the CPU this is a hash; on a device, the sum of the bits as integers, which takes one pass and no memory, and
+    On the CPU this is a hash; on a device, the sum of the bits as integers, which takes one pass and little memory, and
     does not depend on the order of summation. If some tensors are on a device and some on the CPU, such as the step
-    counts of many optimizers, all numbers are on the device. The host does not wait for the device.
+    counts of many optimizers, all numbers are on the device; with several devices, on the first tensor's. The host does
+    not wait for the device.
     """
     on_host = torch.tensor([tensor_hash(tensor) for tensor in tensors if tensor.is_cpu], dtype=torch.int64)
     if len(on_host) == len(tensors):
@@ -26,7 +28,7 @@ def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
     if device.type == "cuda":
         on_host = on_host.pin_memory()
     sent = iter(on_host.to(device, non_blocking=True))
-    return torch.stack([next(sent) if tensor.is_cpu else _sum(tensor) for tensor in tensors])
+    return torch.stack([next(sent) if tensor.is_cpu else _sum(tensor).to(device) for tensor in tensors])
 
 
 def tensor_hash(tensor: Tensor) -> int:
@@ -37,7 +39,10 @@ def tensor_hash(tensor: Tensor) -> int:
 
 def _sum(tensor: Tensor) -> Tensor:
     plain = _plain(tensor)
-    return plain.view(INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
+    numbers = plain.view(INTEGERS[plain.element_size()])
+    if numbers.numel() <= _PIECE or not numbers.is_contiguous():
+        return numbers.sum(dtype=torch.int64)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in torch.split(numbers.view(-1), _PIECE)]).sum()
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ class ReplicaDigest:
             self._digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
             self._digests.copy_(digests, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(digests.device))
             self._tensors = []
             self._taken.set()
 

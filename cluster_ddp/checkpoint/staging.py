@@ -62,11 +62,13 @@ class Staging:
                 torch._foreach_copy_(list(self._views.values()), [tensors[name] for name in self._views])
             return
         on_side: list[str] = []
+        here = torch.device("cuda", torch.cuda.current_device())
         for name, view in self._views.items():
-            if name in overlapping and tensors[name].is_cuda:
+            is_here = tensors[name].device == here
+            if is_here and name in overlapping:
                 on_side.append(name)
-            else:
-                view.copy_(tensors[name].detach(), non_blocking=True)
+            else:  # the host waits for another GPU, which the event below does not cover
+                view.copy_(tensors[name].detach(), non_blocking=is_here)
         self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

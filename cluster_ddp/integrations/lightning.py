@@ -206,7 +206,7 @@ class _Fit:
         }
         loop = self._run.take_over(things, geometry)
         loop.before_save = self._note
-        loop.expect_data(batches.arrange(loop.seed), held_rows(batches.data))
+        loop.data.expect(batches.arrange(loop.seed), held_rows(batches.data))
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         _warn_of_hooks(trainer, loop.warn)
         if self._run.step:

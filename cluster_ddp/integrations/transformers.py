@@ -199,7 +199,7 @@ class _Training:
                 f"the newest checkpoint, of step {self._resumes_at}, is damaged and has been set aside: resume the run "
                 "once more, and it continues from the one before"
             )
-        loop.expect_data(batches.arrange(loop.seed), held_rows(batches.data))
+        loop.data.expect(batches.arrange(loop.seed), held_rows(batches.data))
         self._run.watch(loop, batches.ordinary(), batches, _REMEDY)
         loop.before_save = self._note
         self._steps = steps.steps
@@ -213,7 +213,6 @@ class _Training:
             self._has_ended = control.should_training_stop = self._kept.has_ended
         self._derived = DerivedTrainer(trainer, copy.deepcopy(self._kept.derived))
         self._own_callbacks = OwnCallbacks(trainer, copy.deepcopy(self._kept.own_callbacks))
-        self._own_callbacks.restore()
         self._is_restored = self._resumes_at is None
         self.rest()
 
@@ -221,7 +220,7 @@ class _Training:
         """Call before the first batch of an epoch is requested."""
         self.settle()
         assert self._batches is not None
-        if self._run.step == self._epoch * self._steps:
+        if self._has_ended or self._run.step == self._epoch * self._steps:
             self._restore_callbacks()
         self._batches.enter(self._epoch, self._batches.length if self._has_ended else 0)
         self._epoch += 1

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cluster_ddp.train.refusals import refuse_unfinished, refuse_without_group
 from cluster_ddp.train.task import Task, expect_type
+from cluster_ddp.train.unsuited_optimizers import refuse_unfinished, refuse_without_group
 
 
 class Switching(Protocol):

@@ -23,7 +23,7 @@ from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.refusals import SECOND_DERIVATIVES, other_settings
+from cluster_ddp.train.unsuited_optimizers import SECOND_DERIVATIVES, other_settings
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_path("stdlib"), Path(__file__).parents[1]))
 _PACKAGES = {"site-packages", "dist-packages"}

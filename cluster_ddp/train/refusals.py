@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -32,83 +29,9 @@ _UNSTORED = {
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"float4\w*|u?int[1-7]|bits\w+|qu?int\w+|complex32", name)
 }
-_NO_GROUP = "process group has not been initialized"  # part of torch's message
 _OTHER_OPTIMIZERS = "task.more"  # prefix for a custom loop's further optimizers
 _HANDED_OVER = "task.rest."  # prefix for what a custom loop passes in by name
 _FROM_RANK_0 = ("task.", "extra.")  # tensors saved from rank 0 only, which no forward pass broadcasts
-
-
-def refuse_other_passes(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for an optimizer that needs other passes than one forward and one backward per step."""
-    kind = type(optimizer)
-    # Of the class, because a scheduler replaces the method of the instance.
-    _, *parameters = inspect.signature(kind.step).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = any(parameter.default is parameter.empty and parameter.kind not in variable for parameter in parameters)
-    if needed or _takes_two_passes(optimizer) or callable(getattr(optimizer, "set_closure", None)):  # GSAM
-        raise TaskError(_needs_closure(optimizer))
-    if any(parameter.name == "hessian" for parameter in parameters):  # AdaHessian, SophiaH, some only in later steps
-        raise TaskError(f"optimizer() returned {kind.__name__}, whose step() {SECOND_DERIVATIVES}")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise TaskError(
-            f"optimizer() returned {kind.__name__} with differentiable=True, whose step() is to be differentiated "
-            "itself and cannot change parameters in place, as the trainer has it do: leave differentiable out, or "
-            "train in a loop of your own by join_run()"
-        )
-    if callable(getattr(optimizer, "fused_backward", None)):  # LOMO, AdaLOMO
-        raise TaskError(
-            f"optimizer() returned {kind.__name__}, which changes weights while its fused_backward() runs: the trainer "
-            "runs the backward pass, and judges all gradients before it changes a weight; give an optimizer that needs "
-            "the gradients only"
-        )
-
-
-def refuse_without_closure(optimizer: Optimizer, error: Exception) -> None:
-    """Raise a `TaskError` if an error of ``step()`` was raised because it was given no closure."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    if "closure" in f"{place.line} {error}":
-        raise TaskError(_needs_closure(optimizer)) from error
-
-
-def _needs_closure(optimizer: Optimizer) -> str:
-    return (
-        f"optimizer() returned {type(optimizer).__name__}, whose step() needs a closure that computes the loss again: "
-        "the trainer computes each loss once; give an optimizer that needs the gradients only"
-    )
-
-
-def refuse_unfinished(optimizer: Optimizer) -> None:
-    """Raise a `TaskError` for an optimizer without the attributes of torch's, such as some that wrap another one."""
-    try:
-        _ = optimizer.param_groups, optimizer.state_dict()
-    except AttributeError as error:
-        raise TaskError(
-            f"optimizer() returned {type(optimizer).__name__}, which this torch cannot save: {error}. It seems not to "
-            "call Optimizer.__init__, as some that go around another; give the one inside it, or one made for this "
-            "torch"
-        ) from error
-
-
-def refuse_without_group(error: Exception) -> None:
-    """Raise a `TaskError` if an optimizer's error is caused by a single rank having no process group."""
-    if _NO_GROUP in str(error):
-        raise TaskError(
-            "the optimizer communicates with those of other ranks through torch.distributed, but a single rank has no "
-            "process group: use one that works alone, as those of torch do. One that divides its work or its state "
-            "among the ranks is refused on several ranks, too"
-        ) from error
-
-
-def other_settings(optimizer: Optimizer, error: KeyError) -> str | None:
-    """Explain an error of ``step()`` if, after a resume, its settings require state that the checkpoint lacks."""
-    missing = error.args[0]
-    if any(missing in held for held in (*optimizer.state.values(), *optimizer.param_groups)):
-        return None
-    kind = type(optimizer).__name__
-    return (
-        f"step() of {kind} needs {missing} of each parameter, which the checkpoint does not hold: {kind} was created "
-        "with other settings then, such as without amsgrad. Create it as it was, or start a new run"
-    )
 
 
 def refuse_dtypes(model: nn.Module) -> None:
@@ -140,11 +63,6 @@ def refuse_loader(data: object, method: str) -> None:
             "train.batch_size, train.workers and collate() of the task. A data set can make the choices of a sampler, "
             "such as by weights, in __getitem__"
         )
-
-
-def _takes_two_passes(optimizer: Optimizer) -> bool:
-    """Whether it belongs to the SAM family, which computes the loss again after a first half-step."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step"))
 
 
 class SingleSamples:
@@ -389,11 +307,6 @@ def _shown(of_rank_0: str | int | None, other: str | int | None, rank: int) -> s
         return f" ({of_rank_0} on rank 0, {other} on rank {rank})"
     return f" (other on rank {rank} than on rank 0)"
 
-
-SECOND_DERIVATIVES = (
-    "needs second derivatives, by loss.backward(create_graph=True): the trainer keeps no graph of the gradients; give "
-    "an optimizer that needs the gradients only, or train in a loop of your own by join_run(), which may keep it"
-)
 
 SHAPED_BY_A_BATCH = (
     "What takes its shape from its first batch, as the observers of quantization-aware training do, has it once "

@@ -34,7 +34,7 @@ from cluster_ddp.train.precision import choose_precision, make_scaler, set_backe
 from cluster_ddp.train.profiling import Profiler
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, keep_generators, seed_everything
 from cluster_ddp.train.rank import RankProcess
-from cluster_ddp.train.refusals import FrozenLayers, SingleSamples, refuse_other_passes
+from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
 from cluster_ddp.train.state.surroundings import generators_around
@@ -42,6 +42,7 @@ from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
 from cluster_ddp.train.stop import AT_ONCE
 from cluster_ddp.train.task import Task, expect_type, load_task
+from cluster_ddp.train.unsuited_optimizers import refuse_other_passes
 from cluster_ddp.train.update import Update
 
 

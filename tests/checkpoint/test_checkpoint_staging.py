@@ -12,7 +12,8 @@ import pytest
 import torch
 from checkpoint_cases import Recorder, checkpointer, save, state
 
-from cluster_ddp.checkpoint.plan import describe, make_plan
+from cluster_ddp.checkpoint import replicas
+from cluster_ddp.checkpoint.plan import TORCH_DTYPES, describe, make_plan
 from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.staging import Staging
 
@@ -126,3 +127,15 @@ def test_a_copy_that_loss_has_spoilt_is_not_published_and_the_next_save_does_not
     assert "model.layer.weight was changed before the update" in failed["error"]
     assert [fields["step"] for fields in events.of("checkpoint")] == [2]
     assert overlapping == [True, False]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
+def test_a_copy_has_the_digest_of_what_lies_in_other_strides_and_is_summed_in_pieces(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a tensor on a GPU, where summing all of a large one at once would take a multiple of its memory."""
+    values = torch.randint(0, 2, (6, 8, 16), dtype=torch.uint8).view(dtype)
+    kinds = (values, values.transpose(0, 1), values[::2], values[:0], values[0, 0, 0])
+    whole = [int(replicas._sum(tensor)) for tensor in kinds]
+    monkeypatch.setattr(replicas, "_PIECE", 5)
+    assert [int(replicas._sum(tensor.clone(memory_format=torch.contiguous_format))) for tensor in kinds] == whole

@@ -197,6 +197,61 @@ def test_what_a_callback_of_the_program_counts_is_kept(is_first: bool, tmp_path:
     assert told(calm) == told(broken) == []
 
 
+def train_limited(place: Path, attempt: int, is_first: bool, stop_at: int = 0) -> tuple[Any, ...] | None:
+    """As with callbacks that have a log, opened early or late, and that end training after some time."""
+    import transformers
+
+    from cluster_ddp.integrations.transformers import ResumeExactly
+
+    time = SimpleNamespace(time=lambda: 1000.0 * attempt)
+
+    class Limited(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.has_early, self.has_late, self.late, self.logged = False, False, None, 0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.begun = time.time()
+            if not self.has_early:
+                self.early, self.has_early = SimpleNamespace(lines=[]), True
+
+        def on_log(self, *_: Any, **__: Any) -> None:
+            if not self.has_late:
+                self.late, self.has_late = SimpleNamespace(lines=[]), True
+            self.logged += 1
+            self.early.lines.append(self.logged)
+            self.late.lines.append(self.logged)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= time.time() - self.begun > 500
+            if state.global_step == stop_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    begin_attempt(place, attempt)
+    args = transformers.TrainingArguments(
+        output_dir=str(place / "output"), num_train_epochs=3, per_device_train_batch_size=8, save_strategy="no",
+        logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    limited, ours = Limited(), ResumeExactly()
+    callbacks = [transformers.TrainerCallback(), limited, ours] if is_first else [ours, limited]
+    trainer = transformers.Trainer(Classifier(), args, train_dataset=Rows(), callbacks=callbacks)
+    try:
+        trainer.train()
+    except SystemExit:
+        return None
+    assert limited.late is not None
+    return trainer.state.global_step, limited.logged, limited.early.lines, limited.late.lines
+
+
+def limited(place: Path) -> list[tuple[Any, ...] | None]:
+    return [train_limited(place, 0, True, stop_at=4), train_limited(place, 1, False)]
+
+
+def test_what_a_callback_of_the_program_opens_and_the_time_are_those_of_the_attempt(tmp_path: Path) -> None:
+    ((stopped, ended),) = run_ranks(limited, 1, new_run(tmp_path).path)
+    since = [5, 6, 7, 8, 9, 10]
+    assert (stopped, ended) == (None, (9, 10, since, since))
+
+
 def with_other_data(place: Path) -> list[tuple[Any, ...] | None]:
     return [train(place, 0, 3), train(place, 1, first=7)]
 

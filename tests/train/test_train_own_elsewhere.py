@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +109,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.total = self.count = self.last = self.shown = 0.0
+        self.batches, self.every = 0, 10
         self.reset()
 
     def reset(self) -> None:
@@ -121,6 +124,10 @@ class Meter:
             self.longest = value
         if self.count - self.shown >= 3:
             self.shown = self.count
+        self.batches += 1
+        if self.batches >= self.every:
+            print("the mean", self.last)
+            self.batches = 0
 
 
 def loop(step: Callable[[Elsewhere], Any], watch: Elsewhere, **held: Any) -> None:
@@ -157,9 +164,54 @@ def test_a_number_that_decides_elsewhere_is_told(step: Any, held: dict[str, Any]
     assert "best_at_the_top" in message  # which any program that holds this module depends on
 
 
+def test_a_proxy_that_cannot_be_looked_at_hides_nothing_else() -> None:
+    message = told(lambda *_: None, proxy=Proxy(), trainer=Trainer())
+    assert "held['trainer'].best" in message
+
+
+class Proxy:
+    """As of an object that does not exist yet."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("there is nothing behind it yet")
+
+
 def test_what_a_step_only_counts_is_not_told_and_a_formula_of_it_is() -> None:
     assert "steps_done" not in told(lambda: None)
     assert "steps_done" in told(explores)
+
+
+def test_a_decorated_function_that_runs_is_left_to_the_watch_on_running_functions() -> None:
+    messages: list[str] = []
+    decorated(Elsewhere(messages.append, (), kept.KeptValues()), 1.0, {"of decorated": 0.0})
+    assert "best_at_the_top" in messages[0] and "of decorated" not in messages[0]
+
+
+def as_it_is(function: Any) -> Any:
+    return function
+
+
+@as_it_is
+def decorated(watch: Elsewhere, value: float, state: dict[str, float]) -> None:
+    for look in (watch.first, watch.second):
+        if value > state["of decorated"]:
+            state["of decorated"] = value
+        look()
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_what_is_installed_for_a_user_is_not_taken_for_the_program(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pip install --user``, modules of a cluster in PYTHONPATH, and Debian's packages."""
+    (tmp_path / folder).mkdir()
+    code = "class Bar:\n    best = 0\n    def update(self, n):\n        if n > self.best:\n            self.best = n\n"
+    (tmp_path / folder / "bars_of_others.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path / folder))
+    bar = importlib.import_module("bars_of_others").Bar()
+    bar.update(1)
+    assert "bar" not in told(lambda bar: bar.update(2), bar=bar)
 
 
 def test_a_meter_and_what_is_kept_otherwise_are_not_told() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster_ddp.train.own.kept import Kept
 from cluster_ddp.train.own.watch.rounds import Rounds
+
+passed_in = SimpleNamespace(step=0)
 
 
 class Run:
@@ -16,7 +20,7 @@ class Run:
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.messages = step, list[str]()
-        self.rounds = Rounds(lambda: self.step, self.messages.append)
+        self.rounds = Rounds(lambda: self.step, self.messages.append, [passed_in])
 
     def batches(self, accumulate: int = 1) -> Iterator[int]:
         for look in (lambda: None, self.rounds.first, self.rounds.second, lambda: None):
@@ -72,6 +76,28 @@ def from_the_finished_steps(run: Run) -> None:
         print(step, next(batches))
 
 
+def counts_the_finished_steps(run: Run) -> None:
+    batches, step = run.batches(), run.step
+    while step < 14:
+        if next(batches, None) is None:
+            break
+        step += 1
+
+
+def keeps_its_count(run: Run) -> None:
+    batches, kept = run.batches(), Kept(step=0)
+    while kept.step < 4:
+        next(batches)
+        kept.step += 1
+
+
+def passes_its_count_in(run: Run) -> None:
+    batches, passed_in.step = run.batches(), 0
+    while passed_in.step < 4:
+        next(batches)
+        passed_in.step += 1
+
+
 def accumulates(run: Run) -> None:
     batches = run.batches(accumulate=2)
     for _ in batches:
@@ -96,6 +122,9 @@ def in_several_runs(run: Run) -> None:
         (over_a_count, "step"),
         (while_there_are_steps, "step"),
         (from_the_finished_steps, None),
+        (counts_the_finished_steps, None),
+        (keeps_its_count, None),
+        (passes_its_count_in, None),
         (accumulates, None),
         (in_several_runs, None),
     ],

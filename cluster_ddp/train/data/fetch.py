@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from cluster_ddp.printing import say
+from cluster_ddp.train.data.another_worker import as_another_worker
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
 from cluster_ddp.train.data.sets import Numbers, copied, fetches_by_batch, is_plain_rows, length_of, unwrapped
@@ -293,7 +292,7 @@ class Fetcher:
         """Raise a `DataError` if samples depend on which worker reads them, because a resume uses another one."""
         if get_worker_info() is None:
             return
-        with _as_another_worker():
+        with as_another_worker():
             there = fingerprint(self._read(epoch, indices))
         if there != here:
             raise DataError(
@@ -374,19 +373,6 @@ class Fetcher:
 
     def _changes(self, epoch: int, index: Indices) -> bool:
         return fingerprint(self._read(epoch, index)) != fingerprint(self._read(epoch, index))
-
-
-@contextlib.contextmanager
-def _as_another_worker() -> Iterator[None]:
-    """Make `get_worker_info` describe another worker of this loader; there is no public API for it."""
-    place, info = sys.modules[get_worker_info.__module__], get_worker_info()
-    assert info is not None
-    other = dataclasses.replace(info, id=(info.id + 1) % info.num_workers, seed=info.seed + 1)
-    vars(place)["_worker_info"] = other
-    try:
-        yield
-    finally:
-        vars(place)["_worker_info"] = info
 
 
 @functools.cache

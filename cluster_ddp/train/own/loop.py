@@ -12,6 +12,7 @@ from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.errors import TrainError
 from cluster_ddp.train.own.beginning import Beginning
+from cluster_ddp.train.own.data.same_data import SameData
 from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.leaving import Leaving
@@ -73,10 +74,8 @@ class Loop:
         Whether the code after the last batch of the previous epoch has run.
     is_over
         Whether the restored checkpoint was saved at the end of the block, so that there is nothing left to do.
-    data_fingerprint
-        A fingerprint of what is read first or held; None if only the length shows whether the data changed.
-    rows_fingerprint
-        A fingerprint of what the data set holds for each of its samples, which may be a cache.
+    data
+        Checks that the data are those with which the checkpoint was saved.
     data_numbers
         The numbers in the data set and its sampler when the batches of this epoch began; see `ChangedData`.
     generators
@@ -116,8 +115,7 @@ class Loop:
         self._seeds: StepSeeds | None = None
         self._stop = StopDecision()
         self.batches = 0
-        self.data_fingerprint: int | None = None
-        self.rows_fingerprint: int | None = None
+        self.data = SameData(self.warn)
         self.data_numbers: dict[str, Any] | None = None
         self.is_closed = self.is_over = self.left_for_stop = False
         self._is_finished = False  # the block has reached its end
@@ -158,8 +156,8 @@ class Loop:
             "seed": self.seed,
             "geometry": asdict(self._geometry),
             "total": self._geometry.total,
-            "data": self.data_fingerprint,
-            "rows": self.rows_fingerprint,
+            "data": self.data.first,
+            "rows": self.data.rows,
             "deal": None if self._deal is None else asdict(self._deal),
             "numbers": self.data_numbers,
             "closed": self.is_closed,
@@ -187,7 +185,7 @@ class Loop:
         self._geometry.expect_same_batches(state["geometry"])
         self._expect_same_deal(state)
         self.seed, self.is_closed, self._is_finished = state["seed"], state["closed"], state["finished"]
-        self.data_fingerprint, self.rows_fingerprint = state.get("data"), state.get("rows")
+        self.data.first, self.data.rows = state.get("data"), state.get("rows")
         if state["geometry"].get("world") == self._session.world.world_size:  # else the batch size has to be different
             self.data_numbers = state.get("numbers")
         total = self._geometry.total
@@ -205,33 +203,6 @@ class Loop:
             return
         if message := self._deal.changed(was, ranks):
             self.warn(message)
-
-    def expect_data(self, first: int | None, rows: int | None) -> None:
-        """Check that the data are those the checkpoint was saved with; all ranks call it.
-
-        A change in `first` (what is read first or held) is refused; one in `rows`, possibly a cache, is reported.
-
-        Raises
-        ------
-        TrainError
-            `first` differs.
-        """
-        if self.data_fingerprint not in (None, first):
-            raise TrainError(
-                "the data do not begin with the same items as when the checkpoint was saved, or are split "
-                "differently, so this resume could not be exact: restore the files, their order, the augmentation, "
-                "and the seeds of shuffle and split (datasets: shuffle(seed=...); scikit-learn: "
-                "train_test_split(random_state=...)), or start a new run"
-            )
-        rows = broadcast_object(rows)
-        if self.rows_fingerprint not in (None, rows):
-            self.warn(
-                "the arrays, tables or lists in the data set are not what they were when the checkpoint was saved. If "
-                "they are its samples and not a cache, this resume is not exact, and may train on held-out samples: "
-                "restore the files and their order, and seed whatever splits, shuffles or generates them "
-                "(train_test_split(random_state=...), torch.manual_seed() before it)"
-            )
-        self.data_fingerprint, self.rows_fingerprint = first, rows
 
     def note_update(self, *_: Any) -> None:
         """Call after each step of an optimizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import torch.utils.data as torch_data
 from torch import Tensor, nn
 
-from cluster_ddp.train.inner_parts import inner_parts
+from cluster_ddp.train.inner_parts import can_be_seen, inner_parts
 
 _CLOSED = (Tensor, nn.Module, np.ndarray, type, ModuleType, torch_data.Dataset, torch_data.DataLoader, str, int, float)
 _Found = TypeVar("_Found")
@@ -48,6 +49,11 @@ def running_variables() -> list[tuple[str, Any]]:
     return [item for frame in running_frames() for item in variables_of(frame).items()]
 
 
+def living(*kinds: type) -> list[Any]:
+    """All objects of these classes and of those derived from them, wherever the program holds them."""
+    return [held for held in gc.get_objects() if issubclass(type(held), kinds)]  # `isinstance` would ask the objects
+
+
 def found_or_nothing(search: Iterator[_Found]) -> list[_Found]:
     """What a search through a program finds; empty if it fails, as on a proxy object that raises when inspected."""
     with contextlib.suppress(Exception):
@@ -59,7 +65,7 @@ def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[
     """The objects given, and what they hold in attributes, lists and dicts, each with a readable name.
 
     Models, tensors, arrays, data sets and this package's own objects, such as that of `ScriptRun.keep`, are not
-    searched.
+    searched, and proxies that cannot be inspected are left out.
 
     Parameters
     ----------
@@ -71,7 +77,7 @@ def reachable(holders: Iterable[tuple[str, Any]], depth: int) -> Iterator[tuple[
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
         for name, value in level:
-            if id(value) not in seen:
+            if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
                 yield name, value
                 if len(inner) < _MOST:

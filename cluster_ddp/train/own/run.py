@@ -132,7 +132,7 @@ class ScriptRun:
             batch, samples, deal = _same_on_all_ranks(found)
             geometry = Geometry(epochs, -(-found.length // accumulate), batch, accumulate, world, samples)
             loop = self._take_over(things, geometry, deal)
-            loop.expect_data(found.arrange(loop.seed), held_rows(found.data))
+            loop.data.expect(found.arrange(loop.seed), held_rows(found.data))
             if found.remark is not None:
                 loop.warn(found.remark)
             self.watch(loop, loader, found)

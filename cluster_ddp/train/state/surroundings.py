@@ -14,7 +14,7 @@ from cluster_ddp.train.inner_parts import can_be_seen
 from cluster_ddp.train.randomness import GENERATORS, parts_of
 from cluster_ddp.train.state.attributes import is_library
 
-_INSTALLED = ("site-packages", "dist-packages")
+INSTALLED = ("site-packages", "dist-packages")
 _DEPTH = 5  # how deep variables are searched for generators
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -79,7 +79,7 @@ def is_of_user(name: str) -> bool:
 @functools.cache
 def _has_installed(folder: Path) -> bool:
     """Whether pip has installed packages there: into site-packages, or by ``--target``."""
-    return folder.name in _INSTALLED or any(folder.glob("*.dist-info"))
+    return folder.name in INSTALLED or any(folder.glob("*.dist-info"))
 
 
 def _reachable(names: dict[str, None]) -> Iterator[ModuleType]:

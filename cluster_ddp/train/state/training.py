@@ -20,6 +20,7 @@ from cluster_ddp.train.errors import DataError, TaskError
 from cluster_ddp.train.randomness import OwnGenerators
 from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module, of_tensor
 from cluster_ddp.train.state.comparing import other_forms
+from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
@@ -123,7 +124,7 @@ class State:
         self._noted: Attributes | None = None
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._hidden = _hidden_buffers(model)
+        self._hidden = HiddenBuffers(model)
         of_model = {id(module) for _, module in self._modules}
         self._modes = Modes(also, of_model) if isinstance(also, Task) else None
         self._first_of_task = copy.deepcopy(self._task_state())
@@ -133,7 +134,7 @@ class State:
         """Return all tensors by name, sharing memory with the live ones, and the rest as JSON; raises `TaskError`."""
         tensors, extra_state = self._model_state()
         scalars = self._optimizer.collect(tensors)
-        tensors |= self._changed_buffers()
+        tensors |= {_BUFFER + name: tensor for name, tensor in self._hidden.changed().items()}
         packer = Packer(tensors)
         scalars |= {
             "counts": asdict(self.counts),
@@ -165,7 +166,8 @@ class State:
                 module.training = name not in evaluating
         if self._modes is not None:
             self._modes.restore(scalars.get("modes_of_task", {}))
-        self._load_buffers(_with_prefix(_BUFFER, extra))
+        hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
+        self._hidden.load(hidden, self._device)
         of_modules = _with_prefix(_EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
             module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
@@ -262,8 +264,9 @@ class State:
         was, now = self._watched, self._noted or self._attributes()
         self._watched, self._noted = self._attributes() if self._noted else now, None
         states = {"task": self._task_state(), "model": self._model_state()[1]}
-        saved = Attributes({**states, "in other forms": list(other_forms(states))})
-        changed = now.unsaved(was.changed(now), saved)
+        changed = now.unsaved(was.changed(now), Attributes(states))
+        if changed:  # rarely, as tensors are copied from the GPU for it
+            changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
         of_optimizers = {
             f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
         }
@@ -361,35 +364,6 @@ class State:
             return {}
         with self._communicating.watched():
             return dict(expect_type(self._also.state_dict(), dict, "state_dict() of the task"))
-
-    # Buffers that state_dict() omits are part of the state as soon as they change.
-
-    def _changed_buffers(self) -> dict[str, Tensor]:
-        found = {}
-        for name, (module, key, before, version) in self._hidden.items():
-            now = getattr(module, key)
-            if now is not before or (now is not None and now._version != version):
-                found[_BUFFER + name] = now
-        return found
-
-    def _load_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        for full_name, tensor in tensors.items():
-            module, key, *_ = self._hidden[full_name.removeprefix(_BUFFER)]
-            there = getattr(module, key)
-            if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
-                there.copy_(tensor)
-            else:
-                setattr(module, key, tensor.to(self._device))
-
-
-def _hidden_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor | None, int]]:
-    """The non-persistent buffers: where each is registered, and its current tensor and version."""
-    return {
-        f"{prefix}.{key}" if prefix else key: (module, key, buffer, -1 if buffer is None else buffer._version)
-        for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if key in module._non_persistent_buffers_set
-    }
 
 
 def _as_texts(state: Mapping[str, Any]) -> dict[str, str]:

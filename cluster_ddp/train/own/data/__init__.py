@@ -2,5 +2,5 @@
 
 batches, stream_batches   those of a map-style data set, in an order derived from the epoch, and of an iterable one
 loader_copy               a DataLoader like the user's, with some parts replaced
-held_data                 a fingerprint of the data set, which detects a different split
+held_data, same_data      a fingerprint of the data set, by which different data and another split are noticed
 """

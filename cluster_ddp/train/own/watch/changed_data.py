@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import gc
-import inspect
-import textwrap
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +15,9 @@ from torch import Tensor
 from cluster_ddp.train.data.fingerprint import drawn_to
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.batches import samplers_in
+from cluster_ddp.train.own.program import living
 from cluster_ddp.train.own.values import fingerprint_of
-from cluster_ddp.train.own.watch.syntax import name_of
+from cluster_ddp.train.own.watch.syntax import name_of, tree_of_object
 
 _DEPTH = 6  # how deep to search data sets in data sets
 _NUMBERS = (int, float)
@@ -61,7 +59,7 @@ class ChangedData:
     def begin(self) -> None:
         """Call after the batches of an epoch."""
         if self._others is None:
-            self._others = [held for held in gc.get_objects() if issubclass(type(held), torch_data.DataLoader)]
+            self._others = living(torch_data.DataLoader)
         if not self._has_warned:
             self._before = self._now(_LABELS)
 
@@ -137,7 +135,7 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """
     if callable(getattr(part, "set_epoch", None)) or type(part).__module__.partition(".")[0] == "webdataset":
         return {}
-    filled = _filled_when_read(type(part))
+    filled = _filled_when_read(type(part))  # type: ignore[arg-type]
     values = {
         name: value
         for name, value in list(getattr(part, "__dict__", {}).items())
@@ -152,15 +150,15 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _filled_when_read(kind: type) -> set[str]:
     """The attributes into which reading a sample puts something, as into ``self.cache[index] = sample``."""
     found: set[str] = set()
     for method in ("__getitem__", "__getitems__"):
-        with contextlib.suppress(Exception):  # there is no such method, or no source of it
-            tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
-            items = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
-            names = (name_of(node.value) for node in items if isinstance(node.ctx, ast.Store))
-            found |= {name.removeprefix("self.") for name in names if name is not None}
+        tree = tree_of_object(getattr(kind, method, None))
+        items = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+        names = (name_of(node.value) for node in items if isinstance(node.ctx, ast.Store))
+        found |= {name.removeprefix("self.") for name in names if name is not None}
     return found
 
 

@@ -6,18 +6,15 @@ import ast
 import contextlib
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
-from cluster_ddp.train.own.kept import Kept, KeptValues
+from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.program import found_or_nothing, reachable, running_frames, running_variables
 from cluster_ddp.train.own.watch.syntax import (
-    LIBRARIES,
     SCOPES,
     Text,
     assigned,
@@ -27,7 +24,10 @@ from cluster_ddp.train.own.watch.syntax import (
     holder_of,
     is_held,
     is_of_clock,
+    is_of_library,
+    is_own_class,
     is_read,
+    is_saved,
     last_part,
     name_of,
     nodes_around,
@@ -75,12 +75,13 @@ class Counts:
         counts: set[str] = set()
         carried: set[str] = set()
         for frame in running_frames():
-            if not frame.f_code.co_filename.startswith(LIBRARIES):
+            if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
                     if (text := _loops_of(frame)) is not None:
                         counts |= {name for name in _counts_in(text) if self._is_unkept(name, frame)}
                         carried |= {name for name in _carried_in(text) if self._is_unkept(name, frame)}
-                        carried |= {name for name in _best_weights_in(text) if self._is_own(name, frame)}
+                        best = (name for name in _best_weights_in(text) if not is_saved(name, frame, self._passed_in))
+                        carried |= set(best)
         if counts:
             first = last_part(min(counts))
             self._warn(
@@ -112,15 +113,7 @@ class Counts:
                 return False
             found = found[ast.literal_eval(key.removesuffix("]"))]
         is_number = found is None or isinstance(found, (int, float)) or (torch.is_tensor(found) and found.dim() == 0)
-        return is_number and self._is_own(holder, frame)
-
-    def _is_own(self, name: str, frame: FrameType) -> bool:
-        """Whether it is a variable, or an attribute of an object that is not saved otherwise."""
-        owner = name.rpartition(".")[0]
-        found = value_of(owner, frame) if owner else None
-        return not isinstance(found, (Kept, nn.Module)) and not any(
-            found is thing for thing in self._passed_in if owner
-        )
+        return is_number and not is_saved(holder, frame, self._passed_in)
 
 
 def _early_stoppers() -> Iterator[tuple[str, Any]]:
@@ -129,7 +122,7 @@ def _early_stoppers() -> Iterator[tuple[str, Any]]:
         kind = type(found)
         if "earlystop" not in kind.__name__.lower().replace("_", "") or callable(getattr(found, "state_dict", None)):
             continue
-        if not (getattr(sys.modules.get(kind.__module__), "__file__", None) or "").startswith(LIBRARIES):
+        if is_own_class(kind):
             yield name, found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ _DEPTH = 3  # a variable's value, its attributes, and what these hold
 _BOUNDS = {"min", "max"}
 _FORMULAS = {"exp", "pow", "cos", *_BOUNDS}
 _NUMBERS = (int, float, type(None))
+_SHOWS = re.compile(r"(\b|_)(print|log|logger|logging|info|debug|write|show|add_scalars?)(\b|_)")
 
 
 class Elsewhere:
@@ -173,16 +175,16 @@ def _reset_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
-    """What is compared with something that is no literal, or is in a formula such as that of a decay.
+    """What is compared with something that is no literal, other than to print, or is in a formula such as of a decay.
 
     Such formulas are ``exp(-steps / 1000)``, ``0.99**steps`` and ``min(1.0, steps / 1000)``; a meter's mean is none.
     """
     for node in parents:
         sides: list[ast.AST] = []
-        if isinstance(node, ast.Compare) and not any(
-            isinstance(side, ast.Constant) for side in (node.left, *node.comparators)
-        ):
-            sides = [node.left, *node.comparators]
+        if isinstance(node, ast.Compare):
+            both = [node.left, *node.comparators]
+            decides = not (any(isinstance(side, ast.Constant) for side in both) or _only_shows(parents[node]))
+            sides = list(both) if decides else []
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             sides = list(ast.walk(node))
         elif isinstance(node, ast.Call) and (called := (name_of(node.func) or "").rpartition(".")[2]) in _FORMULAS:
@@ -190,6 +192,20 @@ def _compared_in(parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
             if called in _BOUNDS:
                 sides = [part.left for part in sides if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div)]
         yield from (name for side in sides if (name := name_of(side)) is not None)
+
+
+def _only_shows(statement: ast.AST) -> bool:
+    """Whether this is an ``if`` that only prints or logs, as every so many batches, and then counts from 0 again."""
+    return (
+        isinstance(statement, ast.If)
+        and not statement.orelse
+        and all(
+            begins_with_number(node)
+            or is_of_clock(node)
+            or (isinstance(node, ast.Expr) and _SHOWS.search(ast.unparse(node).partition("(")[0]) is not None)
+            for node in statement.body
+        )
+    )
 
 
 def _uses_of(
@@ -208,7 +224,8 @@ def _uses_of(
         changes = any(isinstance(node, ast.AugAssign) or _reads(getattr(node, "value", None), name) for node in nodes)
         of_self = owner if name.startswith("self.") and name.count(".") == 1 else None
         if decides or (changes and name in compared):
-            yield _Use(name, of_self, function.lineno, decides, changes and name in compared)
+            first = min(node.lineno for node in (function, *function.decorator_list))  # as the code object has it
+            yield _Use(name, of_self, first, decides, changes and name in compared)
 
 
 def _reads(part: ast.AST | None, name: str) -> bool:

@@ -87,7 +87,7 @@ def first_steps_of(
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
             Counts(warn, passed_in.others.values(), loop.kept),
-            Rounds(lambda: loop.step, warn),
+            Rounds(lambda: loop.step, warn, passed_in.others.values()),
             Elsewhere(warn, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
             OtherHandlers(lambda: loop.unheard, warn),
             RankBuffers(passed_in.wrapped, passed_in.others, warn),

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
+from cluster_ddp.train.own.program import living
+
 
 class OtherLoaders:
     """Warns, after the second step, about passes over DataLoaders that continue from step to step.
@@ -32,7 +34,7 @@ class OtherLoaders:
     def first(self) -> None:
         """Call after the first step."""
         others = [batches for batches in _under_way() if batches._dataset is not self._own]
-        cycled = {id(part) for held in gc.get_objects() if type(held) is cycle for part in gc.get_referents(held)}
+        cycled = {id(part) for held in living(cycle) for part in gc.get_referents(held)}
         self._before = [
             (weakref.ref(found), found._num_yielded, type(found._dataset).__name__, id(found) in cycled)
             for found in others
@@ -55,5 +57,4 @@ class OtherLoaders:
 
 def _under_way() -> list[Any]:
     """All live iterators over DataLoaders."""
-    single, several = dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter
-    return [held for held in gc.get_objects() if type(held) is single or type(held) is several]
+    return living(dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from cluster_ddp.train.data.fingerprint import drawn_to
-from cluster_ddp.train.own.program import found_or_nothing, running_frames, variables_of
+from cluster_ddp.train.own.program import found_or_nothing, living, running_frames, variables_of
 from cluster_ddp.train.own.twins import COPIES
 from cluster_ddp.train.own.values import has_values, sampled
 from cluster_ddp.train.randomness import OwnGenerators
@@ -70,8 +69,8 @@ class Overlooked:
     def _strangers(self) -> Iterator[tuple[nn.Module, list[Tensor]]]:
         """All live modules with tensors that no checkpoint contains, and these tensors."""
         kept = {tensor.data_ptr() for tensor in self._kept() if has_values(tensor)}
-        for held in gc.get_objects():
-            found = _tensors_of(held) if issubclass(type(held), nn.Module) and held not in COPIES else []
+        for held in living(nn.Module):
+            found = _tensors_of(held) if held not in COPIES else []
             if strange := [tensor for tensor in found if tensor.data_ptr() not in kept]:
                 yield held, strange
 

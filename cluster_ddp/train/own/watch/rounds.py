@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 from cluster_ddp.train.own.program import running_frames
 from cluster_ddp.train.own.watch.syntax import (
-    LIBRARIES,
     Text,
+    assigned,
+    begins_with_number,
     below,
     counted,
+    is_of_library,
+    is_saved,
     name_of,
     text_of,
     value_of,
@@ -21,6 +24,7 @@ from cluster_ddp.train.own.watch.syntax import (
 
 _RANGES = {"range", "trange", "count"}
 _WRAPPERS = {"tqdm", "track"}
+_LOOKS = 2  # steps after which an attempt that began with none has been looked at
 
 
 class _Round(NamedTuple):
@@ -43,22 +47,25 @@ class Rounds:
         Returns the number of finished steps.
     warn
         Called with the message.
+    passed_in
+        The objects passed in; a number in an attribute of one does not start over.
     """
 
-    def __init__(self, step: Callable[[], int], warn: Callable[[str], None]) -> None:
-        self._step, self._warn = step, warn
+    def __init__(self, step: Callable[[], int], warn: Callable[[str], None], passed_in: Iterable[Any] = ()) -> None:
+        self._step, self._warn, self._passed_in = step, warn, list(passed_in)
         self._before: dict[tuple[Any, str], int] = {}
 
     def first(self) -> None:
         """Call after the first step."""
-        self._before = {key: found.value for key, found in _running()}
+        self._before = {key: found.value for key, found in self._running()}
 
     def second(self) -> None:
         """Call after the second step."""
         before, self._before = self._before, {}
-        for (code, name), found in _running():
+        is_resumed = self._step() > _LOOKS  # so that the number itself shows whether it has started over
+        for (code, name), found in self._running():
             has_moved = before.get((code, name), found.value) != found.value
-            if has_moved and (found.starts_over or found.value + 1 < self._step()):
+            if has_moved and (found.value + 1 < self._step() or (found.starts_over and not is_resumed)):
                 self._warn(
                     f"the loop counts its batches in {name}, which starts over after a resume: it would then train on "
                     "more batches than without it. Begin with the finished steps, which run.step gives once "
@@ -67,13 +74,13 @@ class Rounds:
                 )
                 return
 
-
-def _running() -> Iterator[tuple[tuple[Any, str], _Round]]:
-    for frame in running_frames():
-        if not frame.f_code.co_filename.startswith(LIBRARIES):
-            with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                for found in _rounds_of(text_of(frame), frame):
-                    yield (frame.f_code, found.name), found
+    def _running(self) -> Iterator[tuple[tuple[Any, str], _Round]]:
+        for frame in running_frames():
+            if not is_of_library(frame.f_code.co_filename):
+                with contextlib.suppress(Exception):  # there is no source, or its lines have moved
+                    for found in _rounds_of(text_of(frame), frame):
+                        if not is_saved(found.name, frame, self._passed_in):
+                            yield (frame.f_code, found.name), found
 
 
 def _rounds_of(text: Text, frame: FrameType) -> Iterator[_Round]:
@@ -83,11 +90,18 @@ def _rounds_of(text: Text, frame: FrameType) -> Iterator[_Round]:
             found = [] if numbers is None else [(name_of(loop.target), _starts_over(numbers))]
         else:
             tested = {name_of(node) for node in ast.walk(loop.test)}
-            found = [(name, True) for node in below(loop, text.parents) if (name := counted(node)) in tested]
+            names = [name for node in below(loop, text.parents) if (name := counted(node)) in tested]
+            found = [(name, _begins_with_number(name, text)) for name in names]
         for name, starts_over in found:
             value = None if name is None else value_of(name, frame)
             if name is not None and type(value) is int:
                 yield _Round(name, value, starts_over)
+
+
+def _begins_with_number(name: str | None, text: Text) -> bool:
+    """Whether a running function sets a variable that it counts to nothing but literal numbers."""
+    nodes = (node for node in text.parents if name in assigned(node) and counted(node) is None)
+    return all(begins_with_number(node, name) for node in nodes)
 
 
 def _numbers_of(iterable: ast.expr) -> ast.Call | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from cluster_ddp.train.own.program import reachable
+from cluster_ddp.train.own.program import living, reachable
 
 _DEPTH = 4  # a scheduler may be inside another, inside an object of the program's that was passed in
 
@@ -51,8 +50,7 @@ class OtherSchedulers:
         known = {id(part) for _, part in reachable((("", other) for other in self._others), _DEPTH)}
         return [
             held
-            for held in gc.get_objects()
-            if issubclass(type(held), LRScheduler)
-            and id(held) not in known
+            for held in living(LRScheduler)
+            if id(held) not in known
             and any(getattr(held, "optimizer", None) is optimizer for optimizer in self._optimizers)
         ]

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import linecache
 import re
-import sys
 import sysconfig
+import textwrap
 from collections.abc import Iterable, Iterator
-from functools import reduce
+from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple
 
-from cluster_ddp.train.own.program import running_frames, variables_of
+from torch import nn
 
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+from cluster_ddp.train.own.kept import Kept
+from cluster_ddp.train.own.program import running_frames, variables_of
+from cluster_ddp.train.state.surroundings import INSTALLED, is_of_user
+
+_STANDARD = sysconfig.get_path("stdlib")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 _OURS = __name__.partition(".")[0]
 _FIRST = re.compile(r"None|-?[\d.e+-]+|-?(float\(.*\)|\w+\.(inf|Inf|infty|maxsize))")
-_TIMES = re.compile("time|now|perf_counter", re.IGNORECASE)
+_TIMES = re.compile(r"(\b|_)(time|now|utcnow|perf_counter|monotonic)(_ns)?\b")
 
 
 class Text(NamedTuple):
@@ -52,25 +58,38 @@ def program_files(objects: Iterable[Any]) -> set[str]:
     kinds = {kind for value in objects for kind in type(value).__mro__ if is_own_class(kind)}
     code = [getattr(member, "__code__", None) for kind in kinds for member in vars(kind).values()]
     files = {at.co_filename for at in (*code, *(frame.f_code for frame in running_frames())) if at is not None}
-    return {file for file in files if not file.startswith(LIBRARIES)}
+    return {file for file in files if not is_of_library(file)}
 
 
 def tree_of(file: str) -> ast.Module:
     """The syntax tree of a file; empty if it cannot be read."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):  # it may be no Python
         return ast.Module([], [])
+
+
+def tree_of_object(value: Any) -> ast.Module:
+    """The syntax tree of a class or function; empty if there is no source of it."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(value)))
+    except Exception:
+        return ast.Module([], [])
+
+
+def is_of_library(file: str) -> bool:
+    """Whether a file of source is of Python itself or installed, for this environment or another, as for a user."""
+    return file.startswith(_STANDARD) or not set(INSTALLED).isdisjoint(PurePath(file).parts)
 
 
 def is_own_class(kind: type) -> bool:
     """Whether a class is the program's, and not one of a library or of this package."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None) or ""
-    return module is not None and (
-        kind.__module__ == "__main__"
-        or (bool(file) and not file.startswith(LIBRARIES) and kind.__module__.partition(".")[0] != _OURS)
-    )
+    return _is_own_module(kind.__module__)
+
+
+@functools.cache  # programs hold many objects of few classes
+def _is_own_module(name: str) -> bool:
+    return name.partition(".")[0] != _OURS and is_of_user(name)
 
 
 def with_parents(scope: ast.AST) -> dict[ast.AST, ast.AST]:
@@ -116,7 +135,14 @@ def name_of(node: ast.AST) -> str | None:
 
 def value_of(name: str, frame: FrameType) -> Any:
     first, *inner = name.split(".")
-    return reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+    return functools.reduce(getattr, inner, {**frame.f_globals, **variables_of(frame)}[first])
+
+
+def is_saved(name: str, frame: FrameType, passed_in: Iterable[Any]) -> bool:
+    """Whether this is an attribute of an object whose attributes are saved, or may be."""
+    owner = name.rpartition(".")[0]
+    found = value_of(owner, frame) if owner else None
+    return isinstance(found, (Kept, nn.Module)) or (bool(owner) and any(found is thing for thing in passed_in))
 
 
 def is_held(name: str) -> bool:
@@ -159,10 +185,13 @@ def _is_number(node: ast.AST) -> bool:
     return isinstance(value, ast.Constant) and type(value.value) is int
 
 
-def begins_with_number(node: ast.AST) -> bool:
-    """Whether this assigns a literal number, infinity, or None."""
+def begins_with_number(node: ast.AST, name: str | None = None) -> bool:
+    """Whether this assigns a literal number, infinity, or None; with `name`, whether it does to this variable."""
     value = getattr(node, "value", None)
     parts = value.elts if isinstance(value, ast.Tuple) else [value]
+    named = [part for to in getattr(node, "targets", []) for part in getattr(to, "elts", [to])]
+    if name is not None and len(named) == len(parts):
+        parts = [part for to, part in zip(named, parts, strict=True) if name_of(to) == name]
     return all(part is not None and bool(_FIRST.fullmatch(ast.unparse(part))) for part in parts)
 
 
