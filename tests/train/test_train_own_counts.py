@@ -181,6 +181,15 @@ class Trainer:
                 if self.iter_num >= 5:
                     break
 
+    def begins_at_the_place(self, once: Any, run: Any = Kept) -> None:
+        self._run = run
+        self.iter_num = self._run.step
+        for _ in range(2):
+            for _ in once():
+                self.iter_num += 1
+                if self.iter_num >= 5:
+                    break
+
     def sets_the_rate(self, once: Any) -> None:
         rate = 0.0
         for _ in once():
@@ -241,6 +250,7 @@ best = 0.0
         (goes_through_what_logs, None),
         (only_prints, None),
         (begins_at_the_place, None),
+        (lambda once: Trainer().begins_at_the_place(once), None),
     ],
 )
 def test_a_count_by_which_the_loop_goes_is_told(loop: Callable[[Any], None], name: str | None) -> None:

@@ -93,9 +93,9 @@ class ResumableLoader:
             self._loop.jump(self._epoch * self._geometry.steps)
         self._loop.rest(self._geometry.epochs)
 
-    def enumerate(self) -> Iterator[tuple[int, Any]]:
-        """Each batch with its number in the epoch; ``enumerate(loader)`` would count from 0 after a resume."""
-        return ((number - 1, batch) for batch, number in zip(self, self._numbers(), strict=False))
+    def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Each batch with its number in the epoch; ``enumerate(loader)`` would begin at `start` after a resume."""
+        return ((number - 1 + start, batch) for batch, number in zip(self, self._numbers(), strict=False))
 
     def __iter__(self) -> Iterator[Any]:
         """The remaining batches of this epoch.

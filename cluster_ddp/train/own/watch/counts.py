@@ -37,7 +37,7 @@ from cluster_ddp.train.own.watch.syntax import (
 )
 
 _OF_EPOCH = re.compile(r"epoch|\blen\(")
-_RESTORED = re.compile(r"\b(param_groups|run|kept|get_last_lr|keep)\b")
+_RESTORED = re.compile(r"\b(param_groups|_?run_?|kept|get_last_lr|keep)\b")
 _COPIES = re.compile(r"\b(state_dict|deepcopy)\(")
 _OF_RATES = {"lr", "rate", "scheduler", "sched", "ema"}
 
@@ -171,9 +171,10 @@ def _carried_in(text: Text) -> Iterator[str]:
         for name in sorted({name for names in inside.values() for name in names}):
             before = [node for node, names in assigning.items() if name in names and node not in inside]
             decays = any(_is_decay(node) for node, names in inside.items() if name in names)
-            starts_over = is_held(name) or name in shared or any(map(begins_with_number, before))
-            if not starts_over and any(_RESTORED.search(ast.unparse(node)) for node in before):
-                continue  # a value from run.keep, or the optimizer's rate
+            begins = name in shared or any(map(begins_with_number, before))
+            if not begins and any(_RESTORED.search(ast.unparse(node)) for node in before):
+                continue  # a value from run.step or run.keep, or the optimizer's rate
+            starts_over = begins or is_held(name)
             if any(holder_of(name) in names for names in inside.values()):
                 continue  # in a dict that is made in each pass
             if any(is_of_clock(node) for node, names in inside.items() if name in names):
