@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import json
@@ -237,6 +238,12 @@ class State:
     def hidden_differences(self, other: State) -> Iterator[tuple[str, str]]:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)
+
+    def limits(self) -> dict[str, int]:
+        """How many elements each deque in the task's attributes may hold, if there is a limit, by name."""
+        parts = vars(self._also).items() if isinstance(self._also, Task) else ()
+        found = {f"task.{key}": part.maxlen for key, part in parts if isinstance(part, collections.deque)}
+        return {name: most for name, most in found.items() if most is not None}
 
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
