@@ -1,4 +1,4 @@
-"""What loss() reads besides the model: the learning rate in effect, and a window of its last losses."""
+"""What tasks read in loss() besides the model, and bring back from their own state."""
 
 from __future__ import annotations
 
@@ -65,3 +65,27 @@ def test_a_window_that_comes_back_with_its_limit_is_exact(tmp_path: Path) -> Non
 def test_a_window_that_comes_back_without_its_limit_is_refused(kind: type[Window], tmp_path: Path) -> None:
     verdict = judge(Case(), tmp_path, kind)
     assert verdict.refused_at == 2 and "task.last: a deque with maxlen=2" in (verdict.refused or ""), verdict
+
+
+class AddsWhenLoaded(ZooTask):
+    """Counts labels in a dict, to which its load_state_dict adds."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.seen: dict[int, int] = {}
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for label in batch[1].tolist():
+            self.seen[label] = self.seen.get(label, 0) + 1
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.update(state["seen"])
+
+
+def test_a_task_that_adds_what_it_loads_is_told_to_replace(tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path, AddsWhenLoaded)
+    assert "seen\n    let it replace what is there" in (verdict.refused or ""), verdict

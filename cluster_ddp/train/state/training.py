@@ -328,7 +328,8 @@ class State:
             lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
             raise TaskError(
                 "load_state_dict() of the task (in a script, of what is passed to also=) does not restore what its "
-                f"state_dict() returned before the first step: {', '.join(lost)}"
+                f"state_dict() returned before the first step: {', '.join(lost)}\n"
+                "    let it replace what is there, not add to it: self.seen = state['seen'], or clear() before update()"
             )
 
     def _model_state(self) -> tuple[Tensors, dict[str, Any]]:
