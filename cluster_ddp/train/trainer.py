@@ -274,7 +274,10 @@ class Trainer:
                 f"the weights are not those of a run of {total} steps"
             )
         self.single_samples.begin(self.step)
-        self.update.restore(self.state.counts.skipped, self.state.counts.bad_in_a_row)
+        skipped, bad_in_a_row = self.state.counts.skipped, self.state.counts.bad_in_a_row
+        self.update.restore(skipped, bad_in_a_row)
+        if self.step:  # loss() may read the rate, which is still that of the last update
+            self.schedule.apply(self.step - 1 - (skipped - bool(bad_in_a_row)))
         self.log.open(self.step, metrics)
         setup = describe_training(self.job.train, self.plan)
         self.log.say(setup, *describe_ranks(self.world))

@@ -80,6 +80,7 @@ def _check_comes_back(
             {**scalars, "requires_grad": state.trained()}, {**scalars_again, "requires_grad": other.trained()}
         ),
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
+        *_limits_that_differ(state.limits(), other.limits()),
     ]
     if not differing and plan.aliases != (aliases := find_aliases(again)):
         shared = [f"{name}: shares its memory otherwise" for name in sorted(plan.aliases.keys() ^ aliases.keys())]
@@ -125,6 +126,13 @@ def _scalars_that_differ(live: Mapping[str, Any], again: Mapping[str, Any]) -> I
         was, now = (json.dumps(without_devices(scalars[name]), sort_keys=True) for scalars in (live, again))
         if was != now:
             yield f"{name}: {_shortened(was)} comes back as {_shortened(now)}"
+
+
+def _limits_that_differ(live: Mapping[str, int], again: Mapping[str, int]) -> Iterator[str]:
+    """A window that keeps growing after a resume holds the same at first."""
+    for name, most in live.items():
+        if again.get(name) != most:
+            yield f"{name}: a deque with maxlen={most} comes back as something else; load into one with that maxlen"
 
 
 def _shortened(text: str) -> str:

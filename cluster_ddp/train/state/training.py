@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import json
@@ -240,6 +241,12 @@ class State:
         """Numbers that the optimizer keeps in attributes, outside its state, and that differ in the other's."""
         return self._optimizer.hidden_differences(other._optimizer)
 
+    def limits(self) -> dict[str, int]:
+        """How many elements each deque in the task's attributes may hold, if there is a limit, by name."""
+        parts = vars(self._also).items() if isinstance(self._also, Task) else ()
+        found = {f"task.{key}": part.maxlen for key, part in parts if isinstance(part, collections.deque)}
+        return {name: most for name, most in found.items() if most is not None}
+
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
         if self._seeded is not None:
@@ -324,7 +331,8 @@ class State:
             lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
             raise TaskError(
                 "load_state_dict() of the task (in a script, of what is passed to also=) does not restore what its "
-                f"state_dict() returned before the first step: {', '.join(lost)}"
+                f"state_dict() returned before the first step: {', '.join(lost)}\n"
+                "    let it replace what is there, not add to it: self.seen = state['seen'], or clear() before update()"
             )
 
     def _model_state(self) -> tuple[Tensors, dict[str, Any]]:
