@@ -7,6 +7,7 @@ reader skips torn or damaged lines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -97,7 +98,12 @@ class EventWriter:
         """
         line = json.dumps({"time": time.time(), "event": event, "attempt": attempt, **fields}, default=str)
         try:
-            _append_line(self.path, line.encode() + b"\n")
+            try:
+                _append_line(self.path, line.encode() + b"\n")
+            except FileNotFoundError:  # the folder was removed while the run was training; not if the run itself was
+                with contextlib.suppress(FileExistsError):
+                    Storage().mkdir(self.run.events)
+                _append_line(self.path, line.encode() + b"\n")
         except OSError as error:
             say(f"cluster-ddp: cannot record '{event}' in {self.path}: {error}")
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 
 from cluster_ddp.run.directory import AttemptDirectory
@@ -23,8 +25,9 @@ def silent_nodes(history: History) -> str | None:
         if isinstance(node, int) and (moment := _touched(attempt, node)) is not None:
             host = str(event.get("host") or f"node {node}")
             touched[host] = min(moment, touched.get(host, moment))
-    now = max([time.time(), *touched.values()])  # the storage has its own clock, which may be ahead
-    silent = {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
+    silent = _silent(touched, time.time())
+    if silent:  # or this machine's clock is ahead of the storage's
+        silent = _silent(touched, _storage_time(attempt))
     if not silent:
         return None
     names = ", ".join(list(silent)[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
@@ -32,6 +35,21 @@ def silent_nodes(history: History) -> str | None:
         f"no sign of life from {names} for {min(silent.values()) / 60:.0f} min: it hangs, or its storage does "
         "not respond; Slurm may be unable to end such a job until it does"
     )
+
+
+def _silent(touched: dict[str, float], now: float) -> dict[str, float]:
+    """Return for how long each silent host has been so."""
+    now = max([now, *touched.values()])  # this machine's clock may be behind the storage's
+    return {host: now - moment for host, moment in touched.items() if now - moment > _SILENT_SECONDS}
+
+
+def _storage_time(attempt: AttemptDirectory) -> float:
+    """Return the time by the clock that dates the nodes' files; this machine's if nothing can be written there."""
+    try:
+        with tempfile.TemporaryFile(dir=attempt.path) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def _touched(attempt: AttemptDirectory, node: int) -> float | None:

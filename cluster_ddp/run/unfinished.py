@@ -12,7 +12,8 @@ from cluster_ddp.run.reading import as_number, as_whole
 from cluster_ddp.run.stopfile import TIME_LIMIT
 
 _SAVES_PER_ATTEMPT = 4  # if attempts are too short for a save at their end
-_SAVES_APART = 2.0  # time between saves, at least, as a multiple of their duration, so that training advances
+SAVES_APART = 2.0
+"""Time between saves, at least, as a multiple of their duration, so that training advances."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def seconds_between_saves(history: History) -> float | None:
     trained = [save.trained for save in unfinished_saves(history)]
     if not trained:
         return None
-    return max(min(trained) / _SAVES_PER_ATTEMPT, _SAVES_APART * (seconds_of_a_save(history) or 0.0))
+    return max(min(trained) / _SAVES_PER_ATTEMPT, SAVES_APART * (seconds_of_a_save(history) or 0.0))
 
 
 def _unfinished(history: History, number: int) -> UnfinishedSave | None:

@@ -19,9 +19,9 @@ from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import say
 from cluster_ddp.run.directory import RunDirectory, step_name
-from cluster_ddp.run.events import WARNING, EventWriter
+from cluster_ddp.run.events import CHECKPOINT, WARNING, EventWriter
 from cluster_ddp.run.history import History, read_history
-from cluster_ddp.run.unfinished import seconds_between_saves
+from cluster_ddp.run.unfinished import SAVES_APART, seconds_between_saves
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import refuse_own_state
@@ -44,6 +44,7 @@ class Saving:
         self._since = time.monotonic()
         minutes = job.checkpoint.every_minutes
         self._seconds = None if minutes is None else 60.0 * minutes
+        self._at_most = self._seconds or math.inf  # time between saves as the job has set it
         self._saved: int | None = None
         self._gone: int | None = None  # rank 0: the last saved step, if its checkpoint no longer exists
         self._checkpointer: Checkpointer | None = None
@@ -223,6 +224,8 @@ class Saving:
             self._report(WARNING, {"rank": self._rank, "message": message})
 
     def _report(self, event: str, fields: dict[str, Any]) -> bool:
+        if event == CHECKPOINT and self._seconds is not None:  # earlier attempts may not have measured a whole save
+            self._seconds = max(self._seconds, min(SAVES_APART * fields["seconds"], self._at_most))
         return self._events is None or self._events.write(event, attempt=self._attempt, **fields)
 
     def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:

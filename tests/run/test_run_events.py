@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import time
 from pathlib import Path
 
@@ -123,9 +124,20 @@ def test_storage_that_refuses_is_reported_and_does_not_raise(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.events.rmdir()
+    run.events.touch()
     assert not EventWriter(run, "node-0").write("checkpoint", attempt=0, step=5)
     assert "cannot record 'checkpoint'" in capsys.readouterr().err
     assert read_events(run) == []
+
+
+def test_an_end_is_recorded_although_the_folder_of_events_was_removed(run: RunDirectory) -> None:
+    writer = EventWriter(run, "rank-0")
+    shutil.rmtree(run.events)
+    assert writer.write("completed", attempt=0, step=9)
+    assert [event["event"] for event in read_events(run)] == ["completed"]
+    run.path.rename(run.path.with_name("moved"))
+    assert not writer.write("completed", attempt=0, step=9)
+    assert not run.path.exists()
 
 
 def test_a_writers_name_stays_inside_the_folder(run: RunDirectory) -> None:

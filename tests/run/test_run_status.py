@@ -110,6 +110,26 @@ def test_a_node_is_silent_where_the_clock_of_the_storage_is_ahead(
     assert told is not None and told.startswith("no sign of life from n1 for 3 min")
 
 
+def test_no_node_is_silent_because_the_clock_here_is_ahead_of_the_storages(
+    run: RunDirectory, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begin(run, slurm_job_id="12")
+    say("started", 0, at=0, step=0)
+    for node in range(2):
+        say("node-started", 0, node=node, host=f"n{node}")
+        attempt.alive_file(node).parent.mkdir(exist_ok=True)
+        attempt.alive_file(node).touch()
+    before = sorted(attempt.path.iterdir())
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + 3600)
+    assert describe(run, {"12": slurm_job("RUNNING")}).reason is None
+    for node in range(2):
+        os.utime(attempt.alive_file(node), (here() - 190,) * 2)
+    told = describe(run, {"12": slurm_job("RUNNING")}).reason
+    assert told is not None and told.startswith("no sign of life from n0, n1 for 3 min")
+    assert sorted(attempt.path.iterdir()) == before
+
+
 def test_when_slurm_expects_a_job_to_start_is_told(run: RunDirectory) -> None:
     add_slurm_job(run, "7")
     jobs = parse_queue("7|7|PENDING||Resources@2026-11-22T13:05:00|cluster_ddp x\n8|8|PENDING||Priority@N/A|\n")

@@ -20,7 +20,7 @@ from cluster_ddp.checkpoint import replicas
 from cluster_ddp.checkpoint.staging import Staging
 from cluster_ddp.job import CheckpointSpec, JobSpec
 from cluster_ddp.run.directory import RunDirectory, step_name, steps_in
-from cluster_ddp.run.events import read_events
+from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.storage import Storage
 from cluster_ddp.train.distributed import World
 from cluster_ddp.train.saving import Saving
@@ -144,6 +144,34 @@ def test_the_last_step_is_saved_where_saves_are_skipped(tmp_path: Path, monkeypa
         _, outcome = train(Plain(), job(**sections), run, attempt, stop_at=stop_at)
         saved = steps_in(run.checkpoints)
         assert outcome.step == max(saved) and len(saved) < outcome.step, "some were skipped"
+
+
+def test_saves_that_turn_out_to_take_long_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slow storage, training waited for a save in each step after an attempt whose first save was cut short."""
+    flush = Storage.fsync
+
+    def slowly(storage: Storage, fd: int) -> None:
+        time.sleep(0.02)
+        flush(storage, fd)
+
+    sections: dict[str, Any] = {
+        "train": {"steps": 120, "global_batch": 8},
+        "checkpoint": {"every_steps": 1000, "keep_last": 100},
+    }
+    run = new_run(tmp_path, **sections)
+    events = EventWriter(run, "test")
+    events.write("started", attempt=0, step=0)
+    events.write("stop-requested", attempt=0, step=1, reason="preemption")
+    for attempt in range(2):
+        run.attempt(attempt).path.mkdir(parents=True)
+    monkeypatch.setattr(Storage, "fsync", slowly)
+    loss = Plain.loss
+    monkeypatch.setattr(Plain, "loss", lambda *given: time.sleep(0.005) or loss(*given))
+    train(Plain(), job(**sections), run, 1)
+    saves = [(event["time"] - event["seconds"], event["seconds"]) for event in read_events(run) if "bytes" in event]
+    regular = saves[1:-1]  # the second was asked for before the first was measured; the last is that of the end
+    assert len(regular) > 2
+    assert sum(took for _, took in regular[:-1]) < 0.75 * (regular[-1][0] - regular[0][0])
 
 
 @pytest.mark.parametrize("purged", [[8], [4, 8]])
