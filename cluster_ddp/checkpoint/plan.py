@@ -92,6 +92,32 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
+def find_overlaps(tensors: Mapping[str, Tensor]) -> set[tuple[str, str]]:
+    """Pairs of names of tensors of which one lies in the memory of the other, such as a view of its first rows.
+
+    Those that share memory as a whole are in `find_aliases`. Tensors with gaps are left out: the even and the odd
+    numbers of one tensor lie between each other, and share nothing.
+    """
+    aliases = find_aliases(tensors)
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), -tensor.nbytes, name)
+        for name, tensor in tensors.items()
+        if name not in aliases and tensor.numel() > 0 and _is_dense(tensor)
+    )
+    pairs, place, end, widest = set[tuple[str, str]](), "", 0, ""
+    for device, start, size, name in spans:
+        if device == place and start < end:
+            pairs.add((widest, name))
+        if device != place or start - size > end:
+            place, end, widest = device, start - size, name
+    return pairs
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in sides) + 1 == tensor.numel()
+
+
 def _instead(name: str) -> str:
     if not name.startswith("optimizer."):
         return ": keep it as one"

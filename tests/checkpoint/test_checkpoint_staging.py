@@ -13,7 +13,7 @@ import torch
 from checkpoint_cases import Recorder, checkpointer, save, state
 
 from cluster_ddp.checkpoint import replicas
-from cluster_ddp.checkpoint.plan import TORCH_DTYPES, describe, make_plan
+from cluster_ddp.checkpoint.plan import TORCH_DTYPES, describe, find_overlaps, make_plan
 from cluster_ddp.checkpoint.replicas import ReplicaDigest
 from cluster_ddp.checkpoint.staging import Staging
 
@@ -139,3 +139,15 @@ def test_a_copy_has_the_digest_of_what_lies_in_other_strides_and_is_summed_in_pi
     whole = [int(replicas._sum(tensor)) for tensor in kinds]
     monkeypatch.setattr(replicas, "_PIECE", 5)
     assert [int(replicas._sum(tensor.clone(memory_format=torch.contiguous_format))) for tensor in kinds] == whole
+
+
+def test_overlaps_are_views_of_a_part_and_not_tensors_between_each_other() -> None:
+    whole, other = torch.zeros(4, 6), torch.zeros(4, 6)
+    tensors = {
+        "whole": whole, "rows": whole[1:3], "row": whole[2], "flat": other.view(-1), "same": other,
+        "empty": whole[:0], "columns": whole[:, 3:], "alone": torch.zeros(3), "again": whole[2],
+        "number": torch.ones(()),
+    }  # fmt: skip
+    assert find_overlaps(tensors) == {("whole", "rows"), ("whole", "again"), ("flat", "same")}
+    assert find_overlaps({"even": whole.view(-1)[::2], "odd": whole.view(-1)[1::2]}) == set()
+    assert find_overlaps({"first": whole[:2], "last": whole[2:]}) == set()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from zoo_training import Case, ZooTask, judge
 
@@ -89,3 +90,39 @@ class AddsWhenLoaded(ZooTask):
 def test_a_task_that_adds_what_it_loads_is_told_to_replace(tmp_path: Path) -> None:
     verdict = judge(Case(), tmp_path, AddsWhenLoaded)
     assert "seen\n    let it replace what is there" in (verdict.refused or ""), verdict
+
+
+class TwoViews(ZooTask):
+    """Adds to a tensor and reads a view of it; both are in its state."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.flat = torch.zeros(8)
+        self.head = self.flat[:4]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.flat += 1.0
+        return super().loss(model, batch) * self.head.mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"flat": self.flat, "head": self.head}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.flat, self.head = state["flat"], state["head"]
+
+
+class OneView(TwoViews):
+    """Makes the view again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"flat": self.flat}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.flat = state["flat"]
+        self.head = self.flat[:4]
+
+
+def test_a_view_of_a_part_that_comes_back_as_a_copy_is_refused(tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path / "two", TwoViews)
+    assert verdict.refused_at == 2 and "task.head: is a part of task.flat" in (verdict.refused or ""), verdict
+    assert str(judge(Case(), tmp_path / "one", OneView)) == "exact"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cluster_ddp.checkpoint.errors import CheckpointError, CheckpointMismatch
 from cluster_ddp.checkpoint.memory import MemoryCheckpoint
-from cluster_ddp.checkpoint.plan import SavePlan, find_aliases
+from cluster_ddp.checkpoint.plan import SavePlan, find_aliases, find_overlaps
 from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
@@ -35,7 +35,8 @@ _REMEDIES = {
     "state_dict() and load_state_dict(); in your own loop, also pass in an optimizer inside it, under "
     "its own name (base=optimizer.{inner})",
     "task": "load_state_dict() of the task has to restore everything that its state_dict() returns",
-    "memory": "give each tensor its own memory: weight.copy_(other) instead of weight.data = other",
+    "memory": "give each tensor its own memory: weight.copy_(other) instead of weight.data = other. Of a tensor and a "
+    "view of it, return one in state_dict(), and make the other from it in load_state_dict()",
     "counts": "report this as an error of cluster-ddp",
 }
 
@@ -82,12 +83,23 @@ def _check_comes_back(
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
         *_limits_that_differ(state.limits(), other.limits()),
     ]
-    if not differing and plan.aliases != (aliases := find_aliases(again)):
-        shared = [f"{name}: shares its memory otherwise" for name in sorted(plan.aliases.keys() ^ aliases.keys())]
+    if not differing and (shared := _memory_that_differs(plan.aliases, tensors, again)):
         raise _refusal(state, shared, "memory")
     if differing:
         kinds = {name.partition(".")[0].partition("_")[0] for name in differing}
         raise _refusal(state, differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
+
+
+def _memory_that_differs(
+    aliases: Mapping[str, str], live: Mapping[str, Tensor], again: Mapping[str, Tensor]
+) -> list[str]:
+    wholes = aliases.keys() ^ find_aliases(again).keys()
+    now, then = find_overlaps(live), find_overlaps(again)
+    return [
+        *(f"{name}: shares its memory otherwise" for name in sorted(wholes)),
+        *(f"{name}: is a part of {other}, and would not be after a resume" for other, name in sorted(now - then)),
+        *(f"{name}: would be a part of {other} after a resume" for other, name in sorted(then - now)),
+    ]
 
 
 def _refusal(state: State, differing: list[str], kind: str) -> TaskError:
