@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 
@@ -87,6 +88,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: (item.get_closest_marker("cluster") is None, _how_late(item.path.parent.name)))
     else:
         items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made is neither collected nor searched: a tenth of the time of what trains in this process."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 CONTAINERS: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, collections.deque)
 
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
 
 def can_be_seen(value: object) -> bool:
     """Whether a value can be inspected: it is no weak proxy, whose target is held elsewhere, and has a class."""
@@ -31,7 +33,8 @@ def elements(container: Any) -> Iterator[Any]:
 
 
 def _kind(container: Any) -> Any:
-    return next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind = type(container)
+    return kind if kind in CONTAINERS else next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 
 def inner_parts(value: object) -> Iterator[tuple[str, Any]]:

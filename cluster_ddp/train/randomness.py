@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster_ddp.train.inner_parts import can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.inner_parts import PLAIN, can_be_seen, elements, inner_parts, length
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 _WORD = (1 << 64) - 1
@@ -126,7 +126,10 @@ def _drawn_from_opencv() -> float:
 
 
 def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield objects and their parts, each once; the parts of models are all their modules, but not their tensors."""
+    """Yield objects and their parts, each once, except parts that are numbers or strings.
+
+    The parts of models are all their modules, but not their tensors.
+    """
     seen: set[int] = set()
     level: list[Any] = list(holders)
     for _ in range(depth):
@@ -135,7 +138,7 @@ def parts_of(*holders: Any, depth: int = _DEPTH) -> Iterator[Any]:
             if id(value) not in seen and can_be_seen(value):
                 seen.add(id(value))
                 with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
-                    inner += _parts(value)
+                    inner += (part for part in _parts(value) if type(part) not in PLAIN)  # most are, and have no parts
                 yield value
         level = inner
 

@@ -38,7 +38,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.inner_parts import CONTAINERS, PLAIN, can_be_seen, elements, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.comparing import Place, equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
@@ -46,7 +46,6 @@ from cluster_ddp.train.state.contents import contents
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
 _ROWS = 4096  # rows of a data frame that are compared
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LENGTH = ", its length"
 _NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
 # Also the marks of torch.compile and Lightning, and what transformers' Trainer sets during training.
@@ -174,7 +173,7 @@ class Attributes:
         )
 
     def _look(self, name: str, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             self.leaves[name] = value
             return
         if depth > _DEPTH or not can_be_seen(value):
@@ -312,7 +311,7 @@ def are_hooks(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in PLAIN
 
 
 def _is_small(part: Any, depth: int = _DEPTH) -> bool:
@@ -322,7 +321,7 @@ def _is_small(part: Any, depth: int = _DEPTH) -> bool:
         return part.nbytes <= _FAR
     if isinstance(part, (str, bytes)):  # such as the whole text that a language model trains on
         return len(part) <= _FAR
-    return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in _PLAIN)
+    return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in PLAIN)
 
 
 def _kind_of(value: Any) -> Any:

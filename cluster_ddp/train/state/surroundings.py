@@ -10,13 +10,12 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from cluster_ddp.train.inner_parts import can_be_seen
+from cluster_ddp.train.inner_parts import PLAIN, can_be_seen
 from cluster_ddp.train.randomness import GENERATORS, parts_of
 from cluster_ddp.train.state.attributes import is_library
 
 INSTALLED = ("site-packages", "dist-packages")
 _DEPTH = 5  # how deep variables are searched for generators
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def variables_around(objects: Iterable[object]) -> dict[str, Any]:
@@ -103,5 +102,5 @@ def _is_variable(name: str, value: Any) -> bool:
         return False
     if isinstance(value, FunctionType):  # most have nothing to compare
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return bool(value.__closure__ or vars(value)) or not all(type(part) in _PLAIN for part in given)
+        return bool(value.__closure__ or vars(value)) or not all(type(part) in PLAIN for part in given)
     return not hasattr(type(value), "__get__")
