@@ -116,22 +116,25 @@ class LoginNode(ABC):
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def wait_for(self, ready: Callable[[], T | None], timeout: float, what: str, every: float = 0.2) -> T:
+    def wait_for(self, ready: Callable[[], T | None], timeout: float, what: str, every: float | None = None) -> T:
         """Poll until `ready` gives something true, and return that.
+
+        Without `every`, in seconds, the pauses grow with the wait: to ask Slurm costs time that the runs need.
 
         Raises
         ------
         TimeoutError
             After `timeout` seconds, with `what` was awaited, the queue, and the end of the daemons' logs.
         """
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
         while True:
             if value := ready():
                 return value
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > timeout:
                 queue = self.run("squeue", "--format=%i %P %j %T %M %r %N", check=False)
                 raise TimeoutError(f"not within {timeout:g} s: {what}\n{queue}\n{self.logs()}")
-            time.sleep(every)
+            time.sleep(every or min(1.0, max(0.2, waited / 10)))
 
     def wait_for_state(self, job: int, *states: str, timeout: float = 60) -> dict[str, str]:
         """Wait until the job is in one of the states, and return what Slurm tells of it then.
