@@ -1,4 +1,7 @@
-"""Decides what follows an attempt: done, a requeue, a stop, a failure or a stall. The keeper acts on it."""
+"""Decides what follows an attempt: done, a requeue, a stop, a failure or a stall.
+
+The keeper acts on it; if it was killed first, `run.attempt` decides when the next attempt begins.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,21 @@
 """What runs on each rank: the trainer, and its parts for use in your own script.
 
+task, trainer, session            what a user writes, the training loop, and what surrounds any loop
+step, update, nonfinite           from losses to gradients, to new weights or a skipped step, to the end if too many are
+optimizer, schedule, precision    the default optimizer, the learning rate, autocast and the scaler
+model, buffers, ema               the network and DDP, its buffers, the average of its weights
+evaluation, evaluation_weights    evaluating, with the weights meant for it
+saving, overlap, stop             when to save, what may go on meanwhile, and how the ranks agree to stop
+randomness, inner_parts           seeds, and the generators that objects hold
+refusals, unsuited_optimizers, communicating   what is refused early, and what must run on all ranks
+distributed, meeting              the process group, and one run directory for all ranks
+rank, failure, errors             a rank as a process, and how it fails
+script, spawn, public             scripts that join a run, launch_distributed_training, the public names
+probe, profiling                  could a task start, asked on the login node; train.profile
+
+data/      samples and their order        metrics/   what is logged
+state/     what checkpoints hold          own/       custom training loops
+
 The public names are listed in `cluster_ddp.train.public` and imported lazily: login nodes import this package without
 torch.
 """

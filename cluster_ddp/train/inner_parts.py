@@ -1,4 +1,7 @@
-"""Finds the parts that an object is made of, wherever Python lets it hold something."""
+"""Finds the parts that an object of the user's is made of, wherever Python lets it hold something.
+
+Used to find random generators to seed, and state that no checkpoint contains.
+"""
 
 from __future__ import annotations
 

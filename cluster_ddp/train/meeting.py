@@ -1,4 +1,4 @@
-"""Makes sure that all ranks of a run share one run directory before training starts."""
+"""Checks that all ranks of a run see one and the same run directory before training starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks that refuse what would fail later or train something else, most of them before or in the first step."""
+"""Checks that refuse what would fail later, or silently train something other than what was meant.
+
+Most of them run before or in the first step. For optimizers see `unsuited_optimizers`.
+"""
 
 from __future__ import annotations
 

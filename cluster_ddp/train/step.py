@@ -1,4 +1,7 @@
-"""The backward passes of one step: from the losses of its micro-batches to the gradients of its global batch."""
+"""The backward passes of one step: from the losses of its micro-batches to the gradients of its global batch.
+
+A loss that is not finite gives gradients that are not, so that `update` skips the step on all ranks.
+"""
 
 from __future__ import annotations
 

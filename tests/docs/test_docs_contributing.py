@@ -11,6 +11,7 @@ from documented import PROJECT
 
 PACKAGE = PROJECT / "cluster_ddp"
 PAGE = (PROJECT / "docs/contributing.md").read_text()
+FOLDERS = ("run", "checkpoint", "launch", "train", "train/state", "train/own", "train/own/data", "train/own/watch")
 ROOMS = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
 
 
@@ -18,10 +19,10 @@ def test_every_folder_is_in_the_map() -> None:
     assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
-@pytest.mark.parametrize("folder", ["run", "checkpoint", "launch", "train/own", "train/own/data", "train/own/watch"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_the_map_of_a_large_folder_has_each_of_its_files(folder: str) -> None:
     mapped = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
-    files = {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}
+    files = {path.stem for path in (PACKAGE / folder).glob("[!_]*.py")}
     assert not files - set(re.findall(r"\w+", mapped)), f"missing in the map of {folder}/__init__.py"
 
 
