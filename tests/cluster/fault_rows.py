@@ -136,7 +136,6 @@ ROWS: dict[str, Row] = {
         words=("stopped: preemption",),
         job=_CANCEL,
         lost=EVERY_STEPS + 5,  # KillWait is 5 s here
-        short=("sbatch",),
     ),
     "a save that does not fit into the grace": Row(
         "the step, the grace and the time that a save takes are reported, with what to set; the next attempts save "

@@ -37,6 +37,7 @@ def test_lost_node_is_requeued_elsewhere(cluster: SlurmCluster, calm: CalmRun, t
     cluster.boot_node(started)
 
 
+@pytest.mark.chaos
 def test_lost_node_leaves_a_chain_to_its_next_job(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     """Slurm may not queue such jobs again, and ends them as it ends one that its owner has cancelled."""
     first = submit(cluster, tmp_path, "--chain", "2", braked=True, requeue={"max_requeues": 0})
@@ -75,6 +76,7 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun,
         assert failed and root_failure(failed)["host"] == "node2"
 
 
+@pytest.mark.chaos
 def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     """As in Debian's and Ubuntu's /etc/hosts. Gloo listened there, where no other node reached it."""
     known = cluster.node_exec("node1", "cat", "/etc/hosts")

@@ -154,6 +154,7 @@ def test_what_is_to_come_after_a_run_that_failed_comes(
     assert first.status()["state"] == "FAILED"
 
 
+@pytest.mark.chaos
 @both_ways_at_length
 def test_run_without_progress_stalls_and_says_why(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     training = submit(
