@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,10 +83,15 @@ class Communicating(Plain):
     """Its methods wait for those of the other ranks: for a download, and for what each rank counts for itself."""
 
     def __init__(self, which: str) -> None:
-        self.which, self.seen = which, 0.0
+        self.which, self.seen, self.calls = which, 0.0, 0
+        self.group = dist.new_group() if which == "state_dict(), in a group" else None
 
     def eval_data(self) -> None:
         return None
+
+    def prepare(self) -> None:
+        if self.which == "prepare()":
+            dist.barrier()
 
     def model(self) -> nn.Module:
         if self.which == "model()":
@@ -92,18 +99,22 @@ class Communicating(Plain):
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
         self.seen += float(batch[0].mean())
-        return super().loss(model, batch) * (1.0 + self.seen if self.which == "state_dict()" else 1.0)
+        return super().loss(model, batch) * (1.0 + self.seen if self.which.startswith("state_dict()") else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.which == "model()":
-            return {}
-        seen: list[float | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, self.seen)
-        return {"seen": seen}
+        if not self.which.startswith("state_dict()"):
+            return {"calls": self.calls}
+        seen: list[float | None] = [0.0] * dist.get_world_size()
+        if self.which != "state_dict(), later" or self.calls > 3:
+            dist.all_gather_object(seen, self.seen, group=self.group)
+        return {"seen": seen, "calls": self.calls}
 
     def load_state_dict(self, state: Any) -> None:
-        self.seen = state["seen"][dist.get_rank()] if state else 0.0
+        self.seen, self.calls = state["seen"][dist.get_rank()] if "seen" in state else 0.0, state["calls"]
+        if "load_state_dict()" in self.which:
+            dist.all_reduce(torch.zeros(1))
 
 
 def whole_and_resumed(folder: Path, which: str) -> list[str]:
@@ -119,6 +130,42 @@ def whole_and_resumed(folder: Path, which: str) -> list[str]:
     return differences(final_state(whole), final_state(resumed))
 
 
-@pytest.mark.parametrize("which", ["model()", "state_dict()"])
+@pytest.mark.parametrize(
+    "which", ["model()", "state_dict()", "state_dict(), later", "state_dict(), in a group", "load_state_dict()"]
+)
 def test_methods_of_a_task_may_communicate_between_the_ranks(which: str, tmp_path: Path) -> None:
     assert run_ranks(whole_and_resumed, 2, tmp_path, which) == [[], []]
+
+
+class Failing(Communicating):
+    """Communicates before and after what fails on rank 0 only."""
+
+    def model(self) -> nn.Module:
+        dist.barrier()
+        return super().model()
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        if self.calls and is_main_process():
+            raise ValueError("made once only")
+        return super().optimizer(model, lr)
+
+
+def failure_of(folder: Path, task: Any) -> str:
+    sections = {"train": {"steps": 6, "global_batch": 24}}
+    run = broadcast_object(new_run(folder, **sections) if is_main_process() else None)
+    with pytest.raises(Exception) as caught:
+        train(task(), job(**sections), run)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_other_ranks_do_not_wait_for_one_that_fails(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    first, _ = run_ranks(failure_of, 2, tmp_path, partial(Failing, "load_state_dict()"))
+    assert first.startswith("TaskError: after two steps the state was put back")
+    assert "ValueError: made once only" in first
+    assert time.monotonic() - begun < 50  # the ranks would wait 60 seconds for each other
+
+
+def test_a_barrier_in_prepare_is_refused(tmp_path: Path) -> None:
+    first, _ = run_ranks(failure_of, 2, tmp_path, partial(Communicating, "prepare()"))
+    assert first.startswith("TaskError: prepare() communicates between the ranks, but only one rank of each node")
