@@ -100,6 +100,8 @@ class Attributes:
         Names of tensors that are keys of dicts, by their ids.
     seeded
         The random generators that are seeded for each step; None: all.
+    earlier
+        A snapshot of before: what it has found keeps its name, even if something before it now refers to it, too.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Attributes:
         known: Iterable[int] = (),
         names: Mapping[int, str] | None = None,
         seeded: Container[Any] | None = None,
+        earlier: Attributes | None = None,
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
@@ -116,11 +119,16 @@ class Attributes:
         self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
+        self._named_before: dict[int, object] = {} if earlier is None else earlier._seen
+        self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
+        later: list[tuple[str, list[tuple[str, Any, int]]]] = []
         for name, holder in holders.items():
-            known_before = len(self.leaves), len(self._kinds)
-            self._look(name, holder, 0)
-            for found, known_found in zip((self.leaves, self._kinds), known_before, strict=True):
-                self.holders.update(dict.fromkeys(islice(found, known_found, None), name))
+            self._look_from(name, [(name, holder, 0)])
+            later.append((name, self._later))
+            self._later = []
+        self._named_before = {}
+        for name, found in later:
+            self._look_from(name, found)
         tensors = ((name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Tensor))
         self._contents = contents(tensors)
 
@@ -173,6 +181,13 @@ class Attributes:
             for leaf in self.leaves.values()
         )
 
+    def _look_from(self, holder: str, values: list[tuple[str, Any, int]]) -> None:
+        before = len(self.leaves), len(self._kinds)
+        for value in values:
+            self._look(*value)
+        for found, known in zip((self.leaves, self._kinds), before, strict=True):
+            self.holders.update(dict.fromkeys(islice(found, known, None), holder))
+
     def _look(self, name: str, value: Any, depth: int) -> None:
         if type(value) in _PLAIN:
             self.leaves[name] = value
@@ -183,6 +198,9 @@ class Attributes:
         if id(value) in self._seen:
             if isinstance(value, _REFERRED_TO):
                 self._kinds[name] = self._kinds[name], self._seen[id(value)]
+            return
+        if self._named_before.get(id(value), name) != name:
+            self._later.append((name, value, depth))
             return
         self._seen[id(value)] = name
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class

@@ -309,7 +309,7 @@ class State:
         known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
-        return Attributes(holders, known, seeded=self._seeded)
+        return Attributes(holders, known, seeded=self._seeded, earlier=self._watched)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
