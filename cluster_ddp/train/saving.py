@@ -262,7 +262,7 @@ class Saving:
         self._checked = plan
         check = functools.partial(check_comes_back, state, step, collected, plan, self.fresh)
         if not state.communicates:
-            problem, has_communicated = broadcast_object(_alone(check) if self._rank == 0 else (None, False))
+            problem, has_communicated = broadcast_object(_alone(check, collected) if self._rank == 0 else (None, False))
             if has_communicated:
                 state.note_communicating()
             if problem is not None and not state.communicates:
@@ -290,14 +290,20 @@ class Saving:
             self._checkpointer.close()
 
 
-def _alone(check: Callable[[], None]) -> tuple[str | None, bool]:
+def _alone(check: Callable[[], None], collected: Collected) -> tuple[str | None, bool]:
     """What is wrong according to a check that only this rank makes, and whether it has to be made by all together."""
+    of_task = {name: tensor for name, tensor in collected[0].items() if name.startswith("task.")}
+    kept = {name: tensor.clone() for name, tensor in of_task.items()} if dist.is_initialized() else {}
+    problem = None
     with Alone(IN_CHECKS) as alone:
         try:
             check()
         except ClusterDDPError as error:
-            return str(error), alone.has_tried
-    return None, alone.has_tried
+            problem = str(error)
+    if alone.has_tried:  # load_state_dict() may have put its first values into the live tensors before it communicated
+        for name, tensor in kept.items():
+            of_task[name].copy_(tensor)
+    return problem, alone.has_tried
 
 
 def _store() -> dist.distributed_c10d.Store | None:

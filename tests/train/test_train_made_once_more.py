@@ -83,7 +83,7 @@ class Communicating(Plain):
     """Its methods wait for those of the other ranks: for a download, and for what each rank counts for itself."""
 
     def __init__(self, which: str) -> None:
-        self.which, self.seen, self.calls = which, 0.0, 0
+        self.which, self.seen, self.calls, self.table = which, 0.0, 0, torch.zeros(3)
         self.group = dist.new_group() if which == "state_dict(), in a group" else None
 
     def eval_data(self) -> None:
@@ -100,20 +100,22 @@ class Communicating(Plain):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.calls += 1
+        self.table[self.calls % 3] += 1
         self.seen += float(batch[0].mean())
         return super().loss(model, batch) * (1.0 + self.seen if self.which.startswith("state_dict()") else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         if not self.which.startswith("state_dict()"):
-            return {"calls": self.calls}
+            return {"calls": self.calls, "table": self.table}
         seen: list[float | None] = [0.0] * dist.get_world_size()
         if self.which != "state_dict(), later" or self.calls > 3:
             dist.all_gather_object(seen, self.seen, group=self.group)
-        return {"seen": seen, "calls": self.calls}
+        return {"seen": seen, "calls": self.calls, "table": self.table}
 
     def load_state_dict(self, state: Any) -> None:
         self.seen, self.calls = state["seen"][dist.get_rank()] if "seen" in state else 0.0, state["calls"]
-        if "load_state_dict()" in self.which:
+        self.table.copy_(state["table"])
+        if self.which == "load_state_dict()":
             dist.all_reduce(torch.zeros(1))
 
 
@@ -123,11 +125,13 @@ def whole_and_resumed(folder: Path, which: str) -> list[str]:
     def run_of(kind: str) -> Any:
         return broadcast_object(new_run(folder / kind, **sections) if is_main_process() else None)
 
+    unchecked, _ = train(Communicating(which), job(**sections))
     whole, _ = train(Communicating(which), job(**sections), run_of("whole"))
     broken = run_of("broken")
     train(Communicating(which), job(**sections), broken, stop_at=4)
     resumed, _ = train(Communicating(which), job(**sections), broken, 1)
-    return differences(final_state(whole), final_state(resumed))
+    state = final_state(unchecked)
+    return [*differences(state, final_state(whole)), *differences(state, final_state(resumed))]
 
 
 @pytest.mark.parametrize(
