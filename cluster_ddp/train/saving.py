@@ -203,6 +203,7 @@ class Saving:
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
             if self._rank == 0:
                 state.note()
+                self.made_from.end()
             self._check(state, step, collected)
             self.warn_unsaved(state)
 
@@ -225,7 +226,9 @@ class Saving:
         if alone is not None and alone.has_tried:  # all ranks see in the next save that state_dict() communicates now
             self._next_check = math.inf
             return
-        self.warn_of_samples()
+        if self._steps_here >= _CHECKED_AFTER:
+            self.made_from.end()
+        self._warn_of_samples()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
         if names := [name for name in names if name not in self._warned]:
             self._warned.update(names)
@@ -236,8 +239,13 @@ class Saving:
                 "state_dict() of the task, of the optimizer, or of something else that is passed in"
             )
 
-    def warn_of_samples(self) -> None:
-        """Warn if training, or what was restored, has changed what samples are made from."""
+    def note_restored(self) -> None:
+        """Call after `restore`; warns if that has changed what samples are made from although a resume must not."""
+        if self._rank == 0:
+            self.made_from.restored()
+            self._warn_of_samples()
+
+    def _warn_of_samples(self) -> None:
         if self._rank == 0 and (message := self.made_from.changed()) is not None:
             self.warn(message)
 

@@ -257,6 +257,7 @@ class Trainer:
             self._seed(Use.OPTIMIZER)
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
+        self.session.saving.made_from.put_back()
         averages = ema or evaluation_weights_of(model, optimizer)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
 
@@ -276,7 +277,7 @@ class Trainer:
                 f"training ends at step {total} now, and the checkpoint is of step {self.step}: no step is left, and "
                 f"the weights are not those of a run of {total} steps"
             )
-        self.session.saving.warn_of_samples()
+        self.session.saving.note_restored()
         self.single_samples.begin(self.step)
         skipped, bad_in_a_row = self.state.counts.skipped, self.state.counts.bad_in_a_row
         self.update.restore(skipped, bad_in_a_row)

@@ -257,6 +257,33 @@ def test_rows_that_training_changes_are_read_when_their_step_begins(kind: str, t
     assert resumed(Rows, kind, 0, tmp_path) == ([], [[], [], []])
 
 
+class Rolling(Plain):
+    """Changes which of the rows a Subset takes."""
+
+    def __init__(self) -> None:
+        self.indices = np.arange(40)
+
+    def eval_data(self) -> None:
+        return None
+
+    def train_data(self) -> Dataset[Any]:
+        return Subset(TensorDataset(*samples()), self.indices)  # type: ignore[arg-type]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.indices[:] = (self.indices + 1) % 50
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"indices": self.indices}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.indices[:] = state["indices"]
+
+
+def test_a_step_reads_the_rows_that_a_subset_takes_as_it_begins(tmp_path: Path) -> None:
+    assert resumed(lambda _: Rolling(), "", 0, tmp_path) == ([], [[], [], []])
+
+
 @pytest.mark.parametrize("width", [1, 16])
 def test_rows_are_read_again_if_something_unknown_has_changed_them(width: int) -> None:
     rows = torch.zeros(8, width)
@@ -268,6 +295,24 @@ def test_rows_are_read_again_if_something_unknown_has_changed_them(width: int) -
         if len(seen) % 3 == 0:
             rows += 1
     assert seen == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+class Replacing(Pseudo):
+    """Does not put the labels where the data set holds them."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen, self.level, self.labels = state["seen"], state["level"].clone(), state["labels"]
+
+
+@pytest.mark.parametrize(("kind", "is_exact"), [("tensor", False), ("subset", False), ("task", True)])
+def test_samples_that_do_not_follow_what_the_task_restores_are_told(kind: str, is_exact: bool, tmp_path: Path) -> None:
+    changed, warnings = resumed(Replacing, kind, 0, tmp_path)
+    assert bool(changed) != is_exact
+    start = (
+        "training changes Labelled.labels, from which samples or batches are made, but load_state_dict() of the task"
+    )
+    for messages in warnings if is_exact else warnings[:2]:
+        assert [message.startswith(start) for message in messages] == [True] * (not is_exact)
 
 
 class Exchanged(Pseudo):

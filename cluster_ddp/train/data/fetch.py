@@ -127,7 +127,8 @@ class Fetcher:
     def expect_changes(self, *holders: object) -> None:
         """Fetch each batch only when its step begins if one of these holds the rows, and so may change them."""
         if self._read == self._by_tensor:
-            self._may_change = share_memory(self._data.tensors, holders)  # type: ignore[attr-defined]
+            positions = [] if self._positions is None else [torch.from_numpy(self._positions)]
+            self._may_change = share_memory([*self._data.tensors, *positions], holders)  # type: ignore[attr-defined]
 
     def versions(self) -> list[int]:
         """Numbers that change with the rows, except by way of ``.data`` or ``.numpy()``."""

@@ -35,6 +35,11 @@ READ_FROM_THE_FIRST = (
     "but a resume reads the items of a pass again from the first, with what the task restores: it is exact only if "
     "neither which items there are nor their order depends on it. Choose them in a map-style data set, or in loss()"
 )
+NOT_PUT_BACK = (
+    "but load_state_dict() of the task does not put it back: a resume makes samples from what it was before training, "
+    "and is exact only if none depends on it. Change in load_state_dict() what the data set holds, such as by "
+    "self.labels.copy_(state['labels']) instead of self.labels = state['labels']"
+)
 _CALLED = {"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"}  # without being named
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -47,29 +52,47 @@ class MadeFrom:
     Parameters
     ----------
     sources
-        The data set, and what collates its samples; nothing if training may change all of it.
+        The data set, and what collates its samples.
     why
         What to tell, besides the names, if training changes it: why a resume may not be exact, and what to do.
     is_read_here
         Whether this process reads the samples, which may change things, too: then a change counts only if it was made
-        by a restore, or in a step after `begin`.
+        by a restore, or in a step between `begin` and `end`.
+    put_back_by
+        The task, if training may change what its ``load_state_dict`` puts back.
     """
 
-    def __init__(self, *sources: Any, why: str = "", is_read_here: bool = False) -> None:
-        self._sources, self._why, self._is_read_here = [_Source(source) for source in sources], why, is_read_here
+    def __init__(self, *sources: Any, why: str = "", is_read_here: bool = False, put_back_by: object = None) -> None:
+        self._sources, self._why = [_Source(source) for source in sources], why
+        self._is_read_here, self._task = is_read_here, put_back_by
         self._first = self._marks()
+        self._begun: dict[str, list[int]] = {}
+        self._found: set[str] = set()
+
+    def restored(self) -> None:
+        """Call after a checkpoint has been restored."""
+        if self._task is None:
+            self._found |= self._changed_since(self._first)
 
     def begin(self) -> None:
-        """Call in a step after its samples have been read, if `changed` is called before others are."""
-        if self._is_read_here:
-            self._first = self._marks()
+        """Call in a step after its samples have been read."""
+        self._begun = self._marks() if self._is_read_here else self._first
+
+    def end(self) -> None:
+        """Call at the end of a step, or later without `begin`, which finds something only if nothing is read here."""
+        begun = self._begun if self._is_read_here else self._first
+        self._begun = {}
+        self._found |= self._changed_since(begun)
+
+    def put_back(self) -> None:
+        """Call when a copy of the task has been given the state that the task had before training, after `end`."""
+        if self._task is not None:  # what the task itself holds, the copy may have replaced in itself only
+            kinds = tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
+            self._found &= {name for name in self._changed_since(self._first) if not name.startswith(kinds)}
 
     def changed(self) -> str | None:
-        """What to tell if it has changed since; only once."""
-        now = self._marks() if self._first else {}
-        names = sorted(name for name in self._first.keys() & now.keys() if self._first[name] != now[name])
-        if self._is_read_here:
-            self._first = {}
+        """What to tell about what has been found; only once."""
+        names, self._found = sorted(self._found), set()
         if not names:
             return None
         self._first, self._sources = {}, []
@@ -77,6 +100,10 @@ class MadeFrom:
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
         )
+
+    def _changed_since(self, before: dict[str, list[int]]) -> set[str]:
+        now = self._marks() if before else {}
+        return {name for name in before.keys() & now.keys() if before[name] != now[name]}
 
     def _marks(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record, update_record
 from cluster_ddp.train.data.fetch import LOOK, Fetcher
 from cluster_ddp.train.data.loader import Loader
-from cluster_ddp.train.data.made_from import WORKERS_HAVE_COPIES, MadeFrom
+from cluster_ddp.train.data.made_from import NOT_PUT_BACK, WORKERS_HAVE_COPIES, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError
@@ -135,7 +135,7 @@ class MapStream:
         self.order = SampleStream(samples, plan.global_batch, train.seed, train.drop_last)
         self.steps_per_epoch: int | None = self.order.steps_per_epoch
         self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
-        self._sources = (data, task.collate)
+        self._task, self._sources = task, (data, task.collate)
         self._fetcher = Fetcher(data, task.collate, Use.SAMPLE, train.seed, exact=True)
         self._fetcher.expect_changes(task, *enclosing_methods(task).values(), *variables_around([task]).values())
         self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device
@@ -161,7 +161,9 @@ class MapStream:
         return found
 
     def made_from(self) -> MadeFrom:
-        return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES) if self._workers else MadeFrom()
+        if self._workers:
+            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES)
+        return MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task)
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the length of the data set has changed since the save."""
