@@ -297,6 +297,44 @@ def test_rows_are_read_again_if_something_unknown_has_changed_them(width: int) -
     assert seen == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
+class Leveled(Labelled):
+    level = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label, _ = super().__getitem__(index)
+        return inputs + self.level, label
+
+
+class Curriculum(Plain):
+    """Sets a level of difficulty, whose first value the class of the data set has."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def eval_data(self) -> None:
+        return None
+
+    def train_data(self) -> Dataset[Any]:
+        self.data = Leveled(*samples())
+        return self.data
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen += 1
+        self.data.level = 0.1 * self.seen
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "level": self.data.level}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen, self.data.level = state["seen"], state["level"]
+
+
+def test_a_level_that_comes_back_is_not_told(tmp_path: Path) -> None:
+    changed, (calm, first, after) = resumed(lambda _: Curriculum(), "", 0, tmp_path)
+    assert (changed, calm, first, after) == ([], [], [], [])
+
+
 class Replacing(Pseudo):
     """Does not put the labels where the data set holds them."""
 

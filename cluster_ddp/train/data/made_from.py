@@ -23,7 +23,7 @@ from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user
 
 _DEPTH, _WIDTH = 10, 100  # how deep is searched, and how many elements of lists one by one
-_FAR = 1_000_000  # the most numbers and strings of a list that are compared
+_FAR = 100_000  # the most numbers and strings of a list that are compared
 _WHOLE, _SAMPLE = 1 << 20, 4096  # bytes up to which an array is compared as a whole, and elements of a larger one
 _SHOWN = 3  # names in the message
 WORKERS_HAVE_COPIES = (
@@ -150,15 +150,19 @@ class _Source:
             held = [value.__func__, value.__self__] if isinstance(value, MethodType) else [value.func, *value.args]
             yield from ((type(part).__name__, part) for part in held)
         elif isinstance(value, CONTAINERS):
-            some = itertools.islice(elements(value), 0, _FAR, -(-length(value) // _WIDTH) or 1)
-            yield from ((name, part) for part in some if type(part) not in _PLAIN)
+            yield from ((name, part) for part in _some(value, _WIDTH) if type(part) not in _PLAIN)
         elif isinstance(value, (ModuleType, type)):
             of_user = is_of_user(value.__name__ if isinstance(value, ModuleType) else value.__module__)
             yield from self._read(value.__name__, vars(value)) if of_user else ()
         elif is_of_user(kind.__module__):
-            yield from self._read(kind.__name__, dict(inner_parts(value)))
+            own = dict(inner_parts(value))
+            yield from self._read(kind.__name__, own)
             for base in kind.__mro__:
-                yield from self._read(base.__name__, vars(base)) if is_of_user(base.__module__) else ()
+                if is_of_user(base.__module__):
+                    yield from self._read(
+                        kind.__name__, {key: part for key, part in vars(base).items() if key not in own}
+                    )
+                    own |= vars(base)
         elif isinstance(value, torch.utils.data.Dataset):
             yield from ((f"{kind.__name__}.{key}", part) for key, part in vars(value).items())
         else:  # such as a library's composition of the user's transforms
@@ -204,9 +208,14 @@ def _mark_of(value: Any) -> int | None:
     if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
         return fingerprint(value if value.nbytes <= _WHOLE else value.flat[:: -(-value.size // _SAMPLE)])
     if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
-        plain = filter(_is_plain, itertools.islice(elements(value), _FAR))
+        plain = filter(_is_plain, _some(value, _FAR))
         return hash((length(value), frozenset(plain) if isinstance(value, (set, frozenset)) else tuple(plain)))
     return None
+
+
+def _some(container: Any, most: int) -> Iterator[Any]:
+    """At most so many of its elements, at equal distances."""
+    return itertools.islice(elements(container), 0, None, -(-length(container) // most) or 1)
 
 
 def _is_plain(part: Any) -> bool:
