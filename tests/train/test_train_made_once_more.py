@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from functools import partial
@@ -12,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from own_loops import begin_attempt, failure
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 from train_tasks import Plain, differences, final_state, job, new_run, train
 
-from cluster_ddp.train import Trainer, broadcast_object, is_main_process
+from cluster_ddp.train import Trainer, broadcast_object, is_main_process, join_run
+from cluster_ddp.train.data.order import SampleStream
 
 NETS: dict[str, nn.Module] = {}
 NET: nn.Module | None = None
@@ -173,3 +177,32 @@ def test_other_ranks_do_not_wait_for_one_that_fails(tmp_path: Path) -> None:
 def test_a_barrier_in_prepare_is_refused(tmp_path: Path) -> None:
     first, _ = run_ranks(failure_of, 2, tmp_path, partial(Communicating, "prepare()"))
     assert first.startswith("TaskError: prepare() communicates between the ranks, but only one rank of each node")
+
+
+class Also:
+    """What a script passes in, which waits for the other ranks as it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        dist.barrier()
+
+
+def script(place: Path) -> None:
+    begin_attempt(place, 0)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.resume(model, optimizer, SampleStream(16, 4, 0), total_steps=3, also=Also())
+        for _ in range(3):
+            run.begin_step()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            run.end_step()
+
+
+def test_what_is_passed_in_and_waits_for_other_ranks_in_a_check_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(script, 2, run.path)
+    assert "load_state_dict() of what is passed in communicates between the ranks, but rank 0 calls" in failure(run)
