@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -306,10 +307,10 @@ class Leveled(Labelled):
 
 
 class Curriculum(Plain):
-    """Sets a level of difficulty, whose first value the class of the data set has."""
+    """Sets a level of difficulty, whose first value the class of the data set has, also in a number of processes."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.seen, self.shared = 0, multiprocessing.Value("d", 0.0)
 
     def eval_data(self) -> None:
         return None
@@ -320,14 +321,15 @@ class Curriculum(Plain):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.seen += 1
-        self.data.level = 0.1 * self.seen
+        self.data.level = self.shared.value = 0.1 * self.seen
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "level": self.data.level}
+        return {"seen": self.seen, "level": self.shared.value}
 
     def load_state_dict(self, state: Any) -> None:
-        self.seen, self.data.level = state["seen"], state["level"]
+        self.seen = state["seen"]
+        self.data.level = self.shared.value = state["level"]
 
 
 def test_a_level_that_comes_back_is_not_told(tmp_path: Path) -> None:
