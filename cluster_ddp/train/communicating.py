@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+
+from cluster_ddp.train.errors import TaskError
+
+_COLLECTIVES = (
+    "all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "scatter",
+)  # what names begin with
+IN_PREPARE = (
+    "prepare() communicates between the ranks, but only one rank of each node calls it, and would wait for the others "
+    "forever: leave out a barrier, since no rank goes on until prepare() has ended on all nodes; what all ranks do "
+    "together belongs into train_data()"
+)
+IN_CHECKS = (
+    "state_dict() or load_state_dict() of what is passed in communicates between the ranks, but rank 0 calls them "
+    "alone for checks: let all ranks exchange in a step what is needed, and let state_dict() return it"
+)
 
 
 class Communicating:
@@ -27,6 +49,49 @@ class Communicating:
         before = _collectives()
         yield
         self.is_seen |= _collectives() != before
+
+
+class Alone:
+    """Raises a `TaskError`, within its block, where this thread begins a collective, in which it would wait for ever.
+
+    Parameters
+    ----------
+    message
+        What to raise.
+
+    Attributes
+    ----------
+    has_tried
+        Whether a collective was to begin, even if the error was caught.
+    """
+
+    def __init__(self, message: str) -> None:
+        self.has_tried = False
+        self._message = message
+        self._thread = threading.get_ident()
+        self._kept: dict[str, Any] = {}
+
+    def __enter__(self) -> Alone:
+        if dist.is_initialized():
+            # torch has no hook for it. Every function of torch.distributed ends in one of these methods.
+            methods = vars(dist.ProcessGroup).items()
+            self._kept = {name: own for name, own in methods if name.lstrip("_").startswith(_COLLECTIVES)}
+            for name in self._kept:
+                setattr(dist.ProcessGroup, name, self._instead(name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, own in self._kept.items():
+            setattr(dist.ProcessGroup, name, own)
+
+    def _instead(self, name: str) -> Any:
+        def collective(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
+            if threading.get_ident() == self._thread and group.size() > 1:
+                self.has_tried = True
+                raise TaskError(self._message)
+            return self._kept[name].__get__(group)(*arguments, **named)
+
+        return collective
 
 
 def _collectives() -> int:

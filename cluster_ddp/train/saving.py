@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -22,6 +24,8 @@ from cluster_ddp.run.directory import RunDirectory, step_name
 from cluster_ddp.run.events import CHECKPOINT, WARNING, EventWriter
 from cluster_ddp.run.history import History, read_history
 from cluster_ddp.run.unfinished import SAVES_APART, seconds_between_saves
+from cluster_ddp.train.communicating import IN_CHECKS, Alone
+from cluster_ddp.train.data.made_from import MadeFrom
 from cluster_ddp.train.distributed import World, broadcast_object
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import refuse_own_state
@@ -57,6 +61,7 @@ class Saving:
         self._checked: SavePlan | None = None
         self._events, self._attempt = events, attempt
         self.fresh: Callable[[], State] | None = None  # builds the state again, to check that it is restored
+        self.made_from = MadeFrom()  # what samples are made from
         if run is None:
             return
         if world.rank == 0 and attempt:
@@ -160,7 +165,7 @@ class Saving:
             return
         tensors, scalars = collected = state.collect()
         refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
-        self._check(state, step, collected, together=False)
+        self._check(state, step, collected)
         is_begun = self._checkpointer.save(
             step=step,
             samples=samples,
@@ -176,6 +181,11 @@ class Saving:
         """Call before the parameters change."""
         if self._checkpointer is not None:
             self._checkpointer.wait_for_staging()
+
+    def begin_step(self) -> None:
+        """Call in each step before its loss is computed."""
+        if self._steps_here == _CHECKED_AFTER - 1 and self._rank == 0:
+            self.made_from.begin()
 
     def prepare(self, state: State, step: int) -> None:
         """Call after each step, with the number of finished steps.
@@ -193,7 +203,8 @@ class Saving:
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
             if self._rank == 0:
                 state.note()
-            self._check(state, step, collected, together=True)
+                self.made_from.end()
+            self._check(state, step, collected)
             self.warn_unsaved(state)
 
     def check_unsaved(self, state: State) -> None:
@@ -206,7 +217,18 @@ class Saving:
         if self._checkpointer is None or (self._rank != 0 and not state.communicates):
             return
         begun = time.thread_time()
-        names = state.unsaved()
+        with Alone(IN_CHECKS) if not state.communicates else contextlib.nullcontext() as alone:
+            try:
+                names = state.unsaved()
+            except TaskError:
+                if alone is None or not alone.has_tried:
+                    raise
+        if alone is not None and alone.has_tried:  # all ranks see in the next save that state_dict() communicates now
+            self._next_check = math.inf
+            return
+        if self._steps_here >= _CHECKED_AFTER:
+            self.made_from.end()
+        self._warn_of_samples()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
         if names := [name for name in names if name not in self._warned]:
             self._warned.update(names)
@@ -216,6 +238,16 @@ class Saving:
                 "is exact only if no step depends on it. Otherwise make it a buffer of the model, or include it in the "
                 "state_dict() of the task, of the optimizer, or of something else that is passed in"
             )
+
+    def note_restored(self) -> None:
+        """Call after `restore`; warns if that has changed what samples are made from although a resume must not."""
+        if self._rank == 0:
+            self.made_from.restored()
+            self._warn_of_samples()
+
+    def _warn_of_samples(self) -> None:
+        if self._rank == 0 and (message := self.made_from.changed()) is not None:
+            self.warn(message)
 
     def warn(self, message: str) -> None:
         """Print a warning on rank 0, and record it for `status`."""
@@ -228,7 +260,7 @@ class Saving:
             self._seconds = max(self._seconds, min(SAVES_APART * fields["seconds"], self._at_most))
         return self._events is None or self._events.write(event, attempt=self._attempt, **fields)
 
-    def _check(self, state: State, step: int, collected: Collected, *, together: bool) -> None:
+    def _check(self, state: State, step: int, collected: Collected) -> None:
         """Check on rank 0 that the state is restored, once per plan of tensors; raise a `TaskError` if it is not."""
         if self.fresh is None or self._checkpointer is None:
             return
@@ -236,18 +268,17 @@ class Saving:
         if plan is self._checked:
             return
         self._checked = plan
-        problem = None
-        if self._rank == 0:
-            try:
-                check_comes_back(state, step, collected, plan, self.fresh)
-            except ClusterDDPError as error:
-                problem = str(error)
+        check = functools.partial(check_comes_back, state, step, collected, plan, self.fresh)
+        if not state.communicates:
+            problem, has_communicated = broadcast_object(_alone(check, collected) if self._rank == 0 else (None, False))
+            if has_communicated:
+                state.note_communicating()
+            if problem is not None and not state.communicates:
+                raise TaskError(problem)
+        if state.communicates and self._rank == 0:
+            check()  # an error ends this rank at once: the others may be waiting for it in a collective
         elif state.communicates:
             state.call_along(collected, self.fresh)
-        if together:
-            problem = broadcast_object(problem)
-        if problem is not None:
-            raise TaskError(problem)
 
     def finish(self) -> bool:
         """Wait until the save in progress is durable; return False, on all ranks, if it failed."""
@@ -265,6 +296,22 @@ class Saving:
         """Free the memory; call on all ranks before the group is destroyed."""
         if self._checkpointer is not None:
             self._checkpointer.close()
+
+
+def _alone(check: Callable[[], None], collected: Collected) -> tuple[str | None, bool]:
+    """What is wrong according to a check that only this rank makes, and whether it has to be made by all together."""
+    of_task = {name: tensor for name, tensor in collected[0].items() if name.startswith("task.")}
+    kept = {name: tensor.clone() for name, tensor in of_task.items()} if dist.is_initialized() else {}
+    problem = None
+    with Alone(IN_CHECKS) as alone:
+        try:
+            check()
+        except ClusterDDPError as error:
+            problem = str(error)
+    if alone.has_tried:  # load_state_dict() may have put its first values into the live tensors before it communicated
+        for name, tensor in kept.items():
+            of_task[name].copy_(tensor)
+    return problem, alone.has_tried
 
 
 def _store() -> dist.distributed_c10d.Store | None:

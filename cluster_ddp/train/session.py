@@ -220,6 +220,7 @@ class Session:
     def begin_step(self) -> None:
         """Call before computing a step; the ranks exchange their votes while it runs."""
         self._consensus.begin(self.step)
+        self.saving.begin_step()
 
     def end_step(self) -> StopDecision:
         """Call after a step's update; the returned `decision` is the same on all ranks."""

@@ -19,9 +19,9 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, on_this_host
 from cluster_ddp.run.phase import Phase
 from cluster_ddp.train.buffers import Buffers
-from cluster_ddp.train.communicating import Communicating
+from cluster_ddp.train.communicating import IN_PREPARE, Alone, Communicating
 from cluster_ddp.train.data.streams import MapStream, Stream, agree_on_batches, open_stream
-from cluster_ddp.train.distributed import barrier, describe_ranks, find_world
+from cluster_ddp.train.distributed import all_gather_object, barrier, describe_ranks, find_world
 from cluster_ddp.train.ema import Ema
 from cluster_ddp.train.errors import NonFiniteError
 from cluster_ddp.train.evaluation import BeforeEvaluation, Evaluation
@@ -113,7 +113,7 @@ class Trainer:
 
     def _train(self) -> None:
         """Train until all steps are done, or all ranks agree to stop."""
-        batches = self.stream.batches(self.step, self.state.counts)
+        batches = self.stream.batches(self.step, self.state.counts, self.state.at_first)
         self._evaluate_and_save()  # a stop may have interrupted the evaluation of the step that we resume from
         if self.session.decision.stops:
             return
@@ -166,8 +166,10 @@ class Trainer:
     def _build(self) -> None:
         """Build everything, in an order that never changes: what is built draws numbers, and each part is reseeded."""
         set_backends(self.job.train)
+        is_apart = any(all_gather_object(self.world.local_rank))  # whether there are ranks that do not call it
         if self.world.local_rank == 0:
-            self.task.prepare()
+            with Alone(IN_PREPARE) if is_apart else contextlib.nullcontext():
+                self.task.prepare()
         barrier()
         self.plan: BatchPlan = agree_on_batches(self.job.train, self.directory, self.world)
         self._build_model()
@@ -255,6 +257,7 @@ class Trainer:
             self._seed(Use.OPTIMIZER)
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
         self.state.put_back_first(task)
+        self.session.saving.made_from.put_back()
         averages = ema or evaluation_weights_of(model, optimizer)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
 
@@ -265,6 +268,7 @@ class Trainer:
         self.wrapped.train()
         if self.world.world_size > 1:
             settle_buckets(self.wrapped, self.task, self._first_loss)
+        self.session.saving.made_from = self.stream.made_from()
         metrics = self.session.resume(
             self.state, self.stream, total_steps=self.stream.total_steps, fresh=self._make_state_once_more
         )
@@ -273,6 +277,7 @@ class Trainer:
                 f"training ends at step {total} now, and the checkpoint is of step {self.step}: no step is left, and "
                 f"the weights are not those of a run of {total} steps"
             )
+        self.session.saving.note_restored()
         self.single_samples.begin(self.step)
         skipped, bad_in_a_row = self.state.counts.skipped, self.state.counts.bad_in_a_row
         self.update.restore(skipped, bad_in_a_row)

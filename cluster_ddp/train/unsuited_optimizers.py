@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from cluster_ddp.train.errors import TaskError
 
 _NO_GROUP = "process group has not been initialized"  # part of torch's message
+_NO_FUNCTION = "'NoneType' object is not callable"  # Python's message
 SECOND_DERIVATIVES = (
     "needs second derivatives, by loss.backward(create_graph=True): the trainer keeps no graph of the gradients; give "
     "an optimizer that needs the gradients only, or train in a loop of your own by join_run(), which may keep it"
@@ -43,8 +44,12 @@ def refuse_other_passes(optimizer: Optimizer) -> None:
 
 def refuse_without_closure(optimizer: Optimizer, error: Exception) -> None:
     """Raise a `TaskError` if an error of ``step()`` was raised because it was given no closure."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    if "closure" in f"{place.line} {error}":
+    line = str(traceback.extract_tb(error.__traceback__)[-1].line)
+    if isinstance(error, AssertionError) or line.startswith("raise "):
+        is_needed = "closure" in f"{line} {error}"
+    else:
+        is_needed = _NO_FUNCTION in str(error) and "closure(" in line
+    if is_needed:
         raise TaskError(_needs_closure(optimizer)) from error
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from own_loops import begin_attempt, failure
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from train_ranks import run_ranks
 from train_tasks import Plain, differences, final_state, job, new_run, train
 
-from cluster_ddp.train import Trainer, broadcast_object, is_main_process
+from cluster_ddp.train import Trainer, broadcast_object, is_main_process, join_run
+from cluster_ddp.train.data.order import SampleStream
 
 NETS: dict[str, nn.Module] = {}
 NET: nn.Module | None = None
@@ -81,10 +87,15 @@ class Communicating(Plain):
     """Its methods wait for those of the other ranks: for a download, and for what each rank counts for itself."""
 
     def __init__(self, which: str) -> None:
-        self.which, self.seen = which, 0.0
+        self.which, self.seen, self.calls, self.table = which, 0.0, 0, torch.zeros(3)
+        self.group = dist.new_group() if which == "state_dict(), in a group" else None
 
     def eval_data(self) -> None:
         return None
+
+    def prepare(self) -> None:
+        if self.which == "prepare()":
+            dist.barrier()
 
     def model(self) -> nn.Module:
         if self.which == "model()":
@@ -92,18 +103,24 @@ class Communicating(Plain):
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        self.table[self.calls % 3] += 1
         self.seen += float(batch[0].mean())
-        return super().loss(model, batch) * (1.0 + self.seen if self.which == "state_dict()" else 1.0)
+        return super().loss(model, batch) * (1.0 + self.seen if self.which.startswith("state_dict()") else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.which == "model()":
-            return {}
-        seen: list[float | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, self.seen)
-        return {"seen": seen}
+        if not self.which.startswith("state_dict()"):
+            return {"calls": self.calls, "table": self.table}
+        seen: list[float | None] = [0.0] * dist.get_world_size()
+        if self.which != "state_dict(), later" or self.calls > 3:
+            dist.all_gather_object(seen, self.seen, group=self.group)
+        return {"seen": seen, "calls": self.calls, "table": self.table}
 
     def load_state_dict(self, state: Any) -> None:
-        self.seen = state["seen"][dist.get_rank()] if state else 0.0
+        self.seen, self.calls = state["seen"][dist.get_rank()] if "seen" in state else 0.0, state["calls"]
+        self.table.copy_(state["table"])
+        if self.which == "load_state_dict()":
+            dist.all_reduce(torch.zeros(1))
 
 
 def whole_and_resumed(folder: Path, which: str) -> list[str]:
@@ -112,13 +129,80 @@ def whole_and_resumed(folder: Path, which: str) -> list[str]:
     def run_of(kind: str) -> Any:
         return broadcast_object(new_run(folder / kind, **sections) if is_main_process() else None)
 
+    unchecked, _ = train(Communicating(which), job(**sections))
     whole, _ = train(Communicating(which), job(**sections), run_of("whole"))
     broken = run_of("broken")
     train(Communicating(which), job(**sections), broken, stop_at=4)
     resumed, _ = train(Communicating(which), job(**sections), broken, 1)
-    return differences(final_state(whole), final_state(resumed))
+    state = final_state(unchecked)
+    return [*differences(state, final_state(whole)), *differences(state, final_state(resumed))]
 
 
-@pytest.mark.parametrize("which", ["model()", "state_dict()"])
+@pytest.mark.parametrize(
+    "which", ["model()", "state_dict()", "state_dict(), later", "state_dict(), in a group", "load_state_dict()"]
+)
 def test_methods_of_a_task_may_communicate_between_the_ranks(which: str, tmp_path: Path) -> None:
     assert run_ranks(whole_and_resumed, 2, tmp_path, which) == [[], []]
+
+
+class Failing(Communicating):
+    """Communicates before and after what fails on rank 0 only."""
+
+    def model(self) -> nn.Module:
+        dist.barrier()
+        return super().model()
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        if self.calls and is_main_process():
+            raise ValueError("made once only")
+        return super().optimizer(model, lr)
+
+
+def failure_of(folder: Path, task: Any) -> str:
+    sections = {"train": {"steps": 6, "global_batch": 24}}
+    run = broadcast_object(new_run(folder, **sections) if is_main_process() else None)
+    with pytest.raises(Exception) as caught:
+        train(task(), job(**sections), run)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_other_ranks_do_not_wait_for_one_that_fails(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    first, _ = run_ranks(failure_of, 2, tmp_path, partial(Failing, "load_state_dict()"))
+    assert first.startswith("TaskError: after two steps the state was put back")
+    assert "ValueError: made once only" in first
+    assert time.monotonic() - begun < 50  # the ranks would wait 60 seconds for each other
+
+
+def test_a_barrier_in_prepare_is_refused(tmp_path: Path) -> None:
+    first, _ = run_ranks(failure_of, 2, tmp_path, partial(Communicating, "prepare()"))
+    assert first.startswith("TaskError: prepare() communicates between the ranks, but only one rank of each node")
+
+
+class Also:
+    """What a script passes in, which waits for the other ranks as it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        dist.barrier()
+
+
+def script(place: Path) -> None:
+    begin_attempt(place, 0)
+    with contextlib.suppress(SystemExit), join_run() as run:
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.resume(model, optimizer, SampleStream(16, 4, 0), total_steps=3, also=Also())
+        for _ in range(3):
+            run.begin_step()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            run.end_step()
+
+
+def test_what_is_passed_in_and_waits_for_other_ranks_in_a_check_is_refused(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run_ranks(script, 2, run.path)
+    assert "load_state_dict() of what is passed in communicates between the ranks, but rank 0 calls" in failure(run)

@@ -92,6 +92,16 @@ class Calls(SGD):
         return loss
 
 
+class Mistaken(SGD):
+    """Has an error of its own, in a line with a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return self.change(closure, 1)  # type: ignore[call-arg]
+
+    def change(self, closure: Any) -> None:
+        super().step(closure)
+
+
 class OfSecondOrder(SGD):
     """As AdaHessian and SophiaH of pytorch_optimizer: it takes second derivatives, in some steps only."""
 
@@ -211,6 +221,11 @@ def test_what_cannot_be_trained_is_refused_before_the_first_update(
     with pytest.raises(TaskError) as raised:
         train(task, job(train={"steps": 6, "global_batch": 24, **settings}))
     assert words in str(raised.value)
+
+
+def test_an_error_of_the_optimizer_itself_keeps_its_words() -> None:
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        train(With(Mistaken), job(train={"steps": 6, "global_batch": 24}))
 
 
 class OfLoaders(Plain):

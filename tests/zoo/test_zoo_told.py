@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from zoo_awkward import COUNTED
 from zoo_models import FEATURES
 from zoo_optimizers import OPTIMIZERS
@@ -308,6 +308,27 @@ def test_variables_of_modules_and_classes_that_training_changes_are_told(
     judge(Case(train={"steps": 3, "ema_decay": None}), tmp_path, OfVariables)
     told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
     assert "changes CountsForAll.calls, OfVariables.calls, task.losses, test_zoo_told.counts, which" in told[0]
+
+
+rows = TensorDataset(torch.ones(4, FEATURES))
+
+
+class KeepsAnIterator(ZooTask):
+    """Keeps what goes through a variable of this module, in an attribute that is looked at before that variable."""
+
+    rows: Any = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.rows = iter(DataLoader(rows))
+        return super().loss(model, batch) * next(self.rows)[0].mean()
+
+
+def test_a_variable_that_something_else_holds_now_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(train={"steps": 3}), tmp_path, KeepsAnIterator)
+    told = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
+    assert "training changes task.losses, task.rows, which" in told[0]
 
 
 class DrawsHere(ZooTask):

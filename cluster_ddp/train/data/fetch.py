@@ -16,7 +16,15 @@ from cluster_ddp.printing import say
 from cluster_ddp.train.data.another_worker import as_another_worker
 from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint, settled
 from cluster_ddp.train.data.order import Indices
-from cluster_ddp.train.data.sets import Numbers, copied, fetches_by_batch, is_plain_rows, length_of, unwrapped
+from cluster_ddp.train.data.sets import (
+    Numbers,
+    copied,
+    fetches_by_batch,
+    is_plain_rows,
+    length_of,
+    share_memory,
+    unwrapped,
+)
 from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import (
@@ -78,6 +86,7 @@ class Fetcher:
         self._untouched: Any = None  # a copy of the set before it is read; kept, as some close files when deleted
         # Which of `HOST_GENERATORS` samples draw from: only these are seeded for each sample.
         self._used = _ALL
+        self._may_change = False  # whether training may change the rows of a TensorDataset
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
@@ -115,9 +124,20 @@ class Fetcher:
         """Generators at the top level of modules that are seeded for each sample in this process."""
         return list(self._around.values()) if self._draws_around else []
 
+    def expect_changes(self, *holders: object) -> None:
+        """Fetch each batch only when its step begins if one of these holds the rows, and so may change them."""
+        if self._read == self._by_tensor:
+            positions = [] if self._positions is None else [torch.from_numpy(self._positions)]
+            self._may_change = share_memory([*self._data.tensors, *positions], holders)  # type: ignore[attr-defined]
+
+    def versions(self) -> list[int]:
+        """Numbers that change with the rows, except by way of ``.data`` or ``.numpy()``."""
+        tensors = self._data.tensors if self._read == self._by_tensor else ()  # type: ignore[attr-defined]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
     def how_many_together(self, samples: int) -> int:
         """How many batches of this size to fetch by one call, whose overhead dominates for a few small rows."""
-        if self._read != self._by_tensor:
+        if self._read != self._by_tensor or self._may_change:
             return 1
         return max(1, min(_TOGETHER, _BYTES_TOGETHER // max(1, sum(self._row_bytes()) * samples)))
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -37,7 +38,9 @@ from cluster_ddp.printing import say
 from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.loader import from_workers, to_device
+from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
+from cluster_ddp.train.data.streams import AtFirst
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
@@ -67,6 +70,7 @@ class IterableStream:
         self._sharded = task.sharded and world.world_size > 1
         self._length = _length(data, sharded=self._sharded)
         self.total_steps, self.steps_per_epoch = _steps(self._length, train, plan)
+        self._sources = (data, task.collate)
         self._reader = _Reader(data, task.collate, train.seed, plan, world.rank, sharded=self._sharded)
         self._plan, self._world, self._device, self._workers = plan, world, device, min(train.workers, 1)
         self._counts = Counts()
@@ -87,16 +91,21 @@ class IterableStream:
         self.close()
         return first, to_device(batch, self._device)
 
-    def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
+    def made_from(self) -> MadeFrom:
+        if self._workers:
+            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES)
+        return MadeFrom(self._sources[0], why=READ_FROM_THE_FIRST, is_read_here=True)
+
+    def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the first items show that the data set breaks its rules."""
         self._counts = counts  # already now: an evaluation may be repeated before the first batch
-        return self._batches_from(step, counts)
+        return self._batches_from(step, counts, at_first)
 
-    def _batches_from(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
+    def _batches_from(self, step: int, counts: Counts, at_first: AtFirst) -> Iterator[tuple[MicroBatch, Any]]:
         if self._length is not None:
             counts.expect_length(self._length)
         reading = self._read(step, self.total_steps, self._place(counts))
-        self._expect_same_items(next(reading), counts)
+        self._expect_same_items(next(reading), counts, at_first)
         while True:
             begun = time.perf_counter()
             found = next(reading, None)
@@ -132,7 +141,7 @@ class IterableStream:
         epoch, taken = (counts.stream_epoch, counts.stream_offset) if places is None else places[self._world.rank]
         return epoch, taken
 
-    def _expect_same_items(self, first: int, counts: Counts) -> None:
+    def _expect_same_items(self, first: int, counts: Counts, at_first: AtFirst) -> None:
         """Check that all ranks read the same first items, unless sharded, and the same as earlier attempts."""
         seen = all_gather_object(first)
         if self._sharded:
@@ -145,6 +154,9 @@ class IterableStream:
                 "share. Give every rank the whole stream in the same order, or set sharded = True in the task if each "
                 "reads its own part"
             )
+        if counts.data_fingerprint not in (None, first) and not self._workers:
+            with at_first():  # they may be made from what the task has restored, such as a level of difficulty
+                first = self._reader.try_set()
         if counts.data_fingerprint not in (None, first):
             self._warn(
                 "train_data() does not start with the same items as when the checkpoint was saved: "

@@ -71,15 +71,17 @@ class Loader(Generic[K]):
 
     def _here(self) -> Pairs[K]:
         pin = self._device.type == "cuda"
-        plans = iter(self._plans)
-        for first in plans:
+        plans, group = iter(self._plans), list[K]()
+        while group or (group := list(itertools.islice(plans, 1))):
             begun = time.perf_counter()
-            more = self._fetcher.how_many_together(len(self._key(first)[1])) - 1
-            group = [first, *itertools.islice(plans, more)]
-            batches = self._fetcher.together([self._key(plan) for plan in group])
+            more = self._fetcher.how_many_together(len(self._key(group[0])[1])) - len(group)
+            group += itertools.islice(plans, max(0, more))
+            versions = self._fetcher.versions()
+            batches = iter(self._fetcher.together([self._key(plan) for plan in group]))
             self.waited += time.perf_counter() - begun
-            for plan, batch in zip(group, batches, strict=True):
-                yield plan, pinned(batch) if pin else batch
+            while group and self._fetcher.versions() == versions:  # a step may have changed the rows of the next ones
+                batch = next(batches)
+                yield group.pop(0), pinned(batch) if pin else batch
 
     def _by_workers(self) -> Pairs[K]:
         under_way: collections.deque[K] = collections.deque()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from cluster_ddp.train.data.order import Indices
@@ -46,6 +48,19 @@ def unwrapped(data: Dataset[Any]) -> tuple[Dataset[Any], Indices | None]:
         positions = inner if positions is None else inner[positions]
         data = data.dataset
     return data, positions
+
+
+def share_memory(tensors: Iterable[Tensor], holders: Iterable[object]) -> bool:
+    """Whether one of the holders, or a part of it, is a tensor or an array in the memory of one of these tensors."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    places = [range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    for part in parts_of(*holders):
+        found = part.ctypes.data if isinstance(part, np.ndarray) else None
+        if isinstance(part, Tensor) and part.layout is torch.strided:
+            found = part.data_ptr()
+        if any(found in place for place in places):
+            return True
+    return False
 
 
 class Numbers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,11 +17,14 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record, update_record
 from cluster_ddp.train.data.fetch import LOOK, Fetcher
 from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.data.made_from import NOT_PUT_BACK, WORKERS_HAVE_COPIES, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use
 from cluster_ddp.train.refusals import refuse_loader
+from cluster_ddp.train.state.attributes import enclosing_methods
+from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.state.training import Counts
 from cluster_ddp.train.task import Task
 
@@ -60,8 +64,17 @@ class Stream(Protocol):
     def first(self) -> tuple[MicroBatch, Any]:
         """The first micro-batch of the whole training."""
 
-    def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
-        """This rank's micro-batches from this step on, on its device."""
+    def made_from(self) -> MadeFrom:
+        """What samples are made from now, as far as training must not change it."""
+
+    def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's micro-batches from this step on, on its device.
+
+        Parameters
+        ----------
+        at_first
+            Gives the task the state that it had before training, within the block; all ranks call it together.
+        """
 
     def note_place(self, counts: Counts) -> None:
         """Record in the counts what a resume needs to know about the places of other ranks; all ranks call it."""
@@ -71,6 +84,7 @@ class Stream(Protocol):
 
 
 Warn = Callable[[str], None]
+AtFirst = Callable[[], AbstractContextManager[None]]
 
 
 def open_stream(
@@ -121,7 +135,9 @@ class MapStream:
         self.order = SampleStream(samples, plan.global_batch, train.seed, train.drop_last)
         self.steps_per_epoch: int | None = self.order.steps_per_epoch
         self.total_steps = train.steps or (train.epochs or 1) * self.order.steps_per_epoch
+        self._task, self._sources = task, (data, task.collate)
         self._fetcher = Fetcher(data, task.collate, Use.SAMPLE, train.seed, exact=True)
+        self._fetcher.expect_changes(task, *enclosing_methods(task).values(), *variables_around([task]).values())
         self._plan, self._rank, self._workers, self._device = plan, world.rank, train.workers, device
         self._warn = warn
         self._loader: Loader[MicroBatch] | None = None
@@ -144,7 +160,12 @@ class MapStream:
         loader.close()
         return found
 
-    def batches(self, step: int, counts: Counts) -> Iterator[tuple[MicroBatch, Any]]:
+    def made_from(self) -> MadeFrom:
+        if self._workers:
+            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES)
+        return MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task)
+
+    def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the length of the data set has changed since the save."""
         counts.expect_length(self.order.samples)
         micro_batches = rank_micro_batches(self.order, self._plan, self._rank, step, self.total_steps)
@@ -154,13 +175,13 @@ class MapStream:
         self._loader = self._load(itertools.chain(some, looks, micro_batches), workers=self._workers)
         batches = iter(self._loader)
         first = [next(batches) for _ in some]
-        for _, seen in [next(batches) for _ in looks]:
-            self._compare(seen, counts)
+        for look, seen in [next(batches) for _ in looks]:
+            self._compare(look, seen, counts, at_first)
         yield from first
         yield from batches
 
-    def _compare(self, seen: int, counts: Counts) -> None:
-        """Warn if the last sample differs between ranks, or from the time of the save.
+    def _compare(self, look: MicroBatch, seen: int, counts: Counts, at_first: AtFirst) -> None:
+        """Warn if the last sample differs between ranks, or is not what it was before the training that is resumed.
 
         This is not refused: different kinds of processors may make samples whose last bits differ.
         """
@@ -173,13 +194,18 @@ class MapStream:
                 f"{what} is not the same on {hosts}: each step trains on the wrong samples, some twice and some "
                 "never. Every rank has to see the same data set in the same order: sort its file names"
             )
+            seen = by_rank[0][0]
         elif counts.data_fingerprint not in (None, seen):
-            self._warn(
-                f"{what} has changed since the checkpoint was saved: this resume is not exact. The data set, "
-                "the order of its files and the augmentation must stay the same. Only with train.workers: 0 may "
-                "samples depend on state that the task restores, such as a level of difficulty"
-            )
-        counts.data_fingerprint = by_rank[0][0]
+            if not self._workers:  # it may be made from what the task has restored, such as its label
+                with at_first():
+                    seen = self._fetcher(look.epoch, look.indices)
+            if counts.data_fingerprint != seen:
+                self._warn(
+                    f"{what} has changed since the checkpoint was saved: this resume is not exact. The data set, "
+                    "the order of its files and the augmentation must stay the same. Only with train.workers: 0 may "
+                    "samples depend on state that the task restores, such as a level of difficulty"
+                )
+        counts.data_fingerprint = seen
 
     def note_place(self, counts: Counts) -> None:
         """Do nothing: the places of all ranks follow from the step."""

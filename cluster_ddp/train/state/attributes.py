@@ -99,6 +99,8 @@ class Attributes:
         Names of tensors that are keys of dicts, by their ids.
     seeded
         The random generators that are seeded for each step; None: all.
+    earlier
+        A snapshot of before: what it has found keeps its name, even if something before it now refers to it, too.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Attributes:
         known: Iterable[int] = (),
         names: Mapping[int, str] | None = None,
         seeded: Container[Any] | None = None,
+        earlier: Attributes | None = None,
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
@@ -115,11 +118,16 @@ class Attributes:
         self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
+        self._named_before: dict[int, object] = {} if earlier is None else earlier._seen
+        self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
+        later: list[tuple[str, list[tuple[str, Any, int]]]] = []
         for name, holder in holders.items():
-            known_before = len(self.leaves), len(self._kinds)
-            self._look(name, holder, 0)
-            for found, known_found in zip((self.leaves, self._kinds), known_before, strict=True):
-                self.holders.update(dict.fromkeys(islice(found, known_found, None), name))
+            self._look_from(name, [(name, holder, 0)])
+            later.append((name, self._later))
+            self._later = []
+        self._named_before = {}
+        for name, found in later:
+            self._look_from(name, found)
         tensors = ((name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Tensor))
         self._contents = contents(tensors)
 
@@ -172,6 +180,13 @@ class Attributes:
             for leaf in self.leaves.values()
         )
 
+    def _look_from(self, holder: str, values: list[tuple[str, Any, int]]) -> None:
+        before = len(self.leaves), len(self._kinds)
+        for value in values:
+            self._look(*value)
+        for found, known in zip((self.leaves, self._kinds), before, strict=True):
+            self.holders.update(dict.fromkeys(islice(found, known, None), holder))
+
     def _look(self, name: str, value: Any, depth: int) -> None:
         if type(value) in PLAIN:
             self.leaves[name] = value
@@ -182,6 +197,9 @@ class Attributes:
         if id(value) in self._seen:
             if isinstance(value, _REFERRED_TO):
                 self._kinds[name] = self._kinds[name], self._seen[id(value)]
+            return
+        if self._named_before.get(id(value), name) != name:
+            self._later.append((name, value, depth))
             return
         self._seen[id(value)] = name
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
@@ -218,6 +236,8 @@ class Attributes:
             parts = list(islice(elements(value), _FAR))
             self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(_is_plain, parts)))
             self._look_into(enumerate(part for part in parts if not _is_plain(part)), name, depth)
+        elif isinstance(value, ctypes._SimpleCData) and type(value.value) in _PLAIN:
+            self.leaves[name] = value.value  # which state_dict() may return
         elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level

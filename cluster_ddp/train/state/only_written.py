@@ -13,7 +13,7 @@ def is_only_written(kind: type, name: str) -> bool:
 
     Compiled methods cannot be inspected; what only they set does not count as only written.
     """
-    codes = [code for base in kind.__mro__ for value in vars(base).values() for code in _codes_of(value)]
+    codes = [code for base in kind.__mro__ for value in vars(base).values() for code in codes_of(value)]
     uses = [
         instruction.opname
         for code in codes
@@ -23,11 +23,11 @@ def is_only_written(kind: type, name: str) -> bool:
     return bool(uses) and set(uses) == {"STORE_ATTR"}
 
 
-def _codes_of(value: Any) -> Iterator[CodeType]:
+def codes_of(value: Any) -> Iterator[CodeType]:
     """The code of a method, of what its decorators wrap, and of functions inside it."""
     if isinstance(value, property):
         for function in (value.fget, value.fset, value.fdel):
-            yield from _codes_of(function)
+            yield from codes_of(function)
         return
     value = getattr(value, "__func__", value)
     while value is not None:

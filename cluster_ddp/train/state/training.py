@@ -192,6 +192,10 @@ class State:
         """Whether methods of the task communicate, so that no rank may call them alone; the same on all ranks."""
         return isinstance(self._also, Task) and self._communicating.is_seen
 
+    def note_communicating(self) -> None:
+        """Note that they do, on all ranks."""
+        self._communicating.is_seen = True
+
     def call_along(self, collected: Collected, fresh: Callable[[], State]) -> None:
         """Call those methods of the task that rank 0 calls in order to check that this state comes back."""
         tensors, scalars = collected
@@ -269,8 +273,8 @@ class State:
         if self._watched is None:
             return []
         was, now = self._watched, self._noted or self._attributes()
-        self._watched, self._noted = self._attributes() if self._noted else now, None
         states = {"task": self._task_state(), "model": self._model_state()[1]}
+        self._watched, self._noted = self._attributes() if self._noted else now, None
         changed = now.unsaved(was.changed(now), Attributes(states))
         if changed:  # rarely, as tensors are copied from the GPU for it
             changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
@@ -305,7 +309,7 @@ class State:
         known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
-        return Attributes(holders, known, seeded=self._seeded)
+        return Attributes(holders, known, seeded=self._seeded, earlier=self._watched)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
@@ -314,6 +318,19 @@ class State:
     def undoing(self) -> contextlib.AbstractContextManager[None]:
         """Undo afterwards what the task's methods, called once more for a check, have changed in what it holds."""
         return undone(self._also) if isinstance(self._also, Task) else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def at_first(self) -> Iterator[None]:
+        """Give the task, within the block, the state that it had before the first step of the run."""
+        now = copy.deepcopy(self._task_state())
+        if self._also is None or not self._first_of_task:
+            yield
+            return
+        self._also.load_state_dict(copy.deepcopy(self._first_of_task))
+        try:
+            yield
+        finally:
+            self._also.load_state_dict(now)
 
     def put_back_first(self, also: Stateful) -> None:
         """Load into another task the state that this one had before the first step.

@@ -1,0 +1,222 @@
+"""Finds what samples and batches are made from, and tells if training changes it where a resume would not be exact."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dis
+import functools
+import itertools
+from collections.abc import Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+from torch import Tensor, nn
+
+from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.only_written import codes_of
+from cluster_ddp.train.state.surroundings import is_of_user
+
+_DEPTH, _WIDTH = 10, 100  # how deep is searched, and how many elements of lists one by one
+_FAR = 100_000  # the most numbers and strings of a list that are compared
+_WHOLE, _SAMPLE = 1 << 20, 4096  # bytes up to which an array is compared as a whole, and elements of a larger one
+_SHOWN = 3  # names in the message
+WORKERS_HAVE_COPIES = (
+    "but workers have copies that do not change (or, in shared memory, see a change at no fixed step), and those of a "
+    "resume have what the task restores: a resume is exact only if no sample depends on it. Set train.workers: 0, or "
+    "let the data set return the index of each sample, and look up in loss() what training changes"
+)
+READ_FROM_THE_FIRST = (
+    "but a resume reads the items of a pass again from the first, with what the task restores: it is exact only if "
+    "neither which items there are nor their order depends on it. Choose them in a map-style data set, or in loss()"
+)
+NOT_PUT_BACK = (
+    "but load_state_dict() of the task does not put it back: a resume makes samples from what it was before training, "
+    "and is exact only if none depends on it. Change in load_state_dict() what the data set holds, such as by "
+    "self.labels.copy_(state['labels']) instead of self.labels = state['labels']"
+)
+_CALLED = {"__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward"}  # without being named
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+class MadeFrom:
+    """What samples and batches are made from, as far as the code of the data set and of `collate` reads it.
+
+    Create it before anything is restored.
+
+    Parameters
+    ----------
+    sources
+        The data set, and what collates its samples.
+    why
+        What to tell, besides the names, if training changes it: why a resume may not be exact, and what to do.
+    is_read_here
+        Whether this process reads the samples, which may change things, too: then a change counts only if it was made
+        by a restore, or in a step between `begin` and `end`.
+    put_back_by
+        The task, if training may change what its ``load_state_dict`` puts back.
+    """
+
+    def __init__(self, *sources: Any, why: str = "", is_read_here: bool = False, put_back_by: object = None) -> None:
+        self._sources, self._why = [_Source(source) for source in sources], why
+        self._is_read_here, self._task = is_read_here, put_back_by
+        self._first = self._marks()
+        self._begun: dict[str, list[int]] = {}
+        self._found: set[str] = set()
+
+    def restored(self) -> None:
+        """Call after a checkpoint has been restored."""
+        if self._task is None:
+            self._found |= self._changed_since(self._first)
+
+    def begin(self) -> None:
+        """Call in a step after its samples have been read."""
+        self._begun = self._marks() if self._is_read_here else self._first
+
+    def end(self) -> None:
+        """Call at the end of a step, or later without `begin`, which finds something only if nothing is read here."""
+        begun = self._begun if self._is_read_here else self._first
+        self._begun = {}
+        self._found |= self._changed_since(begun)
+
+    def put_back(self) -> None:
+        """Call when a copy of the task has been given the state that the task had before training, after `end`."""
+        if self._task is not None:  # what the task itself holds, the copy may have replaced in itself only
+            kinds = tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
+            self._found &= {name for name in self._changed_since(self._first) if not name.startswith(kinds)}
+
+    def changed(self) -> str | None:
+        """What to tell about what has been found; only once."""
+        names, self._found = sorted(self._found), set()
+        if not names:
+            return None
+        self._first, self._sources = {}, []
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return (
+            f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
+        )
+
+    def _changed_since(self, before: dict[str, list[int]]) -> set[str]:
+        now = self._marks() if before else {}
+        return {name for name in before.keys() & now.keys() if before[name] != now[name]}
+
+    def _marks(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for source in self._sources:
+            for name, value in source.values():
+                with contextlib.suppress(Exception):  # such as an array of a kind that cannot be hashed
+                    if (mark := _mark_of(value)) is not None:
+                        found.setdefault(name, []).append(mark)
+        return found
+
+
+class _Source:
+    """A data set, or what collates its samples."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._names: set[str] = set()  # of the attributes and variables that its code reads
+        known = -1
+        while len(self._names) > known:  # until the functions mention no others
+            known = len(self._names)
+            self._names |= {name for _, value in list(self.values()) for name in _read_by(value)}
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """The source, and what its code reads of it, by name."""
+        level: list[tuple[str, Any]] = [(type(self._source).__name__, self._source)]
+        seen: set[int] = set()
+        for _ in range(_DEPTH):
+            inner: list[tuple[str, Any]] = []
+            for name, value in level:
+                if can_be_seen(value) and (type(value) in _PLAIN or id(value) not in seen):
+                    seen.add(id(value))
+                    yield name, value
+                    with contextlib.suppress(Exception):  # it may have no attributes, although it has a class
+                        inner += self._parts(name, value)
+            level = inner
+
+    def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        kind = type(value)
+        if isinstance(value, FunctionType):
+            variables = value.__globals__.items() if is_of_user(str(value.__module__)) else ()
+            yield from ((key, part) for key, part in list(variables) if key in self._names)
+            yield from ((key, part) for key, part in inner_parts(value) if key != "keyword defaults")
+        elif isinstance(value, (MethodType, functools.partial)):
+            held = [value.__func__, value.__self__] if isinstance(value, MethodType) else [value.func, *value.args]
+            yield from ((type(part).__name__, part) for part in held)
+        elif isinstance(value, CONTAINERS):
+            yield from ((name, part) for part in _some(value, _WIDTH) if type(part) not in _PLAIN)
+        elif isinstance(value, (ModuleType, type)):
+            of_user = is_of_user(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+            yield from self._read(value.__name__, vars(value)) if of_user else ()
+        elif is_of_user(kind.__module__):
+            own = dict(inner_parts(value))
+            yield from self._read(kind.__name__, own)
+            for base in kind.__mro__:
+                if is_of_user(base.__module__):
+                    yield from self._read(
+                        kind.__name__, {key: part for key, part in vars(base).items() if key not in own}
+                    )
+                    own |= vars(base)
+        elif isinstance(value, torch.utils.data.Dataset):
+            yield from ((f"{kind.__name__}.{key}", part) for key, part in vars(value).items())
+        else:  # such as a library's composition of the user's transforms
+            parts = getattr(value, "__dict__", {}).values()
+            yield from ((name, part) for part in parts if callable(part) or isinstance(part, (list, tuple)))
+        if isinstance(value, nn.Module):
+            yield from ((type(part).__name__, part) for part in value.children())
+
+    def _read(self, name: str, held: Any) -> Iterator[tuple[str, Any]]:
+        for key, part in list(held.items()):
+            if key in self._names or key in _CALLED:
+                yield f"{name}.{key}", _function_of(part)
+
+
+def _function_of(part: Any) -> Any:
+    if isinstance(part, property):
+        return part.fget
+    if isinstance(part, functools.cached_property):
+        return part.func
+    return part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+
+
+def _read_by(value: Any) -> Iterator[str]:
+    """The names that a function reads, or contains as a string, as for getattr()."""
+    for code in codes_of(value) if isinstance(value, FunctionType) else ():
+        yield from (constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier())
+        for instruction in dis.get_instructions(code):
+            if isinstance(instruction.argval, str) and not instruction.opname.startswith("STORE"):
+                yield instruction.argval
+
+
+def _mark_of(value: Any) -> int | None:
+    """A number that changes with a value itself; None for one whose parts have marks of their own."""
+    if type(value) in _PLAIN or isinstance(value, np.generic):
+        return hash(repr(value))
+    if isinstance(value, SynchronizedBase):
+        return hash(bytes(value.get_obj()))
+    if isinstance(value, Tensor):
+        return contents([("", value)]).get("")
+    if isinstance(value, nn.Module):
+        tensors = itertools.chain(value.named_parameters(recurse=False), value.named_buffers(recurse=False))
+        return hash(frozenset(contents(tensors).items()))
+    if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
+        return fingerprint(value if value.nbytes <= _WHOLE else value.flat[:: -(-value.size // _SAMPLE)])
+    if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
+        plain = filter(_is_plain, _some(value, _FAR))
+        return hash((length(value), frozenset(plain) if isinstance(value, (set, frozenset)) else tuple(plain)))
+    return None
+
+
+def _some(container: Any, most: int) -> Iterator[Any]:
+    """At most so many of its elements, at equal distances."""
+    return itertools.islice(elements(container), 0, None, -(-length(container) // most) or 1)
+
+
+def _is_plain(part: Any) -> bool:
+    return all(map(_is_plain, part)) if type(part) is tuple else type(part) in _PLAIN

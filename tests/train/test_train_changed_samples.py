@@ -1,0 +1,373 @@
+"""Samples made from what training changes, such as pseudo-labels, are exact without workers, and told with workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from train_tasks import CLASSES, FEATURES, Plain, differences, final_state, job, new_run, samples, train
+
+from cluster_ddp.run.directory import RunDirectory
+from cluster_ddp.run.events import read_events
+from cluster_ddp.train.data.fetch import Fetcher
+from cluster_ddp.train.data.loader import Loader
+
+LABELS = torch.zeros(50, dtype=torch.int64)
+CHANGED = ", from which samples or batches are made, but workers have copies"
+
+
+class Labelled(Dataset[Any]):
+    def __init__(self, inputs: Tensor, labels: Any) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        label = self.labels[index]
+        return self.inputs[index], label[1] if isinstance(label, tuple) else int(label), index
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, data: Labelled) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Any:
+        return map(self.data.__getitem__, range(len(self)))
+
+
+class OfTask(Labelled):
+    """Asks the task for each label."""
+
+    def __init__(self, task: Pseudo) -> None:
+        self.inputs, self.task = task.inputs, task
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.task.label(index), index
+
+
+class AtTheTop(Labelled):
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], LABELS[index], index
+
+
+class Pseudo(Plain):
+    """Gives the samples that a step has seen new labels."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.seen, self.level = kind, 0, torch.zeros(1)
+        self.inputs, labels = samples()
+        LABELS.copy_(labels)
+        self.labels: Any = {
+            "array": labels.numpy().copy(),
+            "list": labels.tolist(),
+            "pairs": [("file", label) for label in labels.tolist()],
+            "variable": LABELS,
+        }.get(kind, labels.clone())
+
+    def eval_data(self) -> None:
+        return None
+
+    def label(self, index: int) -> int:
+        return int(self.labels[index])
+
+    def train_data(self) -> Dataset[Any]:
+        data = Labelled(self.inputs, self.labels)
+        if self.kind == "closure":
+
+            class Inner(Labelled):
+                def __getitem__(inner, index: int) -> Any:
+                    return self.inputs[index], self.labels[index], index
+
+            return Inner(self.inputs, None)
+        return {
+            "subset": Subset(data, range(40)),
+            "iterable": Stream(data),
+            "task": OfTask(self),
+            "variable": AtTheTop(self.inputs, None),
+        }.get(self.kind, data)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels, indices = batch
+        scores = model(inputs)
+        self.seen += 1
+        self.level += 0.1
+        for index, label in zip(indices.tolist(), ((scores.argmax(1) + self.seen) % CLASSES).tolist(), strict=True):
+            if self.kind != "collate":
+                for place in (index, (index + 9) % 40):
+                    self.labels[place] = ("file", label) if self.kind == "pairs" else label
+        return F.cross_entropy(scores, labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"labels": self.labels, "seen": self.seen, "level": self.level}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen, self.level = state["seen"], state["level"].clone()
+        self.labels[:] = state["labels"]
+
+
+class Collating(Pseudo):
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels, indices = super().collate(items)
+        return inputs + self.level, labels, indices
+
+
+class Rows(Pseudo):
+    """Has them in a TensorDataset, whose rows are read for several steps together if nothing changes them."""
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(self.inputs, torch.as_tensor(self.labels), torch.arange(len(self.labels)))
+
+
+def told(run: RunDirectory) -> list[str]:
+    return [event["message"] for event in read_events(run) if event["event"] == "warning"]
+
+
+def resumed(make: Any, kind: str, workers: int, folder: Path) -> tuple[list[str], list[list[str]]]:
+    """What a stop and a resume change, and the warnings of the run in one go and of both attempts of the other."""
+    sections = {"train": {"steps": 9, "global_batch": 8, "workers": workers}}
+    whole, broken = (new_run(folder / name, **sections) for name in ("whole", "broken"))
+    calm, _ = train(make(kind), job(**sections), whole)
+    state = final_state(calm)
+    train(make(kind), job(**sections), broken, stop_at=5)
+    first = told(broken)
+    after, _ = train(make(kind), job(**sections), broken, 1)
+    return differences(state, final_state(after)), [told(whole), first, told(broken)[len(first) :]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("tensor", "Labelled.labels"),
+        ("array", "Labelled.labels"),
+        ("pairs", "Labelled.labels"),
+        ("subset", "Labelled.labels"),
+        ("iterable", "Labelled.labels"),
+        ("task", "Pseudo.labels"),
+        ("closure", "Pseudo.labels"),
+        ("variable", "LABELS"),
+        ("collate", "Collating.level"),
+    ],
+)
+def test_what_workers_do_not_see_is_told(kind: str, name: str, tmp_path: Path) -> None:
+    changed, warnings = resumed(Collating if kind == "collate" else Pseudo, kind, 2, tmp_path)
+    assert changed
+    for messages in warnings:
+        assert [message for message in messages if message.startswith(f"training changes {name}{CHANGED}")]
+
+
+@pytest.mark.parametrize("kind", ["list", "subset", "task", "collate"])
+def test_without_workers_samples_may_be_made_from_what_training_changes(kind: str, tmp_path: Path) -> None:
+    changed, warnings = resumed(Collating if kind == "collate" else Pseudo, kind, 0, tmp_path)
+    assert (changed, warnings) == ([], [[], [], []])
+
+
+class Counting(Plain):
+    """Its data set holds the task, which counts, and restores a constant from which batches are made."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = samples()
+        self.seen, self.mean = 0, torch.ones(FEATURES)
+
+    def eval_data(self) -> None:
+        return None
+
+    def label(self, index: int) -> Tensor:
+        return self.labels[index]
+
+    def train_data(self) -> Dataset[Any]:
+        return OfTask(self)  # type: ignore[arg-type]
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels, _ = super().collate(items)
+        return inputs - self.mean, labels
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen += 1
+        return super().loss(model, batch) * (1 + self.seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "mean": self.mean}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen, self.mean = state["seen"], state["mean"].clone()
+
+
+def test_what_no_sample_is_made_from_may_change(tmp_path: Path) -> None:
+    assert resumed(lambda _: Counting(), "", 2, tmp_path) == ([], [[], [], []])
+
+
+class Passing(Stream):
+    """Notes where it is, by itself."""
+
+    epoch = place = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.places = epoch, [self.place]
+
+    def __iter__(self) -> Any:
+        self.place = self.epoch
+        for item in super().__iter__():
+            self.place += 1
+            self.places[0] = self.place
+            yield item
+
+
+class Passed(Counting):
+    def train_data(self) -> Dataset[Any]:
+        return Passing(super().train_data())  # type: ignore[arg-type]
+
+
+def test_what_a_stream_itself_changes_is_not_told(tmp_path: Path) -> None:
+    assert resumed(lambda _: Passed(), "", 0, tmp_path) == ([], [[], [], []])
+
+
+class Chosen(Stream):
+    """Leaves out what has been seen with the first label."""
+
+    def __iter__(self) -> Any:
+        return (item for item in map(self.data.__getitem__, range(len(self))) if item[1])
+
+
+class Choosing(Pseudo):
+    def train_data(self) -> Dataset[Any]:
+        data = Labelled(self.inputs, self.labels)
+        return Chosen(data) if self.kind == "chosen" else Stream(data)
+
+
+@pytest.mark.parametrize("kind", ["content", "chosen"])
+def test_items_of_a_stream_that_depend_on_what_training_changes_are_told(kind: str, tmp_path: Path) -> None:
+    changed, warnings = resumed(Choosing, kind, 0, tmp_path)
+    assert bool(changed) == (kind == "chosen")
+    start = "training changes Labelled.labels, from which samples or batches are made, but a resume reads the items"
+    assert [[message.startswith(start) for message in messages] for messages in warnings] == [[True]] * 3
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "variable"])
+def test_rows_that_training_changes_are_read_when_their_step_begins(kind: str, tmp_path: Path) -> None:
+    assert resumed(Rows, kind, 0, tmp_path) == ([], [[], [], []])
+
+
+class Rolling(Plain):
+    """Changes which of the rows a Subset takes."""
+
+    def __init__(self) -> None:
+        self.indices = np.arange(40)
+
+    def eval_data(self) -> None:
+        return None
+
+    def train_data(self) -> Dataset[Any]:
+        return Subset(TensorDataset(*samples()), self.indices)  # type: ignore[arg-type]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.indices[:] = (self.indices + 1) % 50
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"indices": self.indices}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.indices[:] = state["indices"]
+
+
+def test_a_step_reads_the_rows_that_a_subset_takes_as_it_begins(tmp_path: Path) -> None:
+    assert resumed(lambda _: Rolling(), "", 0, tmp_path) == ([], [[], [], []])
+
+
+@pytest.mark.parametrize("width", [1, 16])
+def test_rows_are_read_again_if_something_unknown_has_changed_them(width: int) -> None:
+    rows = torch.zeros(8, width)
+    fetcher = Fetcher(TensorDataset(rows), default_collate)
+    loader = Loader(fetcher, range(8), lambda row: (0, np.array([row])), workers=0, device=torch.device("cpu"))
+    seen = []
+    for _, (batch,) in loader:
+        seen.append(batch[0, 0].item())
+        if len(seen) % 3 == 0:
+            rows += 1
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+class Leveled(Labelled):
+    level = 0.0
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label, _ = super().__getitem__(index)
+        return inputs + self.level, label
+
+
+class Curriculum(Plain):
+    """Sets a level of difficulty, whose first value the class of the data set has, also in a number of processes."""
+
+    def __init__(self) -> None:
+        self.seen, self.shared = 0, multiprocessing.Value("d", 0.0)
+
+    def eval_data(self) -> None:
+        return None
+
+    def train_data(self) -> Dataset[Any]:
+        self.data = Leveled(*samples())
+        return self.data
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen += 1
+        self.data.level = self.shared.value = 0.1 * self.seen
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "level": self.shared.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = state["seen"]
+        self.data.level = self.shared.value = state["level"]
+
+
+def test_a_level_that_comes_back_is_not_told(tmp_path: Path) -> None:
+    changed, (calm, first, after) = resumed(lambda _: Curriculum(), "", 0, tmp_path)
+    assert (changed, calm, first, after) == ([], [], [], [])
+
+
+class Replacing(Pseudo):
+    """Does not put the labels where the data set holds them."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen, self.level, self.labels = state["seen"], state["level"].clone(), state["labels"]
+
+
+@pytest.mark.parametrize(("kind", "is_exact"), [("tensor", False), ("subset", False), ("task", True)])
+def test_samples_that_do_not_follow_what_the_task_restores_are_told(kind: str, is_exact: bool, tmp_path: Path) -> None:
+    changed, warnings = resumed(Replacing, kind, 0, tmp_path)
+    assert bool(changed) != is_exact
+    start = (
+        "training changes Labelled.labels, from which samples or batches are made, but load_state_dict() of the task"
+    )
+    for messages in warnings if is_exact else warnings[:2]:
+        assert [message.startswith(start) for message in messages] == [True] * (not is_exact)
+
+
+class Exchanged(Pseudo):
+    """Has other data after a resume, too."""
+
+    made = 0
+
+    def train_data(self) -> Dataset[Any]:
+        Exchanged.made += 1
+        return Subset(Labelled(self.inputs + (Exchanged.made == 3), self.labels), range(40))
+
+
+def test_other_data_are_told_although_the_task_changes_them_too(tmp_path: Path) -> None:
+    _, (calm, first, after) = resumed(Exchanged, "subset", 0, tmp_path)
+    assert (calm, first) == ([], [])
+    assert [message.split(":")[0] for message in after] == [
+        "sample 39 of train_data() has changed since the checkpoint was saved"
+    ]
