@@ -236,7 +236,7 @@ class Attributes:
             parts = list(islice(elements(value), _FAR))
             self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(_is_plain, parts)))
             self._look_into(enumerate(part for part in parts if not _is_plain(part)), name, depth)
-        elif isinstance(value, ctypes._SimpleCData) and type(value.value) in _PLAIN:
+        elif isinstance(value, ctypes._SimpleCData) and type(value.value) in PLAIN:
             self.leaves[name] = value.value  # which state_dict() may return
         elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
