@@ -388,6 +388,20 @@ def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
     assert str(stage.run) in stage.calls("srun")[0]
 
 
+@pytest.mark.parametrize("line", ["unset SLURM_JOB_ID", "for name in ${!SLURM_@}; do unset $name; done"])
+def test_setup_lines_cannot_make_the_script_forget_its_job(stage: Stage, line: str) -> None:
+    """As programs are told that they are not under Slurm."""
+    assert stage.perform(stage.write(launch={"setup": [line]})) == 0, stage.output
+    assert stage.environment_of_ranks()["SLURM_JOB_NODELIST"] == "node-[b,a]"
+    assert stage.status()["state"] == "COMPLETED"
+
+
+def test_a_line_that_fails_is_told_though_those_before_it_unset_what_slurm_has_set(stage: Stage) -> None:
+    assert stage.perform(stage.write(launch={"setup": ["unset ${!SLURM_@}", "false"]})) == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    assert "launch.setup: status 1 from: false (see slurm-77.out)" in stage.status()["reason"]
+
+
 def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
     setup = ["set -euo pipefail", "set -o posix", "export GREETING='it works'"]
     stage.does(**{"training.sh": CRASH})
