@@ -38,7 +38,7 @@ cluster_ddp_fail() {
     exit 1
 }"""
 
-_BEFORE_SETUP = r"""# What Slurm has set, for lines of launch.setup that unset all of it, so that programs do not notice Slurm.
+_BEFORE_SETUP = r"""# What Slurm has set, for lines of launch.setup that unset all of it to hide Slurm from programs.
 cluster_ddp_slurm=()
 for cluster_ddp_name in "${!SLURM@}"; do
     cluster_ddp_slurm+=("$cluster_ddp_name=${!cluster_ddp_name}")

@@ -75,6 +75,23 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun,
         assert failed and root_failure(failed)["host"] == "node2"
 
 
+def test_a_host_that_has_lost_what_the_program_reads_is_excluded(
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
+) -> None:
+    """Its error looks like one of the program, and would stall a run that the others could go on with."""
+    (data := tmp_path / "data").mkdir()
+    (data / "samples").touch()
+    training = submit(cluster, tmp_path, braked=True, params={"needs": str(data / "samples")})
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.node_exec("node2", "mount", "-t", "tmpfs", "none", str(data))
+    try:
+        cluster.run("scontrol", "requeue", str(training.job))
+        finish(training, calm, attempts=4)
+    finally:
+        cluster.node_exec("node2", "umount", str(data), check=False)
+    assert cluster.job_info(training.job)["ExcNodeList"] == "node2"
+
+
 def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     """As in Debian's and Ubuntu's /etc/hosts. Gloo listened there, where no other node reached it."""
     known = cluster.node_exec("node1", "cat", "/etc/hosts")

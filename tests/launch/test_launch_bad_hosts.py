@@ -72,6 +72,21 @@ def test_an_error_of_the_program_or_the_network_is_nobodys(fresh: RunDirectory, 
     assert found(fresh, 1) == []
 
 
+@pytest.mark.parametrize(("step", "bad"), [(None, ["n2"]), (10, ["n2"]), (12, [])])
+def test_a_host_where_a_program_that_has_trained_cannot_begin_is_suspect(
+    fresh: RunDirectory, step: int | None, bad: list[str]
+) -> None:
+    """A package or a data set is missing there. A fault of the program shows elsewhere too, or after some steps."""
+    attempts(fresh, 3)
+    happened(fresh, "started", 0, step=0, total_steps=100)
+    happened(fresh, "checkpoint", 0, step=10)
+    for number in (1, 2):
+        happened(fresh, "resumed", number, step=10)
+        happened(fresh, "failed", number, host="n2", rank=1, step=step, error="FileNotFoundError: /data/a")
+    assert found(fresh, 1) == []
+    assert found(fresh, 2) == bad
+
+
 def test_a_host_whose_local_disk_is_read_only_is_suspect(fresh: RunDirectory) -> None:
     """The workers of a DataLoader have their semaphores in /dev/shm."""
     attempts(fresh, 2)
