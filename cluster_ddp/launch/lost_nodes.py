@@ -93,6 +93,8 @@ def record_failed_nodes(
         failed = dict.fromkeys(hosts, "it never reported that it had started")
     if not failed and not spoke and job_step.output.own_error and read_stop(attempt) is None:
         error = f"srun started nothing: {job_step.output.own_error}"
+        if "option '--container-" in error:
+            error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
     for host in sorted(failed.keys() - spoke):
         error = f"its node program did not start: {failed[host]}"

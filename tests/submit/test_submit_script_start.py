@@ -421,3 +421,11 @@ def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str]) -> 
     )
     assert done.returncode == 1
     assert "run directory" in done.stderr
+
+
+def test_a_cluster_without_pyxis_is_told_of(stage: Stage) -> None:
+    stage.does(**{"training.sh": "echo \"srun: unrecognized option '--container-image=a.sqsh'\" >&2; exit 1"})
+    container = {"runtime": "pyxis", "image": "a.sqsh"}
+    assert stage.perform(stage.write(launch={"container": container}), SLURMD_NODENAME="node-b") == 0, stage.output
+    assert "srun started nothing: unrecognized option '--container-image" in stage.status()["reason"]
+    assert "pyxis needs that plugin" in stage.status()["reason"]
