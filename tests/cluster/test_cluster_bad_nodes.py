@@ -108,6 +108,24 @@ def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm
             cluster.node_exec(node, "ip", "route", "del", "default", check=False)
 
 
+def test_a_host_that_cannot_reach_the_first_node_is_excluded(
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
+) -> None:
+    """The first node waits in vain, and knows who has started but did not come."""
+    known = cluster.node_exec("node2", "cat", "/etc/hosts").splitlines()
+    nowhere = ["192.0.2.77 node1" if "node1" in line.split() else line for line in known]
+    (hosts := tmp_path / "hosts").write_text("\n".join([*nowhere, ""]))
+    cluster.node_exec("node2", "mount", "--bind", str(hosts), "/etc/hosts")
+    try:
+        training = submit(cluster, tmp_path, launch={"procs_per_node": 1, "join_timeout": 15})
+        finish(training, calm, attempts=3)
+    finally:
+        cluster.node_exec("node2", "umount", "/etc/hosts")
+    assert cluster.job_info(training.job)["ExcNodeList"] == "node2"
+    failed = [event for event in training.events() if event["event"] == "node-failed"]
+    assert {event["host"] for event in failed if event["suspect"]} == {"node2"}
+
+
 @pytest.mark.chaos
 @both_ways_at_length
 def test_batch_host_that_failed_twice_is_given_back(
