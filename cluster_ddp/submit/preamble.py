@@ -115,6 +115,10 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
 
 def python_starts(python: str, packages: str) -> Iterator[str]:
     """Yield the lines with which a batch script checks the interpreter, and that it has what this start needs."""
-    yield f"{python} -c 'import {packages}' ||"
     where = "${SLURMD_NODENAME:-this host}"
-    yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python"'
+    yield f"cluster_ddp_said=$({python} -c 'import {packages}' 2>&1) || {{"
+    yield "    cluster_ddp_said=${cluster_ddp_said:-it ended with status $?}"
+    yield """    printf '%s\\n' "$cluster_ddp_said" >&2"""
+    yield "    cluster_ddp_said=${cluster_ddp_said##*$'\\n'} # the last line says why"
+    yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python; $cluster_ddp_said"'
+    yield "}"

@@ -90,6 +90,24 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
     assert not stage.calls("srun")
 
 
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        (
+            "echo noise >&2; echo \"ModuleNotFoundError: No module named 'cluster_ddp'\" >&2; exit 1",
+            "No module named 'cl",
+        ),
+        ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
+    ],
+)
+def test_why_python_does_not_start_is_told(stage: Stage, python: str, said: str) -> None:
+    stage.does(**{"python.sh": python})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(), SLURM_RESTART_COUNT="3") == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    assert said in stage.status()["reason"]
+
+
 def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> None:
     assert f"\ntries={TRIES} " in Path(runs.__file__).with_name("start_failed.sh").read_text()
 
