@@ -54,9 +54,9 @@ cluster_ddp_setup_failed() {
     local again=once
     cluster_ddp_restore
     ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || again=again # it has worked once, or a signal has ended it
-    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
+    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2${3:+ ($3, line $4)}" # $3: a file that they read
 }
-trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR
+trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND" "${BASH_SOURCE#"$0"}" "$LINENO"' ERR
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT
 trap '[[ ! $BASH_COMMAND =~ ^exec\ +[^\<\>\{\&0-9] ]] ||
     cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $BASH_COMMAND"' DEBUG"""
@@ -120,5 +120,6 @@ def python_starts(python: str, packages: str) -> Iterator[str]:
     yield "    cluster_ddp_said=${cluster_ddp_said:-it ended with status $?}"
     yield """    printf '%s\\n' "$cluster_ddp_said" >&2"""
     yield "    cluster_ddp_said=${cluster_ddp_said##*$'\\n'} # the last line says why"
-    yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python; $cluster_ddp_said"'
+    yield "    cluster_ddp_fail again \\"
+    yield f'        "no Python with {packages} starts on {where}: launch.python; $cluster_ddp_said"'
     yield "}"

@@ -245,6 +245,13 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
 
 
+def test_the_place_of_a_failure_in_a_file_that_setup_lines_read_is_told(stage: Stage) -> None:
+    """That command is none of the setup lines."""
+    (file := stage.folder / "profile.sh").write_text("true\ngrep -q a /dev/null\ntrue\n")
+    assert stage.perform(stage.write(launch={"setup": [f"source {file}"]})) == 1
+    assert f"launch.setup: status 1 from: grep -q a /dev/null ({file}, line 2)" in stage.output
+
+
 def test_a_setup_line_that_puts_another_program_in_the_scripts_place_is_named(stage: Stage) -> None:
     setup = ["exec 3>log 2>&1", "if true; then", "    exec bash train.sh", "fi"]
     assert stage.perform(stage.write(launch={"setup": setup})) == 1
