@@ -100,7 +100,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     if record_lost_nodes(history, run.attempt(last.number), events, restarted=True):
         history = read_history(run)
     bad = suspects(history, last.number)
-    new = (set(bad) & set(start.hosts) if bad else set()) - _named_before(history)
+    new = (set(bad) & set(map(short_name, start.hosts)) if bad else set()) - _named_before(history)
     # A host that cannot be recorded (disk full) would be returned again and again.
     recorded = [
         events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.task) for host in sorted(new)

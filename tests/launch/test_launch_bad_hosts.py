@@ -174,6 +174,16 @@ def test_the_attempt_before_is_judged_by_which_of_its_nodes_are_down_now(
     assert lost == [(0, "n2"), (1, "n2")]
 
 
+def test_a_host_that_slurm_knows_by_its_full_name_is_judged_too(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EventWriter(run, "node-0").write("node-started", attempt=1, node=0, host="n3.cluster.org")
+    (run.events / "rank-0.jsonl").unlink()
+    happened(run, "node-lost", 0, host="n3", node=0)
+    stand_in(tmp_path, monkeypatch, sinfo='case "$*" in *n3.cluster.org*) echo n3.cluster.org;; esac')
+    assert avoided(run, nodes="n[1-3].cluster.org") == ["n3"]
+
+
 @pytest.mark.parametrize(("said", "named"), [(None, [(0, 1, "n1")]), ("stop-requested", [])])
 def test_a_node_that_was_restarted_while_it_trained_is_recorded_as_lost(
     fresh: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, named: list[Any]
