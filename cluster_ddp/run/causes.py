@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, RESUMED, STARTED
@@ -24,6 +25,7 @@ _PROGRAM = re.compile(
 )
 
 _LONGEST_ERROR = 4000
+_MOST_LINES = 3
 
 
 def failures_of(history: History, number: int) -> list[Event]:
@@ -98,13 +100,14 @@ def describe_failure(event: Event) -> str:
 
 
 def _last_words(error: str) -> str:
-    """Return the first line, and the next if the first introduces it; of a traceback, what follows its last frame.
+    """Return the first line, with those that it introduces; of a traceback, what follows its last frame.
 
     Empty lines do not count: some libraries begin their messages with one.
     """
     lines = [line for line in error.splitlines() if line.strip()]
     said = [line.strip() for line in lines[_begin_of_message(lines) :]]
-    return " ".join(said[:2]) if said[0].endswith(":") else said[0]
+    introducing = itertools.takewhile(lambda line: line.endswith(":"), said[: _MOST_LINES - 1])
+    return " ".join(said[: len(list(introducing)) + 1])
 
 
 def _begin_of_message(lines: list[str]) -> int:

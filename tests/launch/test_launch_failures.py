@@ -238,6 +238,11 @@ def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> N
         ("noise\nterminate called after 'c10::Error'\n  what():  a bad shape\nframe #0: f\n", "what():  a bad shape"),
         ("noise\nfoo.c:12: Error: no device\nbye\n", "failed: foo.c:12: Error: no device"),
         ("[W1123 10:00:00.0 a.cpp:1] Warning: noise\n", "ended by SIGABRT; it left no message"),
+        (
+            "  + Exception Group Traceback (most recent call last):\n  |   File \"a.py\", line 1, in <module>\n"
+            "  |     raise errors\n  | ExceptionGroup: several (2 sub-exceptions)\n  +-+-- 1 --\n    | ValueError: 1\n",
+            "failed: ExceptionGroup: several (2 sub-exceptions)",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_library_says_before_it_aborts_is_told(scene: Scene, stderr: str, words: str) -> None:
