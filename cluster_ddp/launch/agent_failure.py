@@ -13,6 +13,7 @@ from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 
 HAVE_MET = "nodes have met"  # in an agent's message if it would train with fewer nodes, after how many of how many
+HAVE_COME = "nodes that came: "  # in the message of an agent that waited in vain for others
 
 _MAX_WORDS = 400
 _SHARED = "has to be the same and writable on every node (runs_dir)"
@@ -20,6 +21,7 @@ _LOG_LINES = 200
 _ERROR = re.compile(r"^(?:\[\S+\]: ?)?(?P<error>(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
 # torchrun's own summaries of an error that is printed above them.
 _SUMMARY = re.compile(r"^(?:\w+\.)*(ChildFailedError|RendezvousConnectionError)")
+_CAME = re.compile(rf"{HAVE_COME}([\w., -]+)")
 _TOO_MANY_FILES = re.compile(r"Too many open files(?! in system)")
 _MORE_FILES = "raise the limit in a line of launch.setup (ulimit -n 4096), or have it raised"
 
@@ -30,6 +32,7 @@ class AgentFailure:
 
     error: str  # for people, with the remedy if known
     suspect: bool  # whether the node itself may be at fault, so that a different one should be tried
+    came: frozenset[str] = frozenset()  # the hosts whose agents met in time, if others did not; empty if unknown
 
 
 def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: float) -> AgentFailure:
@@ -61,6 +64,7 @@ def agent_failure(log: Path, status: int | None, endpoint: str, join_timeout: fl
             f"firewall lets the nodes reach port {port} there, and whether network.socket_ifname is the interface that "
             "joins them",
             suspect=False,
+            came=frozenset(came[1].split(", ")) if (came := _CAME.search(everything)) else frozenset(),
         )
     if HAVE_MET in words:
         return AgentFailure(f"{words}; the others went on without this node, or have failed", suspect=False)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cluster_ddp.launch.bad_hosts import enough_others
+from cluster_ddp.launch.lost_nodes import short_name
 from cluster_ddp.launch.processes import ASK_TO_END
 from cluster_ddp.process import host_name
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
@@ -121,6 +122,7 @@ class SlurmAllocation:
         self._start = start
         self._kill_wait: float | None = None
         self._grace_end = ""
+        self._full_names: dict[str, str] = {}  # by short names
         self._ends_at = float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None
 
     @property
@@ -211,9 +213,12 @@ class SlurmAllocation:
     def has_enough_others(self, bad: Sequence[str]) -> bool:
         start = self._start
         try:
+            usable = usable_nodes(start.partition)
+            self._full_names = {short_name(host): host for host in [*start.hosts, *usable]}
+            bad = self._as_slurm_names(bad)
             if not set(bad).isdisjoint(required_hosts(start.task)):
                 return False  # Slurm never starts the job without them, and they cannot be taken off the list again
-            usable, closed = usable_nodes(start.partition), closed_hosts(start)
+            closed = closed_hosts(start)
         except SlurmError:
             return False
         return enough_others(usable, bad=bad, excluded=closed, nodes=start.nodes)
@@ -221,7 +226,11 @@ class SlurmAllocation:
     @_unharmed()
     def keep_from(self, bad: Sequence[str]) -> bool:
         try:
-            exclude_hosts(self._start.task, bad)
+            exclude_hosts(self._start.task, self._as_slurm_names(bad))
         except SlurmError:
             return False  # what matters is that the job is queued
         return True
+
+    def _as_slurm_names(self, hosts: Sequence[str]) -> list[str]:
+        """Return hosts as Slurm names them: by full names on some clusters."""
+        return [self._full_names.get(host, host) for host in hosts]

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 from cluster_ddp.launch.lost_nodes import record_lost_nodes, short_name
 from cluster_ddp.run.attempt import is_earlier_start
-from cluster_ddp.run.causes import failures_of, root_failure
+from cluster_ddp.run.causes import failures_of, is_surroundings, root_failure
 from cluster_ddp.run.directory import RunDirectory
-from cluster_ddp.run.ending import refuse_ended
+from cluster_ddp.run.ending import finished_a_step, refuse_ended
 from cluster_ddp.run.events import (
     HOST_SUSPECTED,
     NODE_LOST,
@@ -60,7 +60,19 @@ def _culprits(history: History, number: int) -> set[str]:
     root = root_failure(failures)
     host, error = root.get("host"), str(root.get("error") or "")
     broken = root.get("suspect") or root.get("signal") in _SIGNALS or _BROKEN.search(error)
-    return {short_name(host)} if isinstance(host, str) and broken else set()
+    return {short_name(host)} if isinstance(host, str) and (broken or _lacks_something(history, number)) else set()
+
+
+def _lacks_something(history: History, number: int) -> bool:
+    """Whether the program failed before its first step though it has trained before.
+
+    A package, a library or data may be missing on the host of the error, or differ there.
+    """
+    return (
+        not all(map(is_surroundings, failures_of(history, number)))
+        and not finished_a_step(history, number)
+        and any(finished_a_step(history, earlier) for earlier in range(number))
+    )
 
 
 def enough_others(usable: set[str], *, bad: Iterable[str], excluded: Iterable[str], nodes: int) -> bool:
@@ -88,7 +100,7 @@ def hosts_to_avoid(run: RunDirectory, start: SlurmStart) -> list[str]:
     if record_lost_nodes(history, run.attempt(last.number), events, restarted=True):
         history = read_history(run)
     bad = suspects(history, last.number)
-    new = (set(bad) & set(start.hosts) if bad else set()) - _named_before(history)
+    new = (set(bad) & set(map(short_name, start.hosts)) if bad else set()) - _named_before(history)
     # A host that cannot be recorded (disk full) would be returned again and again.
     recorded = [
         events.write(HOST_SUSPECTED, attempt=last.number, host=host, slurm_job_id=start.task) for host in sorted(new)

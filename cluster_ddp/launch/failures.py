@@ -13,7 +13,7 @@ from cluster_ddp.launch.logs import last_lines
 from cluster_ddp.launch.ranks import LocalRanks, Rank, read_error
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
-from cluster_ddp.run.causes import comes_from_outside
+from cluster_ddp.run.causes import comes_from_outside, shortened
 from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.events import RANK_FAILED, EventWriter
 from cluster_ddp.run.phase import Phase
@@ -22,7 +22,6 @@ from cluster_ddp.run.phase import Phase
 _SAME_CAUSE_SECONDS = 2.0
 # If a rank left no message, torchrun knows how it ended only once it has ended the others, which may take a while.
 _TORCHRUN_SECONDS = 15.0
-_LONGEST_ERROR = 4000
 _TORCH_LOG = re.compile(r"(\[rank\d+\]: ?)?\[[IW]\d{4} ")  # torch's infos and warnings are not the cause of an exit
 
 
@@ -123,7 +122,7 @@ class Failures:
         if self._follows(cause):
             return  # the cause was on a different node, which records it
         rank, code, error = cause.rank, self._code(cause), read_error(cause.rank)
-        message = (_without_message(code, rank) if error is None else error.message)[-_LONGEST_ERROR:]
+        message = shortened(_without_message(code, rank) if error is None else error.message)
         host = host_name()
         self._events.write(
             RANK_FAILED,
@@ -148,15 +147,18 @@ def _is_kill(code: int | None) -> bool:
 
 
 def _without_message(code: int | None, rank: Rank) -> str:
+    if code == -signal.SIGKILL:
+        return "ended by SIGKILL, perhaps because the node ran out of memory; it left no message"
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        hint = ", perhaps because the node ran out of memory" if -code == signal.SIGKILL else ""
-        return f"ended by {name}{hint}; it left no message"
+        return f"ended by {signal.Signals(-code).name}; {_last_said(rank)}"  # what a library says before it aborts
     if code == 0:
         return "ended with exit status 0 before its training was over, as by os._exit(0); it left no message"
     if code:
-        lines = last_lines(rank.stderr) if rank.stderr is not None else []
-        said = [line for line in lines if not _TORCH_LOG.match(line)]  # as argparse and sys.exit(text) do
-        left = f"what it wrote last to stderr: {said[-1]}" if said else "it left no message"
-        return f"ended with exit status {code}; {left}"
+        return f"ended with exit status {code}; {_last_said(rank)}"  # as argparse and sys.exit(text) do
     return "ended without a message; killed from outside, perhaps because the node ran out of memory"
+
+
+def _last_said(rank: Rank) -> str:
+    lines = last_lines(rank.stderr) if rank.stderr is not None else []
+    said = [line for line in lines if not _TORCH_LOG.match(line)]
+    return f"what it wrote last to stderr: {said[-1]}" if said else "it left no message"

@@ -21,7 +21,7 @@ _DRAIN_SECONDS = 2.0  # a process that was left behind may keep the pipe open
 _LABELLED = re.compile(r" *(\d+): ?(.*)")
 _EXIT = re.compile(r"srun: error: (?P<hosts>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+): (?P<how>.+)")
-_OWN = re.compile(r"srun: (?:error|fatal): (?P<what>.+)")
+_OWN = re.compile(r"srun: (?:(?:error|fatal): |(?=(?:unrecognized|invalid|ambiguous) option ))(?P<what>.+)")
 _ABORTED = "srun: Job step aborted"
 _DAEMON = re.compile(r"slurmstepd\S*: ")
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*{3} (JOB|STEP) ")  # a consequence of an earlier error

@@ -37,9 +37,10 @@ def record_lost_nodes(
     if history.of_attempt(attempt.number, NODE_LOST, NODE_TAKEN):
         return False
     silent = _silent(history, attempt.number)
-    lost = dict.fromkeys(down_nodes(sorted(silent)) if silent else [], "Slurm calls it down")
+    names = sorted({*silent, *(str(event["host"]) for event in silent.values())})  # Slurm may know full ones
+    lost = dict.fromkeys(map(short_name, down_nodes(names) if names else []), "Slurm calls it down")
     if silent and not lost and restarted and not history.of_attempt(attempt.number, STOP_REQUESTED, REQUEUED):
-        booted = boot_times(sorted(silent))
+        booted = {short_name(host): at for host, at in boot_times(names).items()}
         meanwhile = [host for host, event in silent.items() if booted.get(host, 0.0) > float(event["time"])]
         lost = dict.fromkeys(sorted(meanwhile), "it was restarted while it trained")
     for host, why in lost.items():
@@ -77,7 +78,7 @@ def record_failed_nodes(
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
         return
     history = read_history(attempt.run)
-    hosts = start.hosts
+    hosts = [short_name(host) for host in start.hosts]
     if not job_ends and not _record_taken_nodes(history, attempt, writer, start):
         _record_killed_node(history, attempt, writer, job_step)
     for node in job_step.lost:
@@ -93,6 +94,8 @@ def record_failed_nodes(
         failed = dict.fromkeys(hosts, "it never reported that it had started")
     if not failed and not spoke and job_step.output.own_error and read_stop(attempt) is None:
         error = f"srun started nothing: {job_step.output.own_error}"
+        if "option '--container-" in error:
+            error += "; launch.container.runtime: pyxis needs that plugin in this cluster's Slurm"
         writer.write(NODE_FAILED, attempt=attempt.number, host=start.batch_host, error=error, suspect=False)
     for host in sorted(failed.keys() - spoke):
         error = f"its node program did not start: {failed[host]}"

@@ -65,6 +65,7 @@ class NodeProgram:
         spec = job.spec
         for remark in job.remarks:
             say(f"cluster-ddp: {remark}")
+        self._run = run
         self._attempt = run.attempt(attempt)
         self._node_rank = node_rank
         self._host = host_name()
@@ -305,7 +306,28 @@ class NodeProgram:
         """Record why an agent gave up before there were ranks, which only its log shows."""
         failure = agent_failure(self._output.folder / AGENT_LOG, agent_status, self._endpoint, self._join_timeout)
         say(f"cluster-ddp: node {self._host} failed: {failure.error}")
-        self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect)
+        missing = self._missing(failure.came)
+        alone = len(missing) > 1 and failure.came == {self._host}
+        self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect or alone)
+        if not alone:
+            for host, node in missing.items():
+                self._events.write(
+                    events.NODE_FAILED,
+                    attempt=self._attempt.number,
+                    node=node,
+                    host=host,
+                    error=f"it has started, but did not come to {self._endpoint} within {self._join_timeout:.0f} s "
+                    "(launch.join_timeout): see its /etc/hosts and DNS, its firewall, and network.socket_ifname",
+                    suspect=True,
+                )
+
+    def _missing(self, came: frozenset[str]) -> dict[str, object]:
+        """Return the nodes that have started but are not among those that came, by host."""
+        if not came:
+            return {}
+        mine = [event for event in events.read_events(self._run) if event["attempt"] == self._attempt.number]
+        started = {str(event["host"]): event["node"] for event in mine if event["event"] == events.NODE_STARTED}
+        return {host: node for host, node in started.items() if host not in came}
 
     def _warn(self, message: str) -> None:
         say(f"cluster-ddp: warning: {message}")

@@ -17,7 +17,10 @@ from cluster_ddp.launch.processes import is_alive, marked_processes
 from cluster_ddp.run.phase import Phase
 
 # How an error begins on standard error: Python's, or the trainer's own message, which may have several lines.
-_BEGINS_ERROR = re.compile(r"Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
+_BEGINS_ERROR = re.compile(r"(?:Exception Group )?Traceback \(most|cluster_ddp: rank \d+(:| ends because )")
+_GROUP = re.compile(r" +\+ Exception Group Traceback")
+_OF_GROUP = re.compile(r"^ +[|+] ?")  # in front of each line of its traceback
+_CPP_WHAT = re.compile(r"  what\(\): .*\w")  # the message of a C++ exception that nobody caught
 _OWN_PREFIX = re.compile(r"^cluster_ddp: rank \d+: ")
 _FOLLOWS = re.compile(r"cluster_ddp: rank \d+ ends because ")
 
@@ -139,11 +142,14 @@ def read_error(rank: Rank) -> RankError | None:
     if rank.stderr is None:
         return None
     lines = last_lines(rank.stderr)
+    if any(_GROUP.match(line) for line in lines):
+        lines = [_OF_GROUP.sub("", line) for line in lines]
     first = next((number for number in range(len(lines) - 1, -1, -1) if _BEGINS_ERROR.match(lines[number])), None)
     if first is None:
-        if not any("Error" in line for line in lines):
+        said = [number for number, line in enumerate(lines) if "Error" in line or _CPP_WHAT.match(line)]
+        if not said:
             return None
-        first = 0
+        first = next((number for number in said if _CPP_WHAT.match(lines[number])), said[0])
     follows = _FOLLOWS.match(lines[first]) is not None
     message = _OWN_PREFIX.sub("", "\n".join(lines[first:]))
     return RankError(message, rank.stderr.stat().st_mtime, follows)

@@ -15,6 +15,7 @@ This runs inside the agent, and is the only file of this package that imports to
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import ipaddress
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -40,7 +42,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from cluster_ddp.launch.agent_failure import HAVE_MET
+from cluster_ddp.launch.agent_failure import HAVE_COME, HAVE_MET
+from cluster_ddp.process import host_name
 from cluster_ddp.run.attempt import KEY_BYTES
 from cluster_ddp.run.reading import read_file
 
@@ -48,6 +51,7 @@ SIGNED = "c10d-signed"
 _SIGNATURE_BYTES = 32
 _STATE, _ADDRESS, _ID = b"state", b"address", b"id"  # signed too: no kind of message can pass for a different one
 _ADDRESS_NAME = "cluster_ddp.address"
+_CAME = "cluster_ddp.came"  # how many agents have reached the store; with a number, the host of one
 _STORE_SECONDS = 60  # torch's own read_timeout
 _BACKLOG = 2048  # torch's own: all ranks may connect at once
 # Signs of life that a node may miss before the others drop it: 150 years' worth. Nodes judge that by their own clocks:
@@ -139,6 +143,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     signer: Signer
     address: str
+    agents_store: TCPStore
     _ranks_store: TCPStore | None = None
 
     @property
@@ -148,7 +153,12 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See the base class."""
-        info = super().next_rendezvous()
+        try:
+            info = super().next_rendezvous()
+        except RendezvousTimeoutError:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                raise RendezvousTimeoutError(f"{HAVE_COME}{self._who_came()}") from None
+            raise
         if info.world_size != self.settings.min_nodes:
             raise RendezvousStateError(f"{info.world_size} of {self.settings.min_nodes} {HAVE_MET}")
         if info.rank == 0:
@@ -158,6 +168,10 @@ class Rendezvous(DynamicRendezvousHandler):
         told = self.signer.checked(_ADDRESS, bytes.fromhex(info.store.get(_ADDRESS_NAME).decode()))
         address, port = told.decode().split(" ")
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+    def _who_came(self) -> str:
+        store = self.agents_store
+        return ", ".join(store.get(f"{_CAME}.{n}").decode() for n in range(1, store.add(_CAME, 0) + 1))
 
 
 def make_rendezvous(parameters: RendezvousParameters, signer: Signer, *, may_miss: int = _MISSED) -> Rendezvous:
@@ -176,6 +190,7 @@ def make_rendezvous(parameters: RendezvousParameters, signer: Signer, *, may_mis
         store = _listening_store(host, port) if is_host else _store(host, port, is_host=False)
     else:
         store = _store(host, port, is_host=bool(is_host))
+    store.set(f"{_CAME}.{store.add(_CAME, 1)}", host_name())
     unguessable = signer.digest(_ID, parameters.run_id.encode()).hex()
     seconds = {name: parameters.get_as_int(f"{name}_timeout") for name in ("join", "last_call")}
     handler = Rendezvous.from_backend(
@@ -189,7 +204,7 @@ def make_rendezvous(parameters: RendezvousParameters, signer: Signer, *, may_mis
     )
     assert isinstance(handler, Rendezvous)
     object.__setattr__(handler.settings, "keep_alive_max_attempt", may_miss)  # older torch has no argument for it
-    handler.signer, handler.address = signer, parameters.local_addr
+    handler.signer, handler.address, handler.agents_store = signer, parameters.local_addr, store
     return handler
 
 

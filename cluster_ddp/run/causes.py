@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from cluster_ddp.run.events import FAILED, HANG, NODE_FAILED, NODE_LOST, NODE_TAKEN, RANK_FAILED, RESUMED, STARTED
@@ -22,6 +23,9 @@ _PROGRAM = re.compile(
     r"NotImplemented|ZeroDivision|OutOfMemory|JobFile|Batch|Checkpoint)Error)\b",
     re.MULTILINE,
 )
+
+_LONGEST_ERROR = 4000
+_MOST_LINES = 3
 
 
 def failures_of(history: History, number: int) -> list[Event]:
@@ -96,15 +100,36 @@ def describe_failure(event: Event) -> str:
 
 
 def _last_words(error: str) -> str:
-    """Return the first line, and the next if the first introduces it; of a traceback, what follows its last frame."""
+    """Return the first line, with those that it introduces; of a traceback, what follows its last frame.
+
+    Empty lines do not count: some libraries begin their messages with one.
+    """
+    lines = [line for line in error.splitlines() if line.strip()]
+    said = [line.strip() for line in lines[_begin_of_message(lines) :]]
+    introducing = itertools.takewhile(lambda line: line.endswith(":"), said[: _MOST_LINES - 1])
+    return " ".join(said[: len(list(introducing)) + 1])
+
+
+def _begin_of_message(lines: list[str]) -> int:
+    """Return where the message begins: at the first line, or below the last frame of a traceback."""
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    if not frames:
+        return 0
+    below = range(frames[-1] + 1, len(lines))
+    return next((n for n in below if lines[n] and not lines[n][0].isspace()), len(lines) - 1)
+
+
+def shortened(error: str) -> str:
+    """Return an error as an event may hold it: with the beginning of a long message, not of its traceback."""
+    if len(error) <= _LONGEST_ERROR:
+        return error
     lines = error.splitlines()
-    last_frame = max((number for number, line in enumerate(lines) if line.startswith("  File ")), default=None)
-    begin = 0
-    if last_frame is not None:
-        below = range(last_frame + 1, len(lines))
-        begin = next((n for n in below if lines[n] and not lines[n][0].isspace()), len(lines) - 1)
-    introduces = lines[begin].endswith(":") and begin + 1 < len(lines)
-    return f"{lines[begin]} {lines[begin + 1].strip()}" if introduces else lines[begin]
+    begin = _begin_of_message(lines)
+    message = "\n".join(lines[begin:])
+    if len(message) > _LONGEST_ERROR:
+        return f"{message[:_LONGEST_ERROR]} ..."
+    frames = "\n".join(lines[:begin])[len(message) - _LONGEST_ERROR :]
+    return f"{frames}\n{message}" if "\n  File " in frames else message
 
 
 def is_surroundings(event: Event) -> bool:

@@ -184,15 +184,16 @@ def _has_progressed(history: History, number: int) -> bool:
 
     For a script that reports nothing: whether one ran for longer than a start takes.
     """
-    logged = history.metrics.steps
     numbers = range(history.first_number, number + 1)
     if history.reports_nothing:
         return any(history.ran_for(attempt) > LONGEST_START_SECONDS for attempt in numbers)
-    return any(_finished_a_step(history, attempt, logged.get(attempt)) for attempt in numbers)
+    return any(finished_a_step(history, attempt) for attempt in numbers)
 
 
-def _finished_a_step(history: History, number: int, logged: int | None) -> bool:
+def finished_a_step(history: History, number: int) -> bool:
+    """Whether an attempt finished a step of its own; never that of a script that reports nothing."""
     first: int | None = None
+    logged = history.metrics.steps.get(number)
     reached = [logged] if logged is not None else []
     for event in history.of_attempt(number, STARTED, RESUMED, CHECKPOINT, STOPPED, FAILED, RANK_FAILED):
         step = as_whole(event.get("step"))

@@ -35,7 +35,8 @@ _PLAIN = {
     "QOSNotAllowed": "does not start: the partition or the account does not allow this QOS",
     "AccountNotAllowed": "does not start: the partition does not allow its account",
     "InvalidQOS": "does not start: its QOS is no longer there, or not for its account; ask whoever runs the cluster",
-    "InvalidAccount": "does not start: its account is no longer there; ask whoever runs the cluster",
+    "InvalidAccount": "its account is not known (yet): without accounting, Slurm says so for a moment; otherwise ask "
+    "whoever runs the cluster",
     "QOSUsageThreshold": "does not start: the account has used more than its QOS allows; it starts when that has "
     "decayed (sshare)",
     "QOSJobLimit": "the QOS limits its jobs; it starts when others have ended",

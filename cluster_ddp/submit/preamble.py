@@ -38,20 +38,31 @@ cluster_ddp_fail() {
     exit 1
 }"""
 
-_BEFORE_SETUP = r"""# A command of launch.setup that fails ends this start, and so does one that would end this
+_BEFORE_SETUP = r"""# What Slurm has set, for lines of launch.setup that unset all of it to hide Slurm from programs.
+cluster_ddp_slurm=()
+for cluster_ddp_name in "${!SLURM@}"; do
+    cluster_ddp_slurm+=("$cluster_ddp_name=${!cluster_ddp_name}")
+done
+cluster_ddp_restore() {
+    [[ -n ${SLURM_JOB_ID:-} ]] || export "${cluster_ddp_slurm[@]}"
+}
+
+# A command of launch.setup that fails ends this start, and so does one that would end this
 # script or take its place. A trap of those lines for EXIT runs at the end; one for ERR takes the place of this one.
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
     local again=once
+    cluster_ddp_restore
     ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || again=again # it has worked once, or a signal has ended it
-    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2"
+    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2${3:+ ($3, line $4)}" # $3: a file that they read
 }
-trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND"' ERR
+trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND" "${BASH_SOURCE#"$0"}" "$LINENO"' ERR
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT
 trap '[[ ! $BASH_COMMAND =~ ^exec\ +[^\<\>\{\&0-9] ]] ||
     cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $BASH_COMMAND"' DEBUG"""
 
 _AFTER_SETUP = """cluster_ddp_drop_traps
+cluster_ddp_restore
 trap - ERR DEBUG # here, too: a function that returns puts these back
 set +eu +o pipefail +o posix # whatever those lines have set: this script looks at each status itself
 
@@ -104,6 +115,11 @@ def preamble(spec: JobSpec, *, signal: str, run: str, setup: str, beside: str = 
 
 def python_starts(python: str, packages: str) -> Iterator[str]:
     """Yield the lines with which a batch script checks the interpreter, and that it has what this start needs."""
-    yield f"{python} -c 'import {packages}' ||"
     where = "${SLURMD_NODENAME:-this host}"
-    yield f'    cluster_ddp_fail again "no Python with {packages} starts on {where}: launch.python"'
+    yield f"cluster_ddp_said=$({python} -c 'import {packages}' 2>&1) || {{"
+    yield "    cluster_ddp_said=${cluster_ddp_said:-it ended with status $?}"
+    yield """    printf '%s\\n' "$cluster_ddp_said" >&2"""
+    yield "    cluster_ddp_said=${cluster_ddp_said##*$'\\n'} # the last line says why"
+    yield "    cluster_ddp_fail again \\"
+    yield f'        "no Python with {packages} starts on {where}: launch.python; $cluster_ddp_said"'
+    yield "}"

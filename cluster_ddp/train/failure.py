@@ -18,6 +18,7 @@ from cluster_ddp.launch.variables import NODE_VARIABLE
 from cluster_ddp.printing import say
 from cluster_ddp.process import host_name
 from cluster_ddp.run import events
+from cluster_ddp.run.causes import shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
@@ -68,7 +69,7 @@ def record_failure(
             node=int(os.environ.get(NODE_VARIABLE, "0")),
             host=host_name(),
             phase=phase.word,
-            error=text,
+            error=shortened(text),
             **({"comes_back": True} if comes_back else {}),
         )
     _let_others_ask(world)

@@ -8,12 +8,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import TrainError
 
 
-def meet_in(directory: Path, world: World) -> None:
+def meet_in(directory: Path, world: World) -> str | None:
     """Create the run directory, and check that all ranks see what rank 0 puts there; all ranks must call it.
+
+    Returns
+    -------
+    A warning if the ranks have different versions of torch, on all ranks; None if they have the same.
 
     Raises
     ------
@@ -24,13 +30,20 @@ def meet_in(directory: Path, world: World) -> None:
     with _mark(directory) if world.is_main else contextlib.nullcontext() as mark:
         name, problem = broadcast_object(mark) or (None, None)
         sees = name is None or (directory / name).exists()
-        found = all_gather_object((sees, platform.node(), str(directory)))
-    (_, host, place), *_ = found
+        found = all_gather_object((sees, platform.node(), str(directory), str(torch.__version__)))
+    (_, host, place, version), *_ = found
     if problem is not None:
         raise TrainError(f"rank 0 on {host} cannot make the run directory {place}: {problem}")
-    for rank, (sees, other_host, other_place) in enumerate(found):
+    for rank, (sees, other_host, other_place, _) in enumerate(found):
         if not sees:
             raise TrainError(_strangers(f"rank 0 on {host}", place, f"rank {rank} on {other_host}", other_place))
+    differs = next((f"{other} on {other_host}" for _, other_host, _, other in found if other != version), None)
+    if differs is None:
+        return None
+    return (
+        f"the ranks have different versions of torch, {version} on {host} but {differs}: the results depend on which "
+        "ranks are where. Install the same version on all hosts"
+    )
 
 
 @contextlib.contextmanager

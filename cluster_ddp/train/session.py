@@ -133,8 +133,7 @@ class Session:
         writer: EventWriter | None,
     ) -> None:
         self.world = find_world()
-        if directory is not None:
-            meet_in(directory.path, self.world)
+        differs = meet_in(directory.path, self.world) if directory is not None else None
         self.beat = process.beat
         self.decision = StopDecision()  # of all ranks, after the last step or during the evaluation that follows it
         self.saving = Saving(job, directory, writer, attempt, self.world)
@@ -145,6 +144,8 @@ class Session:
         self._total_steps = 0
         self._resumed = False
         self._compared_after: int | None = None
+        if differs is not None:
+            self.warn(differs)
 
     @property
     def step(self) -> int:
@@ -183,11 +184,19 @@ class Session:
             self.beat.steps = restored.step
             if restored.manifest.world_size == self.world.world_size:  # otherwise no bits are promised
                 self._compare_threads(state.counts.threads)
+                self._compare_versions(restored.manifest.versions.get("torch"))
         state.counts.threads = torch.get_num_threads()
         if self.world.world_size > 1:
             self._compared_after = self.step + _COMPARED_AFTER
         state.watch()
         return {} if restored is None else restored.manifest.metrics
+
+    def _compare_versions(self, before: str | None) -> None:
+        if before not in (None, str(torch.__version__)):
+            self.warn(
+                f"torch has version {torch.__version__}, but had {before} when the checkpoint was saved: the results "
+                "may differ from those of a run that was never stopped"
+            )
 
     def _compare_threads(self, before: int | None) -> None:
         """Warn if torch uses another number of threads than at the save: it then adds in a different order."""

@@ -20,12 +20,16 @@ class PacedDigits(Digits):
         Path of the file.
     seconds:
         How long each micro-batch waits.
+    needs:
+        Path of a file that it reads at its start, and that a node may lack.
     """
 
-    def __init__(self, brake: str, seconds: float = 0.5, **params: Any) -> None:
+    def __init__(self, brake: str, seconds: float = 0.5, needs: str | None = None, **params: Any) -> None:
         super().__init__(**params)
         self.brake = Path(brake)
         self.seconds = seconds
+        if needs is not None:
+            Path(needs).read_bytes()
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the mean cross-entropy in nats, after the wait."""

@@ -76,6 +76,23 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun,
         assert failed and root_failure(failed)["host"] == "node2"
 
 
+def test_a_host_that_has_lost_what_the_program_reads_is_excluded(
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
+) -> None:
+    """Its error looks like one of the program, and would stall a run that the others could go on with."""
+    (data := tmp_path / "data").mkdir()
+    (data / "samples").touch()
+    training = submit(cluster, tmp_path, braked=True, params={"needs": str(data / "samples")})
+    training.wait_for_step(12, timeout=PATIENCE)
+    cluster.node_exec("node2", "mount", "-t", "tmpfs", "none", str(data))
+    try:
+        cluster.run("scontrol", "requeue", str(training.job))
+        finish(training, calm, attempts=4)
+    finally:
+        cluster.node_exec("node2", "umount", str(data), check=False)
+    assert cluster.job_info(training.job)["ExcNodeList"] == "node2"
+
+
 @pytest.mark.chaos
 def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path) -> None:
     """As in Debian's and Ubuntu's /etc/hosts. Gloo listened there, where no other node reached it."""
@@ -91,6 +108,24 @@ def test_nodes_whose_own_names_lead_to_loopback_meet(cluster: SlurmCluster, calm
         for node in cluster.nodes:
             cluster.node_exec(node, "umount", "/etc/hosts", check=False)
             cluster.node_exec(node, "ip", "route", "del", "default", check=False)
+
+
+def test_a_host_that_cannot_reach_the_first_node_is_excluded(
+    cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
+) -> None:
+    """The first node waits in vain, and knows who has started but did not come."""
+    known = cluster.node_exec("node2", "cat", "/etc/hosts").splitlines()
+    nowhere = ["192.0.2.77 node1" if "node1" in line.split() else line for line in known]
+    (hosts := tmp_path / "hosts").write_text("\n".join([*nowhere, ""]))
+    cluster.node_exec("node2", "mount", "--bind", str(hosts), "/etc/hosts")
+    try:
+        training = submit(cluster, tmp_path, launch={"procs_per_node": 1, "join_timeout": 15})
+        finish(training, calm, attempts=3)
+    finally:
+        cluster.node_exec("node2", "umount", "/etc/hosts")
+    assert cluster.job_info(training.job)["ExcNodeList"] == "node2"
+    failed = [event for event in training.events() if event["event"] == "node-failed"]
+    assert {event["host"] for event in failed if event["suspect"]} == {"node2"}
 
 
 @pytest.mark.chaos

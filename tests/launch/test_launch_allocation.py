@@ -88,3 +88,22 @@ def test_a_job_that_was_given_no_grace_is_not_asked_how_much(tmp_path: Path, mon
     answer = SlurmAllocation(start).end(time.monotonic(), 10)
     assert answer is not None and answer[0] == "preemption"
     assert "partition" not in (tmp_path / "calls").read_text()
+
+
+def test_hosts_that_slurm_knows_by_full_names_are_excluded_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = this_start({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1.cluster.org"})
+    assert start is not None
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    answers = {
+        "sinfo": "echo n1.cluster.org; echo n2.cluster.org",
+        "scontrol": f"[[ $1 != update ]] || echo \"$@\" >{tmp_path}/said\necho 'JobId=77 JobState=PENDING X=y'",
+    }
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    allocation = SlurmAllocation(start)
+    assert allocation.has_enough_others(["n1"])
+    assert allocation.keep_from(["n1"])
+    assert "ExcNodeList=n1.cluster.org" in (tmp_path / "said").read_text()

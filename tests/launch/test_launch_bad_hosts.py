@@ -72,6 +72,21 @@ def test_an_error_of_the_program_or_the_network_is_nobodys(fresh: RunDirectory, 
     assert found(fresh, 1) == []
 
 
+@pytest.mark.parametrize(("step", "bad"), [(None, ["n2"]), (10, ["n2"]), (12, [])])
+def test_a_host_where_a_program_that_has_trained_cannot_begin_is_suspect(
+    fresh: RunDirectory, step: int | None, bad: list[str]
+) -> None:
+    """A package or a data set is missing there. A fault of the program shows elsewhere too, or after some steps."""
+    attempts(fresh, 3)
+    happened(fresh, "started", 0, step=0, total_steps=100)
+    happened(fresh, "checkpoint", 0, step=10)
+    for number in (1, 2):
+        happened(fresh, "resumed", number, step=10)
+        happened(fresh, "failed", number, host="n2", rank=1, step=step, error="FileNotFoundError: /data/a")
+    assert found(fresh, 1) == []
+    assert found(fresh, 2) == bad
+
+
 def test_a_host_whose_local_disk_is_read_only_is_suspect(fresh: RunDirectory) -> None:
     """The workers of a DataLoader have their semaphores in /dev/shm."""
     attempts(fresh, 2)
@@ -157,6 +172,16 @@ def test_the_attempt_before_is_judged_by_which_of_its_nodes_are_down_now(
     assert avoided(run) == ["n2"]
     lost = [(event["attempt"], event["host"]) for event in read_events(run) if event["event"] == "node-lost"]
     assert lost == [(0, "n2"), (1, "n2")]
+
+
+def test_a_host_that_slurm_knows_by_its_full_name_is_judged_too(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EventWriter(run, "node-0").write("node-started", attempt=1, node=0, host="n3.cluster.org")
+    (run.events / "rank-0.jsonl").unlink()
+    happened(run, "node-lost", 0, host="n3", node=0)
+    stand_in(tmp_path, monkeypatch, sinfo='case "$*" in *n3.cluster.org*) echo n3.cluster.org;; esac')
+    assert avoided(run, nodes="n[1-3].cluster.org") == ["n3"]
 
 
 @pytest.mark.parametrize(("said", "named"), [(None, [(0, 1, "n1")]), ("stop-requested", [])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from cluster_ddp.launch.failures import Failures
 from cluster_ddp.launch.heartbeat import HeartbeatFile
 from cluster_ddp.launch.ranks import LocalRanks, Rank, RankError, read_error
 from cluster_ddp.launch.variables import HEARTBEAT_VARIABLE
+from cluster_ddp.run.causes import describe_failure, shortened
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import EventWriter, read_events
 from cluster_ddp.run.phase import Phase
@@ -226,3 +228,34 @@ def test_the_error_of_a_rank_that_ends_as_it_is_found_is_read(scene: Scene) -> N
     scene.failures.note([scene.ranks.seen[process.pid]], agent_ended=True)
     scene.failures.note([], agent_ended=True)
     assert "ValueError: wrong" in scene.event()["error"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        ("libfoo: assertion `x > 0' failed at foo.c:12\n\n", "ended by SIGABRT; what it wrote last to stderr: lib"),
+        ("  warming up\n[W1123 10:00:00.0 a.cpp:1] Warning: noise\n", "what it wrote last to stderr:   warming up"),
+        ("noise\nterminate called after 'c10::Error'\n  what():  a bad shape\nframe #0: f\n", "what():  a bad shape"),
+        ("noise\nfoo.c:12: Error: no device\nbye\n", "failed: foo.c:12: Error: no device"),
+        ("[W1123 10:00:00.0 a.cpp:1] Warning: noise\n", "ended by SIGABRT; it left no message"),
+        (
+            "  + Exception Group Traceback (most recent call last):\n  |   File \"a.py\", line 1, in <module>\n"
+            "  |     raise errors\n  | ExceptionGroup: several (2 sub-exceptions)\n  +-+-- 1 --\n    | ValueError: 1\n",
+            "failed: ExceptionGroup: several (2 sub-exceptions)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_library_says_before_it_aborts_is_told(scene: Scene, stderr: str, words: str) -> None:
+    rank = scene.rank(4, stderr)
+    scene.exit_code(rank, -signal.SIGABRT)
+    scene.failures.note([rank], agent_ended=True)
+    assert words in describe_failure(scene.event())
+
+
+def test_of_a_long_error_the_beginning_of_its_message_is_kept() -> None:
+    frames = "".join(f'  File "{number}.py", line 1, in f\n    f()\n' for number in range(1000))
+    for details in ("  a detail\n" * 100, "  a detail\n" * 100_000, "x" * 1_000_000):
+        error = shortened(f"Traceback (most recent call last):\n{frames}RuntimeError: the cause\n{details}")
+        assert len(error) < 4100
+        failed = {"event": "rank-failed", "rank": 1, "error": error}
+        assert describe_failure(failed) == "rank 1 failed: RuntimeError: the cause"

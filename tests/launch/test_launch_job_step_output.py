@@ -47,6 +47,14 @@ def test_what_srun_says_of_itself_is_told(kind: str) -> None:
     assert output.own_error == "pthread_create error Resource temporarily unavailable"
 
 
+def test_an_option_that_srun_does_not_know_is_told() -> None:
+    """As on a cluster without pyxis."""
+    output = JobStepOutput(labelled=True)
+    output.note("srun: unrecognized option '--container-image=a.sqsh'")
+    output.note('Try "srun --help" for more information')
+    assert output.own_error == "unrecognized option '--container-image=a.sqsh'"
+
+
 def test_a_line_that_only_looks_labelled_stays_where_nothing_labels() -> None:
     assert JobStepOutput(labelled=False).note("1: first") == "1: first"
     assert JobStepOutput(labelled=True).note("a: b") == "a: b"

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousParameters,
     RendezvousStateError,
+    RendezvousTimeoutError,
     dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -131,6 +132,15 @@ def meet(monkeypatch: pytest.MonkeyPatch, behind: timedelta, **options: int) -> 
     if found["host"] == 2:
         wait_until("so has the other", lambda: "behind" in found)
     return [found["host"], found.get("behind", 0)]
+
+
+def test_who_came_is_told_when_others_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster_ddp.launch.rendezvous.host_name", lambda: "n1")
+    parameters = RendezvousParameters(
+        "c10d", f"127.0.0.1:{free_port()}", "7.0", 2, 2, "127.0.0.1", is_host=True, join_timeout=1
+    )
+    with pytest.raises(RendezvousTimeoutError, match=r"^nodes that came: n1$"):
+        make_rendezvous(parameters, Signer(b"k" * 32)).next_rendezvous()
 
 
 @pytest.mark.parametrize("hours", [-1, 1, 500_000])

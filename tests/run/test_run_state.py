@@ -98,6 +98,7 @@ def test_a_requeued_job_is_requeued_then_running(run: RunDirectory, say: Say) ->
         ([("cancelled", {"by": "me@login"})], "CANCELLED", "me@login"),
         ([("failed", {"error": "ValueError: x", "rank": 1, "node": 3})], "FAILED", "rank 1 on node 3 failed: ValueErr"),
         ([("failed", {"error": "this is lost:\n  a: 1", "rank": 1})], "FAILED", "rank 1 failed: this is lost: a: 1"),
+        ([("failed", {"error": "ImportError: \n\nmissing:\n a", "rank": 1})], "FAILED", "ImportError: missing: a"),
         ([("rank-failed", {"error": "ended by SIGKILL", "signal": "SIGKILL", "rank": 2})], "FAILED", "SIGKILL"),
         ([("stalled", {"reason": "3 attempts"})], "STALLED", "3 attempts"),
         ([("hang", {"reason": "no step for 60 s"})], "FAILED", "no step for 60 s"),

@@ -90,6 +90,24 @@ def test_where_python_does_not_start_another_host_is_tried_a_few_times(
     assert not stage.calls("srun")
 
 
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        (
+            "echo noise >&2; echo \"ModuleNotFoundError: No module named 'cluster_ddp'\" >&2; exit 1",
+            "No module named 'cl",
+        ),
+        ("exit 9", "launch.python; it ended with status 9 (see slurm-77.out)"),
+    ],
+)
+def test_why_python_does_not_start_is_told(stage: Stage, python: str, said: str) -> None:
+    stage.does(**{"python.sh": python})
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(), SLURM_RESTART_COUNT="3") == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    assert said in stage.status()["reason"]
+
+
 def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> None:
     assert f"\ntries={TRIES} " in Path(runs.__file__).with_name("start_failed.sh").read_text()
 
@@ -225,6 +243,13 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     found = stage.status()
     assert (found["state"], found["attempts"]) == ("FAILED", 0)
     assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
+
+
+def test_the_place_of_a_failure_in_a_file_that_setup_lines_read_is_told(stage: Stage) -> None:
+    """That command is none of the setup lines."""
+    (file := stage.folder / "profile.sh").write_text("true\ngrep -q a /dev/null\ntrue\n")
+    assert stage.perform(stage.write(launch={"setup": [f"source {file}"]})) == 1
+    assert f"launch.setup: status 1 from: grep -q a /dev/null ({file}, line 2)" in stage.output
 
 
 def test_a_setup_line_that_puts_another_program_in_the_scripts_place_is_named(stage: Stage) -> None:
@@ -388,6 +413,20 @@ def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
     assert str(stage.run) in stage.calls("srun")[0]
 
 
+@pytest.mark.parametrize("line", ["unset SLURM_JOB_ID", "for name in ${!SLURM_@}; do unset $name; done"])
+def test_setup_lines_cannot_make_the_script_forget_its_job(stage: Stage, line: str) -> None:
+    """As programs are told that they are not under Slurm."""
+    assert stage.perform(stage.write(launch={"setup": [line]})) == 0, stage.output
+    assert stage.environment_of_ranks()["SLURM_JOB_NODELIST"] == "node-[b,a]"
+    assert stage.status()["state"] == "COMPLETED"
+
+
+def test_a_line_that_fails_is_told_though_those_before_it_unset_what_slurm_has_set(stage: Stage) -> None:
+    assert stage.perform(stage.write(launch={"setup": ["unset ${!SLURM_@}", "false"]})) == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    assert "launch.setup: status 1 from: false (see slurm-77.out)" in stage.status()["reason"]
+
+
 def test_setup_lines_may_set_what_they_like(stage: Stage) -> None:
     setup = ["set -euo pipefail", "set -o posix", "export GREETING='it works'"]
     stage.does(**{"training.sh": CRASH})
@@ -407,3 +446,11 @@ def test_a_wrong_call_says_what_is_wrong(stage: Stage, arguments: list[str]) -> 
     )
     assert done.returncode == 1
     assert "run directory" in done.stderr
+
+
+def test_a_cluster_without_pyxis_is_told_of(stage: Stage) -> None:
+    stage.does(**{"training.sh": "echo \"srun: unrecognized option '--container-image=a.sqsh'\" >&2; exit 1"})
+    container = {"runtime": "pyxis", "image": "a.sqsh"}
+    assert stage.perform(stage.write(launch={"container": container}), SLURMD_NODENAME="node-b") == 0, stage.output
+    assert "srun started nothing: unrecognized option '--container-image" in stage.status()["reason"]
+    assert "pyxis needs that plugin" in stage.status()["reason"]

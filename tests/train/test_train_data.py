@@ -214,6 +214,21 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
         fetch(Ragged(), (0, [4, 5]))
 
 
+class Broken(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        class NoSuchSample(Exception):
+            pass
+
+        raise NoSuchSample("of this index")
+
+
+@pytest.mark.timeout(60)
+def test_an_error_that_cannot_be_pickled_is_told() -> None:
+    """A worker could not send it, and its rank waited for the batch until the watchdog ended it."""
+    with pytest.raises(RuntimeError, match="NoSuchSample: of this index"):
+        fetch(Broken(), (0, [4, 5]), workers=1)
+
+
 class Pids(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor(os.getpid())

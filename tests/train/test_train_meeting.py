@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from train_ranks import run_ranks
 
 from cluster_ddp.train import join_run
+from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.meeting import meet_in
 
 _NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 
@@ -40,6 +43,20 @@ def joining_together(folder: Path) -> str:
     while len(list(folder.glob("joined-*"))) < 2:
         time.sleep(0.01)
     return told
+
+
+def meeting_with_versions(folder: Path) -> tuple[str | None, str | None]:
+    """What ranks are warned of with the same version of torch, and with another one on rank 1."""
+    same = meet_in(folder, find_world())
+    if os.environ["RANK"] == "1":
+        torch.__version__ = "1.0"  # type: ignore[misc]
+    return same, meet_in(folder, find_world())
+
+
+def test_ranks_with_different_versions_of_torch_are_warned(tmp_path: Path) -> None:
+    for same, other in run_ranks(meeting_with_versions, 2, tmp_path):
+        assert same is None
+        assert other is not None and f"versions of torch, {torch.__version__} on " in other and "but 1.0 on " in other
 
 
 def test_ranks_that_share_their_directory_meet_and_leave_no_mark(tmp_path: Path) -> None:

@@ -77,6 +77,19 @@ def test_another_number_of_threads_than_at_the_save_is_said(
     assert any("torch uses 4 threads" in warning for warning in describe(run, {}).warnings)
 
 
+def test_another_version_of_torch_than_at_the_save_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"train": {"steps": 6, "global_batch": 24}}
+    run = new_run(tmp_path, **sections)
+    train(Plain(), job(**sections), run, stop_at=2)
+    train(Plain(), job(**sections), run, 1, stop_at=4)
+    assert "torch has version" not in capfd.readouterr().err
+    monkeypatch.setattr(torch, "__version__", "9.0.0")
+    train(Plain(), job(**sections), run, 2)
+    assert "torch has version 9.0.0, but had 2." in capfd.readouterr().err
+
+
 class WithEpochs(Plain):
     """Its data set waits to be told the epoch, as some do that are made for torch's samplers."""
 

@@ -37,7 +37,7 @@ from cluster_ddp.job import BatchPlan, TrainSpec
 from cluster_ddp.printing import say
 from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
-from cluster_ddp.train.data.loader import from_workers, to_device
+from cluster_ddp.train.data.loader import from_workers, make_sendable, to_device
 from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
 from cluster_ddp.train.data.streams import AtFirst
@@ -178,6 +178,9 @@ class _Remaining(IterableDataset[Any]):
             yield from self._reader.read(self._step, self._stop, self._place)
         except DataError as error:
             yield error
+        except Exception as error:
+            make_sendable(error)
+            raise
 
 
 class _Reader:

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
@@ -115,6 +116,17 @@ class _Keyed(Dataset[Any]):
             return self._fetcher(*key)
         except DataError as error:
             return error
+        except Exception as error:
+            make_sendable(error)
+            raise
+
+
+def make_sendable(error: Exception) -> None:
+    """Raise an error in other words if torch could not send it from a worker; the rank would wait for it for ever."""
+    try:
+        pickle.dumps(type(error))
+    except Exception:  # AttributeError or PicklingError: a class within a function
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class _Keys:
