@@ -20,7 +20,6 @@ from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
-from cluster_ddp.train.own.watch.rank_buffers import RankBuffers
 from cluster_ddp.train.own.watch.rounds import Rounds
 from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
@@ -90,7 +89,6 @@ def first_steps_of(
             Rounds(lambda: loop.step, warn, passed_in.others.values()),
             Elsewhere(warn, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
             OtherHandlers(lambda: loop.unheard, warn),
-            RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),
         ]
     )
