@@ -18,6 +18,7 @@ from cluster_ddp.train.own.watch.elsewhere import Elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
 from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
+from cluster_ddp.train.own.watch.other_optimizers import OuterOptimizers
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
 from cluster_ddp.train.own.watch.rounds import Rounds
@@ -82,6 +83,7 @@ def first_steps_of(
             OtherLoaders(None if batches is None else batches.data, warn),
             Overlooked(kept, seeded, warn, remedy),
             Copies(passed_in, loop.kept, warn),
+            OuterOptimizers(passed_in, warn),
             Queues(passed_in, loop.kept, warn),
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
