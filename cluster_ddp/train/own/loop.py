@@ -110,7 +110,7 @@ class Loop:
     ) -> None:
         self._session, self._save_state, self._geometry, self.kept = session, save, geometry, kept
         self._passed_in, self._deal = passed_in, deal
-        self._rank_buffers = RankBuffers(passed_in.modules, session.world, session.warn)
+        self._rank_buffers = RankBuffers(passed_in.modules, passed_in.wrapped, session.world, session.warn)
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.generators = OwnGenerators(passed_in.model, *passed_in.optimizers)
         self._skipped_updates = SkippedUpdates(passed_in.scalers, max_bad_steps)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.distributed import World, all_gather_object
@@ -26,12 +27,21 @@ class RankBuffers:
     ----------
     modules
         The modules, without DDP, by the names under which they were passed in.
+    wrapped
+        The DDP around some of them. Whether it replaces buffers in its next forward pass depends on the previous one:
+        it does not after one under ``no_sync()``, as in Lightning's manual optimization.
     warn
         Called with a message if the buffers are too large to be saved for each rank.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], world: World, warn: Callable[[str], None]) -> None:
-        self._modules, self._world, self._warn = list(modules), world, warn
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        wrapped: Sequence[DistributedDataParallel],
+        world: World,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._modules, self._wrapped, self._world, self._warn = list(modules), wrapped, world, warn
         # Once a buffer has differed it is saved from then on: a checkpoint with other tensors is checked once more.
         self._names: list[str] = []
         self._values: list[Tensor] = []
@@ -39,7 +49,8 @@ class RankBuffers:
 
     def state_dict(self) -> dict[str, Any]:
         """What was last gathered: the names, and the bytes of each rank."""
-        return {"names": self._names, "bytes": self._values}
+        are_next = [model.require_forward_param_sync for model in self._wrapped]
+        return {"names": self._names, "bytes": self._values, "next pass replaces": are_next}
 
     def gather(self) -> None:
         """Collect the buffers that differ; all ranks call it before a save."""
@@ -59,6 +70,8 @@ class RankBuffers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore this rank's own; on a different number of ranks all keep those of rank 0, which are there already."""
+        for model, is_next in zip(self._wrapped, state["next pass replaces"], strict=False):  # none on a single rank
+            model.require_forward_param_sync = is_next
         if len(state["bytes"]) != self._world.world_size:
             return
         self._names, self._values = state["names"], state["bytes"]
