@@ -76,6 +76,7 @@ def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun,
         assert failed and root_failure(failed)["host"] == "node2"
 
 
+@pytest.mark.chaos
 def test_a_host_that_has_lost_what_the_program_reads_is_excluded(
     cluster: SlurmCluster, calm: CalmRun, tmp_path: Path
 ) -> None:

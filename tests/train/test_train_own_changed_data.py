@@ -13,11 +13,13 @@ from own_loops import Images, begin_attempt, interrupt, model_of, new_run, told
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 from train_ranks import run_ranks
 
 from cluster_ddp.run.events import read_events
 from cluster_ddp.train import join_run
 from cluster_ddp.train.own.values import fingerprint_of
+from cluster_ddp.train.own.watch.changed_data import ChangedData
 
 
 class Graded(Images):
@@ -116,6 +118,16 @@ def test_a_resume_at_which_the_data_are_set_otherwise_is_told(by_epoch: bool, tm
     run = new_run(tmp_path)
     run_ranks(twice, 1, run.path, by_epoch=by_epoch)
     assert [message.split(" when")[0] for message in told(run)] == ["Graded.level is not what it was"] * (not by_epoch)
+
+
+def test_what_the_data_pipes_of_torch_count_themselves_is_not_told() -> None:
+    messages: list[str] = []
+    pipe = IterableWrapper(range(8)).shuffle()
+    changed = ChangedData(pipe, [], messages.append)
+    was = changed.compare(None)
+    assert len(list(pipe)) == 8
+    changed.compare(was)
+    assert messages == []
 
 
 def test_looking_at_a_table_that_is_stored_by_columns_does_not_copy_it() -> None:

@@ -362,3 +362,37 @@ def test_a_key_that_a_closure_misses_is_not_taken_for_one_of_the_optimizer(tmp_p
     run = new_run(tmp_path)
     run_ranks(closing_over, 1, run.path)
     assert failure(run) == "KeyError: 'image'"
+
+
+class Slow(torch.optim.Optimizer):
+    """Keeps slow weights around an optimizer, as torch_optimizer's Lookahead does: without Optimizer.__init__()."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, is_empty: bool) -> None:
+        self.inner, self.param_groups, self.is_empty = inner, inner.param_groups, is_empty
+        self.slow: dict[Tensor, dict[str, Tensor]] = {}
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        for weight in self.param_groups[0]["params"] if not self.is_empty else ():
+            self.slow.setdefault(weight, {"slow": weight.detach().clone()})
+
+
+def around_the_given(place: Path, *, is_empty: bool) -> None:
+    begin_attempt(place, 0)
+    with join_run() as run:
+        model = model_of()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        outer = Slow(inner, is_empty=is_empty)
+        for _ in run.steps(3, model=model, optimizer=inner):
+            inner.zero_grad()
+            model(torch.randn(4, 6)).sum().backward()
+            outer.step()
+
+
+def test_state_of_an_optimizer_around_the_one_that_was_passed_in_is_told(tmp_path: Path) -> None:
+    run, empty = new_run(tmp_path / "run"), new_run(tmp_path / "empty")
+    run_ranks(around_the_given, 1, run.path, is_empty=False)
+    run_ranks(around_the_given, 1, empty.path, is_empty=True)
+    (message,) = told(run)
+    assert message.startswith("an optimizer around one that was passed in (Slow) holds tensors of its own")
+    assert told(empty) == []

@@ -126,7 +126,7 @@ def test_a_loop_that_reads_ahead_of_its_training_is_told() -> None:
 
 
 def by_number(place: Path, takes: str) -> None:
-    """Two epochs: by a for loop, by next() so many times, or two batches of each step at once."""
+    """Two epochs: by a for loop, which may end at the last step, by next() so many times, or two batches at once."""
     begin_attempt(place, 0)
     with join_run() as run:
         model = model_of()
@@ -145,9 +145,14 @@ def by_number(place: Path, takes: str) -> None:
                 for inputs, labels in step:
                     F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
+                if takes == "to the last" and run.step + 1 == 2 * len(loader):
+                    break
 
 
-@pytest.mark.parametrize(("takes", "words"), [("for", []), ("numbers", ["so many times"]), ("pairs", [])])
+WAYS: list[tuple[str, list[str]]] = [("for", []), ("to the last", []), ("numbers", ["so many times"]), ("pairs", [])]
+
+
+@pytest.mark.parametrize(("takes", "words"), WAYS)
 def test_batches_that_are_taken_by_number_are_told_and_those_of_one_step_at_once_are_not(
     takes: str, words: list[str], tmp_path: Path
 ) -> None:

@@ -2,7 +2,8 @@
 
 run, loop, loader, parts     what a program calls, and what happens around each of its steps
 geometry                     which samples a step stands for, and whether an attempt may resume from it
-passed_in, kept, twins       what is saved: the objects the program passes in, and the values it keeps
+passed_in, kept, twins,      what is saved: the objects the program passes in, the values it keeps, and the buffers
+rank_buffers                 of which each rank has its own
 beginning, blocks, leaving   whether the loop runs in its block, how blocks ended, and how the ranks leave an epoch
 skipped_updates, wrapping    too many skipped updates, and models distributed by something other than DDP
 program, values              what the program around a loop holds, and the tensors in a value

@@ -17,6 +17,7 @@ from cluster_ddp.train.own.geometry import Deal, Draws, Geometry
 from cluster_ddp.train.own.kept import KeptValues
 from cluster_ddp.train.own.leaving import Leaving
 from cluster_ddp.train.own.passed_in import PassedIn
+from cluster_ddp.train.own.rank_buffers import RankBuffers
 from cluster_ddp.train.own.skipped_updates import SkippedUpdates
 from cluster_ddp.train.randomness import OwnGenerators, StepSeeds, Use, derive, mix, seed_everything
 from cluster_ddp.train.session import Session
@@ -109,6 +110,7 @@ class Loop:
     ) -> None:
         self._session, self._save_state, self._geometry, self.kept = session, save, geometry, kept
         self._passed_in, self._deal = passed_in, deal
+        self._rank_buffers = RankBuffers(passed_in.modules, passed_in.wrapped, session.world, session.warn)
         self.seed = broadcast_object(torch.initial_seed())  # before anything has seeded a step
         self.generators = OwnGenerators(passed_in.model, *passed_in.optimizers)
         self._skipped_updates = SkippedUpdates(passed_in.scalers, max_bad_steps)
@@ -164,6 +166,7 @@ class Loop:
             "finished": self._is_finished,
             "kept": self.kept.by_rank,
             "kept in place": self.kept.in_place,
+            "buffers": self._rank_buffers.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,6 +181,8 @@ class Loop:
             raise TrainError(_OTHER_LOOP)
         self._load_own_state(state["loop"])
         self._passed_in.load_state_dict(state)
+        if "buffers" in state["loop"]:  # not in checkpoints of older versions
+            self._rank_buffers.load_state_dict(state["loop"]["buffers"])
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         if state["geometry"].keys() != asdict(self._geometry).keys():
@@ -346,6 +351,7 @@ class Loop:
         """Save the current state, unless it has been saved already."""
         self.before_save()
         self.kept.gather()
+        self._rank_buffers.gather()
         self._save_state(again=self._is_dirty)
         self._is_dirty = False
 

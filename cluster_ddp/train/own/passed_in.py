@@ -164,6 +164,12 @@ class PassedIn:
         """What is saved besides the trained modules and the optimizers, by name."""
         return self._rest
 
+    @property
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, without their wrappers, by name."""
+        yield "model", self.model
+        yield from ((name, thing) for name, thing in self._rest.items() if isinstance(thing, nn.Module))
+
     def as_now(self) -> Callable[[], None]:
         """Take a snapshot; returns a function that restores weights, optimizers, and the state of other objects.
 
@@ -176,8 +182,7 @@ class PassedIn:
         put_back_states = [_state_as_now(optimizer) for optimizer in self.optimizers]
         others = [thing for thing in self._rest.values() if not isinstance(thing, nn.Module)]
         states = [copy.deepcopy(thing.state_dict()) for thing in others]
-        modules = [self.model, *(thing for thing in self._rest.values() if isinstance(thing, nn.Module))]
-        weights = [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
+        weights = [weight for _, module in self.modules for weight in (*module.parameters(), *module.buffers())]
         values = [weight.detach().to("cpu", copy=True) for weight in weights]
 
         def put_back() -> None:

@@ -31,7 +31,8 @@ def refuse_divided(bare: Mapping[str, Any]) -> None:
         if isinstance(thing, Optimizer) and not hasattr(thing, "_optimizer_step_post_hooks"):
             raise TrainError(
                 f"{name} is a {type(thing).__name__}, which does not call torch.optim.Optimizer.__init__(), so its "
-                "steps cannot be seen: pass in the optimizer inside it instead"
+                "steps and its state cannot be seen: use an implementation that does; or, if it holds no state of its "
+                "own, pass in the optimizer inside it"
             )
 
 

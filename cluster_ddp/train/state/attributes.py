@@ -145,9 +145,12 @@ class Attributes:
         same = {
             name
             for name in both
-            if is_same(self.leaves[name], now.leaves[name])
-            and self._versions.get(name) == now._versions.get(name)
-            and self._contents.get(name) == now._contents.get(name)
+            if (
+                is_same(self.leaves[name], now.leaves[name])
+                and self._versions.get(name) == now._versions.get(name)
+                and self._contents.get(name) == now._contents.get(name)
+            )
+            or self._is_made_again(name, now.leaves[name])
         }
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if _is_replaced(self._kinds.get(name), now._kinds.get(name))}
@@ -157,6 +160,18 @@ class Attributes:
             if self.leaves[name] is None and any(leaf.startswith((f"{name}.", f"{name}, ")) for leaf in now.leaves)
         }
         return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
+
+    def _is_made_again(self, name: str, leaf: Any) -> bool:
+        """Whether a tensor was replaced by an equal one, such as a mask made in each step, or moved to a device."""
+        was = self.leaves[name]
+        return (
+            isinstance(was, Tensor)
+            and isinstance(leaf, Tensor)
+            and was is not leaf
+            and not was.is_inference()
+            and was._version == self._versions[name]
+            and equal_bits(was, leaf)
+        )
 
     def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
         """Which of the changed names are not saved, under any name.

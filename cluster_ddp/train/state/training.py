@@ -25,6 +25,7 @@ from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
+from cluster_ddp.train.state.position_tables import without_tables
 from cluster_ddp.train.state.surroundings import variables_around
 from cluster_ddp.train.state.undoing import undone
 from cluster_ddp.train.task import Task, expect_type
@@ -275,7 +276,7 @@ class State:
         was, now = self._watched, self._noted or self._attributes()
         states = {"task": self._task_state(), "model": self._model_state()[1]}
         self._watched, self._noted = self._attributes() if self._noted else now, None
-        changed = now.unsaved(was.changed(now), Attributes(states))
+        changed = now.unsaved(without_tables(was.changed(now), now.leaves), Attributes(states))
         if changed:  # rarely, as tensors are copied from the GPU for it
             changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
         of_optimizers = {

@@ -2,9 +2,9 @@
 
 first_steps                              inspects everything the program holds during its first two steps, with:
 carried, copies, overlooked, queues,     state that steps change but that was not passed in
-schedulers, gradients, rank_buffers,
-sources, counts, elsewhere, rounds,
-comm_hooks, other_handlers
+schedulers, gradients, sources, counts,
+elsewhere, rounds, comm_hooks,
+other_handlers
 taking, other_loaders, changed_data      how the loop reads its data
 mode                                     a model left in evaluation mode
 other_optimizers, unfrozen               training of what was not passed in, or what DDP does not synchronize

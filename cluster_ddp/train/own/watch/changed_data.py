@@ -24,6 +24,7 @@ _NUMBERS = (int, float)
 _LABELS = (*_NUMBERS, Tensor, np.ndarray)
 _DIMENSIONS = 2  # of labels and weights; whatever has more may be a cache
 _WIDTH = 64  # a longer list is not searched for data sets
+_OF_PIPES = {"_valid_iterator_id", "_number_of_samples_yielded"}  # torch's own counts in each of its data pipes
 
 
 class ChangedData:
@@ -139,7 +140,9 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     values = {
         name: value
         for name, value in list(getattr(part, "__dict__", {}).items())
-        if isinstance(value, kinds) and not (name in filled and isinstance(value, (Tensor, np.ndarray)))
+        if isinstance(value, kinds)
+        and name not in _OF_PIPES
+        and not (name in filled and isinstance(value, (Tensor, np.ndarray)))
     }
     return {
         f"{type(part).__name__}.{name}": fingerprint_of(value)

@@ -18,9 +18,9 @@ from cluster_ddp.train.own.watch.elsewhere import Elsewhere
 from cluster_ddp.train.own.watch.gradients import CarriedGradients
 from cluster_ddp.train.own.watch.other_handlers import OtherHandlers
 from cluster_ddp.train.own.watch.other_loaders import OtherLoaders
+from cluster_ddp.train.own.watch.other_optimizers import OuterOptimizers
 from cluster_ddp.train.own.watch.overlooked import Overlooked
 from cluster_ddp.train.own.watch.queues import Queues
-from cluster_ddp.train.own.watch.rank_buffers import RankBuffers
 from cluster_ddp.train.own.watch.rounds import Rounds
 from cluster_ddp.train.own.watch.schedulers import OtherSchedulers
 from cluster_ddp.train.own.watch.sources import Sources
@@ -83,6 +83,7 @@ def first_steps_of(
             OtherLoaders(None if batches is None else batches.data, warn),
             Overlooked(kept, seeded, warn, remedy),
             Copies(passed_in, loop.kept, warn),
+            OuterOptimizers(passed_in, warn),
             Queues(passed_in, loop.kept, warn),
             OtherSchedulers(passed_in.optimizers, list(passed_in.others.values()), warn),
             Carried(loop.kept, warn),
@@ -90,7 +91,6 @@ def first_steps_of(
             Rounds(lambda: loop.step, warn, passed_in.others.values()),
             Elsewhere(warn, [*passed_in.optimizers, *passed_in.others.values()], loop.kept),
             OtherHandlers(lambda: loop.unheard, warn),
-            RankBuffers(passed_in.wrapped, passed_in.others, warn),
             CommHooks(passed_in.wrapped, warn),
         ]
     )

@@ -1,0 +1,59 @@
+"""Recognizes tables that depend only on positions, such as a causal mask that a model makes in its first forward pass.
+
+A resume makes them again when it needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FEWEST = 4  # rows and columns of a mask
+_FEWEST_ROWS = 6  # of a table whose rows follow from each other
+_TOLERANCE = 0.02  # relative to the largest element: tables may be in bfloat16
+
+
+def without_tables(changed: Iterable[str], leaves: Mapping[str, Any]) -> list[str]:
+    """The changed names that are neither such a table now nor, beside one, the number of its rows."""
+    changed = list(changed)
+    tables = {name for name in changed if isinstance(leaf := leaves.get(name), Tensor) and _is_table(leaf)}
+    sizes = {(_owner(name), size) for name in tables for size in leaves[name].shape}
+    rows = {name for name in changed if type(leaves.get(name)) is int and (_owner(name), leaves[name]) in sizes}
+    return [name for name in changed if name not in tables | rows]
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_table(tensor: Tensor) -> bool:
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided or tensor.numel() < _FEWEST:
+        return False
+    tensor = tensor.detach().cpu()
+    return _depends_on_distance(tensor) or any(_follows(tensor.movedim(at, 0)) for at in range(tensor.dim()))
+
+
+def _depends_on_distance(tensor: Tensor) -> bool:
+    """Whether an element depends only on the difference between row and column, as in a causal mask or in ALiBi."""
+    if tensor.dim() < 2 or min(tensor.shape[-2:]) < _FEWEST:
+        return False
+    is_constant = torch.equal(tensor, tensor[..., :1, :1].expand_as(tensor))
+    return not is_constant and torch.equal(tensor[..., 1:, 1:], tensor[..., :-1, :-1])
+
+
+def _follows(rows: Tensor) -> bool:
+    """Whether each row follows from the two before as in an angle or an index that grows from 0, element by element.
+
+    cos((n + 1) w) + cos((n - 1) w) = 2 cos(w) cos(n w) holds for sines as well, and n + 1 + n - 1 = 2 n.
+    """
+    if len(rows) < _FEWEST_ROWS or rows.dtype is torch.bool or torch.equal(rows, rows[:1].expand_as(rows)):
+        return False
+    rows = (torch.view_as_real(rows) if rows.is_complex() else rows).double()
+    if not bool(((rows[0] == 0) | (rows[0] == 1)).all()):
+        return False
+    middle, around = rows[1:-1], rows[2:] + rows[:-2]
+    factor = (middle * around).sum(0) / middle.square().sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+    return bool((around - factor * middle).abs().max() <= _TOLERANCE * rows.abs().max())
