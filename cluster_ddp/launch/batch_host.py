@@ -15,6 +15,8 @@ from cluster_ddp.run.directory import AttemptDirectory
 
 T = TypeVar("T")
 
+_GLANCE_SECONDS = 1.0
+
 
 class Signal(NamedTuple):
     """A signal, and when it arrived, in monotonic time."""
@@ -42,6 +44,7 @@ class BatchHost:
 
     def __init__(self) -> None:
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._blocked: queue.SimpleQueue[Any] | None = None  # where the result of a glance that is blocked will be put
 
     def now(self) -> float:
         """Return monotonic seconds."""
@@ -96,6 +99,36 @@ class BatchHost:
             return done.get(timeout=seconds)
         except queue.Empty:
             return None
+
+    @property
+    def waits_for_storage(self) -> bool:
+        """Whether the last glance is still blocked."""
+        return self._blocked is not None and self._blocked.empty()
+
+    def glance(self, do: Callable[[], T]) -> T | None:
+        """Return the result of `do`, or None if shared storage does not let it end at once: time may be short.
+
+        It then ends in the background, and until it has, every further glance returns None without doing anything.
+        """
+        if self.waits_for_storage:
+            return None
+        done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+        def look() -> None:
+            try:
+                done.put((do(), None))
+            except Exception as error:
+                done.put((None, error))
+
+        self.beside(look)
+        try:
+            seen, error = done.get(timeout=_GLANCE_SECONDS)
+        except queue.Empty:
+            self._blocked = done
+            return None
+        if error is not None:
+            raise error
+        return seen
 
     def start_job_step(
         self, command: Sequence[str], environment: Mapping[str, str], attempt: AttemptDirectory, nodes: int, parent: int

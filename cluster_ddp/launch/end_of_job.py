@@ -111,6 +111,8 @@ class EndOfJob:
         if self._ask_ahead_at is not None and self._host.now() >= self._ask_ahead_at:
             self.ask_ahead()
         self._requests.retry()
+        if self._requests.pending:
+            wait = min(wait, _LOOK_SECONDS)
         if self._decide_at is not None:
             wait = min(wait, self._decide_at - self._host.now())
         news = self._host.next_news(wait)
@@ -293,12 +295,17 @@ class EndOfJob:
         """Whether ranks report that they stopped because of a SIGTERM of unknown origin."""
         if self._attempt is None:
             return False
-        stopped = read_history(self._attempt.run).of_attempt(self._attempt.number, STOPPED)
-        return any(event.get("reason") == TERMINATED for event in stopped)
+        run, number = self._attempt.run, self._attempt.number
+        stopped = self._host.glance(lambda: read_history(run).of_attempt(number, STOPPED))
+        return any(event.get("reason") == TERMINATED for event in stopped or ())
 
     def unwanted(self) -> bool:
-        """Whether a person has asked that the run not continue, possibly after the attempt had ended."""
-        request = None if self._attempt is None else read_stop(self._attempt)
+        """Whether a person has asked that the run not continue, possibly after the attempt had ended.
+
+        If storage does not say, the next attempt finds the request and ends.
+        """
+        attempt = self._attempt
+        request = None if attempt is None else self._host.glance(lambda: read_stop(attempt))
         return request is not None and request.reason in FINAL_REASONS
 
     def note_cancel(self) -> None:

@@ -156,7 +156,7 @@ class Keeper:
         attempt = self._begin()
         self._train(attempt)
         self._end.react_to_all()
-        if is_superseded(attempt):
+        if self._is_superseded():
             why = "a newer attempt has begun: what this one did after that does not count"
             return KeptStart("end", "stop", why)
         self._end.find_out_why(self._say_delayed)
@@ -207,9 +207,9 @@ class Keeper:
             return
         self._host.beside(prepare_to_decide)
         self._end.ask_ahead()
-        while not job_step.has_ended() and not self._end.out_of_time():
+        while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():
             self._end.react_to_next()
-        if not job_step.has_ended():
+        if not has_ended:
             return
         self._end.job_step_has_ended()
         self._end.react_to_all()  # including what arrived while storage blocked this process
@@ -235,7 +235,9 @@ class Keeper:
                 return None, []
             return decision, bad
 
-        seconds = _HURRIED_DECIDE_SECONDS if self._end.out_of_time() else _DECIDE_SECONDS
+        seconds = _DECIDE_SECONDS
+        if self._end.out_of_time():
+            seconds = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
         found = self._host.within(seconds, decided)
         self._storage_answers = found is not None
         return found or (None, [])
@@ -270,6 +272,8 @@ class Keeper:
     def _host_without_run(self) -> list[str]:
         """Return this host if it cannot write the run directory: Slurm would end a start here before it could begin."""
         start, events = self._allocation.start, self._run.events
+        if not self._storage_answers:
+            return []
         writable = self._host.within(_HURRIED_DECIDE_SECONDS, lambda: os.access(events, os.W_OK | os.X_OK))
         if writable is not False or start is None:
             return []
@@ -311,8 +315,11 @@ class Keeper:
 
     def _why_it_ends(self) -> str | None:
         """Return why the job ends, as far as is certain. A newer attempt shows that it has already been requeued."""
-        superseded = self._attempt is not None and is_superseded(self._attempt)
-        return REQUEUED if superseded else self._end.certain_reason()
+        return REQUEUED if self._is_superseded() else self._end.certain_reason()
+
+    def _is_superseded(self) -> bool:
+        attempt = self._attempt
+        return attempt is not None and bool(self._host.glance(lambda: is_superseded(attempt)))
 
     def _say_delayed(self, reason: str) -> None:
         say(f"cannot be requeued yet; trying again: {reason}")

@@ -51,9 +51,9 @@ requeue() {
 }
 
 # Whether the partition has enough nodes besides this host, of the same kind: others may lack what the job requests, and
-# those outside of its reservation are none.
+# those outside of its reservation are none. A job that requests hosts by name may have no other.
 has_others() {
-    [[ $shown != *' Reservation='* ]] || return
+    [[ $shown != *' Reservation='* && ! $shown =~ \ ReqNodeList=[^\(] ]] || return
     local nodes own kind others
     nodes=$(call sinfo --noheader --Node --format='%N|%c|%m|%f|%G' --partition="$SLURM_JOB_PARTITION" \
         --states=idle,mixed,allocated,completing | sort -u)

@@ -136,6 +136,8 @@ def _ended(
         storage = "The batch host may not have been able to use the run directory. "
         if job.state == "DEADLINE":
             storage = ""
+        elif job.reason == "PartitionDown":
+            storage = "Its partition was removed: add --set slurm.partition=NAME (sinfo -s). "
         elif job.state == "COMPLETED":  # no start that begins no attempt ends so: it was the last one's own exit
             storage = "Slurm has forgotten the requeue: its controller died before it had saved that. "
         return RunState.LOST, (
@@ -150,7 +152,8 @@ def _ended(
             f"{ended}its keeper was killed before it had the job queued again; training {outcome.why}. To continue: "
             f"cluster-ddp resume {history.run.id}"
         )
-    unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.stop_reason == TERMINATED)
+    # A keeper that is killed within KillWait of a scancel may have recorded only what came before, such as the warning.
+    unexplained = outcome.ending is Ending.UNKNOWN or (cancelled and outcome.ending is Ending.STOPPED)
     if job is None and answered and last.slurm_job_id and outcome.ending is Ending.UNKNOWN:
         forgotten = (
             f"Slurm no longer knows its job {last.slurm_job_id}: it ended long ago, or slurmctld was restarted "

@@ -23,7 +23,8 @@ _PLAIN = {
     "PartitionInactive": "its partition is closed (sinfo -s); it starts when it is opened again",
     "PartitionNodeLimit": "does not start: the partition allows fewer nodes, or too few of those that it has are up "
     "(sinfo)",
-    "PartitionTimeLimit": "does not start: the partition allows less time",
+    "PartitionTimeLimit": "does not start: the partition allows less time; cancel the run and resume it with a shorter "
+    "--set slurm.time=TIME (sinfo -o '%P %l' lists what each allows)",
     "NodeDown": "a node that it needs is down (sinfo -R says why); it starts when that is back",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved (sinfo -R and scontrol show reservation say "
     "why and until when); it starts when they are back",

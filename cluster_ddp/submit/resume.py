@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.printing import one_line
-from cluster_ddp.run.attempt import request_resume, take_back_resume
+from cluster_ddp.run.attempt import attempt_is_alive, request_resume, take_back_resume
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import caller
 from cluster_ddp.run.history import History, read_history
@@ -159,15 +159,25 @@ def _refuse_alive(run: RunDirectory, status: RunStatus) -> None:
         )
     if status.state.alive or in_queue:
         job = f" (Slurm job {status.slurm_job_id})" if status.slurm_job_id else ""
-        if not in_queue and (by := _asked_to_stop(read_history(run))) is not None:
+        history = read_history(run)
+        if not in_queue and (by := _asked_to_stop(history)) is not None:
             raise SubmitError(
                 f"run {run.id} is still ending{job}: {by} has asked it to stop.\n"
-                f"Resume it once it has ended; see: cluster-ddp status {run.id}"
+                f"Resume it once it has ended; see: cluster-ddp status {run.id}{_if_gone(history)}"
             )
         raise SubmitError(
             f"run {run.id} is {status.state.value}{job} and continues by itself.\n"
             f"To start it again, end it first: cluster-ddp {'cancel' if in_queue else 'stop'} {run.id}"
+            f"{_if_gone(history)}"
         )
+
+
+def _if_gone(history: History) -> str:
+    """Say how to resume a run without Slurm whose machine is down, which nothing here can tell from one at work."""
+    last = history.current_attempt
+    if last is None or last.slurm_job_id or last.process is None or attempt_is_alive(history, last) is not None:
+        return ""
+    return f"\nIf {last.process.host} is down, or nothing of the run is left there: cluster-ddp cancel {history.run.id}"
 
 
 def _asked_to_stop(history: History) -> str | None:

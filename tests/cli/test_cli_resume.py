@@ -76,6 +76,21 @@ def test_what_is_still_stopping_is_resumed_once_it_has_ended(call: Call, run: Ru
     assert f"cluster-ddp stop {run.id}" not in said.err
 
 
+def test_a_run_whose_machine_is_down_is_resumed_after_a_cancel(call: Call, here: Path) -> None:
+    """Nothing here can tell it from one at work: `stop`, which was the advice, waited for it for ever."""
+    run = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
+    attempt = begin_attempt(run, host="n1", pid=os.getpid(), nodes=1, procs=1)
+    record = json.loads(attempt.record_file.read_text())
+    attempt.record_file.write_text(json.dumps({**record, "host": "n1", "boot_id": "of n1"}))
+    for _ in range(2):
+        said = call("resume", run.id)
+        assert said.status == 2
+        assert f"If n1 is down, or nothing of the run is left there: cluster-ddp cancel {run.id}" in said.err
+        request_stop(attempt, reason="person", by="me@login")
+    assert call("cancel", run.id).status == 0
+    assert describe(run, None).state is RunState.CANCELLED
+
+
 def test_a_strangers_job_with_an_id_of_ours_is_no_sign_of_life(call: Call, run: RunDirectory, slurm: Slurm) -> None:
     slurm.queue.write_text("101|101|RUNNING|n9|None|cluster_ddp other-20260101-000000-abcd\n")
     assert call("resume", run.id).status == 0

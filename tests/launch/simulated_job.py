@@ -314,6 +314,9 @@ class SimulatedHost(BatchHost):
     def within(self, seconds: float, do: Callable[[], T]) -> T | None:
         return do()
 
+    def glance(self, do: Callable[[], T]) -> T | None:
+        return do()
+
     def next_news(self, seconds: float) -> News | None:
         deadline = self._world.now + max(0.0, seconds)
         while True:

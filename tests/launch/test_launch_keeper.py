@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,24 @@ def test_a_keeper_that_gets_no_more_threads_does_without(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert BatchHost().within(60, lambda: "decided") == "decided"
+
+
+def test_a_look_at_storage_that_blocks_is_given_up_and_not_repeated_while_it_is_blocked() -> None:
+    host, back, ended = BatchHost(), threading.Event(), threading.Event()
+    assert host.glance(lambda: "seen") == "seen"
+    with pytest.raises(OSError, match="away"):
+        host.glance(_raise)
+    assert host.glance(lambda: back.wait(60) and ended.set()) is None
+    assert host.glance(_raise) is None
+    back.set()
+    assert ended.wait(60)
+    deadline = time.monotonic() + 60
+    while host.glance(lambda: "seen again") != "seen again":
+        assert time.monotonic() < deadline
+
+
+def _raise() -> None:
+    raise OSError("away")
 
 
 class _Clock(BatchHost):

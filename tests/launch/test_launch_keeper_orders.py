@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from simulated_job import KILL_WAIT, KILLS, Life, SimulatedAllocation, SimulatedHost, SimulatedStep, World, live
+from simulated_job import KILL_WAIT, KILLS, Killed, Life, SimulatedAllocation, SimulatedHost, SimulatedStep, World, live
 
 from cluster_ddp.job import JobSpec
 from cluster_ddp.job.errors import ClusterDDPError
-from cluster_ddp.launch import keeper, stop_requests
+from cluster_ddp.launch import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.queueing import RequeueFailed
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
@@ -217,6 +217,28 @@ def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
     live(world)
     assert world.queued
+
+
+@pytest.mark.parametrize(("word", "queued"), [("preemption", True), ("time limit", True), ("scancel", False)])
+def test_storage_that_blocks_before_the_job_is_ended_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str, queued: bool
+) -> None:
+    """The keeper waited for it until Slurm killed it: LOST."""
+
+    def given_up(host: SimulatedHost, do: Callable[[], object]) -> object:
+        return None if host.now() >= 10 else do()
+
+    def block(*arguments: object, **named: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(SimulatedHost, "glance", given_up)
+    monkeypatch.setattr(SimulatedHost, "within", lambda host, seconds, do: given_up(host, do))
+    for module, name in ((stop_requests, "request_stop"), (end_of_job, "read_stop"), (keeper, "is_superseded")):
+        monkeypatch.setattr(module, name, block)
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life(((10, "TERM to the step"), (10, word)), lasts=1000, saves_in=3.0))
+    live(world)
+    assert world.queued is queued and not world.faults
 
 
 def test_what_came_while_storage_did_not_answer_is_heard_before_the_nodes_are_judged(

@@ -173,11 +173,25 @@ def test_a_restart_that_left_no_word_is_told_apart_from_the_stop_before_it(
     assert state_of(run, {"7": slurm_job("PENDING", run_id=run.id)}) == "REQUEUED"
 
 
-def test_a_sigterm_that_nobody_explained_was_the_cancel_that_slurm_tells_of(run: RunDirectory, say: Say) -> None:
+def test_a_waiting_job_whose_partition_was_removed_is_resumed_in_another(run: RunDirectory, say: Say) -> None:
     begin(run, slurm_job_id="7")
     hide(run, 0)
-    say("stopped", 0, step=5, reason="terminated")
-    say("node-finished", 0, node=0, outcome="stopped", reason="terminated")
+    say("stopped", 0, step=5, reason="preemption")
+    say("requeued", 0, reason="stopped: preemption")
+    found = describe(run, {"7": slurm_job("NODE_FAIL", "PartitionDown", run_id=run.id)})
+    assert found.state is RunState.LOST and "slurm.partition=NAME" in str(found.reason)
+    assert "may not have been able" not in str(found.reason)
+
+
+@pytest.mark.parametrize("reason", ["terminated", "time-limit"])
+def test_a_stop_whose_job_was_cancelled_is_the_cancel_that_slurm_tells_of(
+    run: RunDirectory, say: Say, reason: str
+) -> None:
+    """A SIGTERM that nobody explained, or a warning with a cancel after it, within which the keeper was killed."""
+    begin(run, slurm_job_id="7")
+    hide(run, 0)
+    say("stopped", 0, step=5, reason=reason)
+    say("node-finished", 0, node=0, outcome="stopped", reason=reason)
     assert describe(run, {"7": slurm_job("CANCELLED", run_id=run.id)}).state is RunState.CANCELLED
 
 

@@ -113,19 +113,21 @@ def test_the_script_and_what_it_calls_have_the_same_limit_on_failed_starts() -> 
 
 
 @pytest.mark.parametrize(
-    ("nodes", "kept", "excluded"),
+    ("nodes", "requested", "kept", "excluded"),
     [
-        ("node-a node-b node-c", "(null)", ["node-b"]),
-        ("node-a node-b", "(null)", []),
-        ("node-a node-b small", "(null)", []),
-        ("node-b a c", "x[1-2]", []),
+        ("node-a node-b node-c", "(null)", "(null)", ["node-b"]),
+        ("node-a node-b", "(null)", "(null)", []),
+        ("node-a node-b small", "(null)", "(null)", []),
+        ("node-b a c", "(null)", "x[1-2]", []),
+        ("node-a node-b node-c", "node-[a-b]", "(null)", []),
     ],
 )
 def test_a_host_where_two_starts_have_failed_is_left_where_there_are_others(
-    stage: Stage, nodes: str, kept: str, excluded: list[str]
+    stage: Stage, nodes: str, requested: str, kept: str, excluded: list[str]
 ) -> None:
     stage.does(**{"python.sh": "exit 127"})
-    stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None ExcNodeList={kept} X=y")
+    lists = f"ReqNodeList={requested} ExcNodeList={kept}"
+    stage.does(job=f"JobId=77 JobState=RUNNING Reason=None Restarts=1 PreemptTime=None {lists} X=y")
     stage.program("sleep", "exit 0")
     kinds = {"small": "2|1000|(null)|(null)"}
     lines = " ".join(f"'{node}|{kinds.get(node, '8|64000|(null)|gpu:4(S:0-1)')}'" for node in nodes.split())
