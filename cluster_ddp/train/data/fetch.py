@@ -78,6 +78,7 @@ class Fetcher:
         self._untouched: Any = None  # a copy of the set before it is read; kept, as some close files when deleted
         # Which of `HOST_GENERATORS` samples draw from: only these are seeded for each sample.
         self._used = _ALL
+        self._shares: bool | None = None
         self._collates_by_default = getattr(collate, "__func__", collate) in _DEFAULT_COLLATES
         if is_plain_rows(self._data) and self._collates_by_default:
             self._read: Callable[[int, Indices], Any] = self._by_tensor
@@ -117,9 +118,25 @@ class Fetcher:
 
     def how_many_together(self, samples: int) -> int:
         """How many batches of this size to fetch by one call, whose overhead dominates for a few small rows."""
-        if self._read != self._by_tensor:
+        if self._read != self._by_tensor or self._shares_arrays():
             return 1
         return max(1, min(_TOGETHER, _BYTES_TOGETHER // max(1, sum(self._row_bytes()) * samples)))
+
+    def _shares_arrays(self) -> bool:
+        """Whether the task holds arrays in whose memory the tensors lie, and by which it may change them unseen."""
+        if self._shares is None:
+            parts = parts_of(getattr(self._collate, "__self__", None))
+            arrays = [part for part in parts if isinstance(part, np.ndarray)]
+            tensors: Iterable[torch.Tensor] = self._data.tensors  # type: ignore[attr-defined]
+            of_others = [tensor.numpy() for tensor in tensors if not tensor.untyped_storage().resizable()]
+            self._shares = any(np.may_share_memory(array, other) for array in arrays for other in of_others)
+        return self._shares
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers that change with the tensors from which several batches are fetched together."""
+        tensors = self._data.tensors if self._read == self._by_tensor else ()  # type: ignore[attr-defined]
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
     def together(self, keys: Sequence[tuple[int, Indices]]) -> Iterable[Any]:
         """Fetch a batch for each (epoch, indices), with the bits and the alignment that it has when fetched alone.

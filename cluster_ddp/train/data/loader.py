@@ -78,7 +78,10 @@ class Loader(Generic[K]):
             group = [first, *itertools.islice(plans, more)]
             batches = self._fetcher.together([self._key(plan) for plan in group])
             self.waited += time.perf_counter() - begun
+            versions = self._fetcher.versions
             for plan, batch in zip(group, batches, strict=True):
+                if self._fetcher.versions != versions:  # a step has changed the set: a resume would fetch this later
+                    batch = self._fetcher(*self._key(plan))
                 yield plan, pinned(batch) if pin else batch
 
     def _by_workers(self) -> Pairs[K]:
