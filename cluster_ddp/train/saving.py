@@ -181,13 +181,15 @@ class Saving:
         """Call after each step, with the number of finished steps.
 
         After the first step it allocates the memory for background saving, so that no save has to wait for it; after
-        the second it checks that the state is restored completely.
+        the second it checks that the state is restored completely. It looks at attributes after both.
         """
         if self._steps_here >= _CHECKED_AFTER or self._checkpointer is None:
             return
         self._steps_here += 1
         if self._steps_here == 1:
             self._checkpointer.prepare(state.collect()[0])
+            if self._rank == 0 or state.communicates:
+                state.watch_again()
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())
@@ -208,6 +210,13 @@ class Saving:
         begun = time.thread_time()
         names = state.unsaved()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
+        if unseen := sorted(state.unseen_by_workers - self._warned):
+            self._warned.update(unseen)
+            self.warn(
+                f"training changes {', '.join(unseen[:_SHOWN])}, which collate() reads in the workers that "
+                "train.workers starts: they have copies, which do not change until a resume, so that no resume is "
+                "exact. Set train.workers: 0, or do in loss() what depends on it"
+            )
         if names := [name for name in names if name not in self._warned]:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -37,6 +37,7 @@ from cluster_ddp.train.rank import RankProcess
 from cluster_ddp.train.refusals import FrozenLayers, SingleSamples
 from cluster_ddp.train.schedule import Schedule
 from cluster_ddp.train.session import Outcome, Session, joined_rank
+from cluster_ddp.train.state.reading import attributes_read
 from cluster_ddp.train.state.surroundings import generators_around
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.step import Gradients, scalar_loss
@@ -230,6 +231,7 @@ class Trainer:
             also=self.task,
             seeded=own,
             communicating=self.communicating,
+            read_by_workers=attributes_read(type(self.task), "collate") if self.job.train.workers else frozenset(),
         )
 
     def _seed(self, use: Use) -> None:

@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-import argparse
 import array
 import collections
 import contextlib
 import ctypes
-import functools
-import inspect
+import datetime
+import enum
 import io
-import itertools
 import numbers
-import operator
-import queue
-import random
-import sys
 import threading
-import types
 from collections.abc import Container, Iterable, Mapping
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
-from cluster_ddp.train.state.comparing import Place, equal_bits, is_same
+from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.kinds import (
+    REFERRED_TO,
+    SEEN_INTO,
+    is_common,
+    is_library,
+    is_of_library,
+    is_plain,
+    is_replaced,
+    is_small,
+    is_value,
+    kind_of,
+    may_take_turns,
+)
+from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
 _ROWS = 4096  # rows of a data frame that are compared
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_LENGTH = ", its length"
-_NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
+_LENGTH, _GRADIENT, _TRAINED = ", its length", ", its gradient", ", whether it is trained"
+_GROUPS = ".param_groups."
+_GENERATOR = "a random generator"
 # Also the marks of torch.compile and Lightning, and what transformers' Trainer sets during training.
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
@@ -73,18 +77,12 @@ NOT_STATE_OF_OPTIMIZERS = frozenset(
         "found_inf", "grad_scale", "_numel_cache",
     }
 )  # fmt: skip
-_LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
-# From libraries, but searched anyway: what changes by itself, and containers for arbitrary things.
-_SEEN_INTO = (
-    Optimizer, LRScheduler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
-    argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
-    collections.ChainMap, threading.local,
-)  # fmt: skip
-# Which one of several a name refers to matters, such as the network that is the teacher for now.
-_REFERRED_TO = (nn.Module, Optimizer, Tensor)
 # From libraries, with a complete repr().
-_VALUES = (numbers.Number, range, slice, PurePath, torch.dtype, torch.device, torch.memory_format)
+_VALUES = (
+    numbers.Number, range, slice, PurePath, datetime.date, datetime.time, datetime.timedelta,
+    torch.dtype, torch.device, torch.memory_format,
+)  # fmt: skip
 
 
 class Attributes:
@@ -112,14 +110,21 @@ class Attributes:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
         self._kinds: dict[str, Any] = {}  # a non-plain value may be replaced by something with the same leaves
+        self._aliases: dict[str, str] = {}  # names of what was found before under another name, and that name
+        self._objects: dict[str, Any] = {}  # by the first of these names
+        self._trained: dict[str, bool] = {}  # of tensors that belong to no module
+        self._gradients: dict[str, tuple[Tensor, int]] = {}  # with their versions
         self._seeded = seeded
         self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
+        modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
+        self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
         for name, holder in holders.items():
-            known_before = len(self.leaves), len(self._kinds)
+            kept: tuple[dict[str, Any], ...] = (self.leaves, self._kinds, self._trained, self._gradients)
+            known_before = [len(found) for found in kept]
             self._look(name, holder, 0)
-            for found, known_found in zip((self.leaves, self._kinds), known_before, strict=True):
+            for found, known_found in zip(kept, known_before, strict=True):
                 self.holders.update(dict.fromkeys(islice(found, known_found, None), name))
         tensors = ((name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Tensor))
         self._contents = contents(tensors)
@@ -130,6 +135,10 @@ class Attributes:
         self.holders |= other.holders
         self._versions |= other._versions
         self._kinds |= other._kinds
+        self._aliases |= other._aliases
+        self._objects |= other._objects
+        self._trained |= other._trained
+        self._gradients |= other._gradients
         self._contents |= other._contents
 
     def changed(self, now: Attributes) -> list[str]:
@@ -142,8 +151,17 @@ class Attributes:
             and self._versions.get(name) == now._versions.get(name)
             and self._contents.get(name) == now._contents.get(name)
         }
+        # What was found under another name before, because that has come to refer to something else since.
+        same |= {name for name in now.leaves.keys() - both if self._finds_alike(name, now)}
+        same |= {name for name in self.leaves.keys() - both if now._finds_alike(name, self)}
         kinds = self._kinds.keys() | now._kinds.keys()
-        replaced = {name for name in kinds if _is_replaced(self._kinds.get(name), now._kinds.get(name))}
+        replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
+        replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
+        replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
+        for name, (gradient, version) in now._gradients.items():  # the same one has been added to
+            before, version_before = self._gradients.get(name, (None, version))
+            if before is gradient and version_before != version:
+                replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
             for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
@@ -151,40 +169,77 @@ class Attributes:
         }
         return sorted(((self.leaves.keys() | now.leaves.keys()) - same - filled) | replaced)
 
-    def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
+    def _finds_alike(self, name: str, other: Attributes) -> bool:
+        """Whether a leaf of the other has another name here, and the same value."""
+        for end, letter in enumerate(name):
+            if letter in ".," and (first := self._aliases.get(name[:end])) is not None:
+                found, value = self.leaves.get(first + name[end:]), other.leaves[name]
+                return found is not None and is_same(found, value)
+        return False
+
+    def _refers_elsewhere(self, name: str, now: Attributes) -> bool:
+        was, first = self._aliases[name], now._aliases[name]
+        return was != first and self._objects[was] is not now._objects[first]
+
+    def unsaved(self, changed: Iterable[str], saved: Attributes, before: Attributes | None = None) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
-        Elements that have left a list are not named, because its length shows the change.
+        Elements that have left a list are not named, because its length shows the change. A value that many things
+        have, such as True, may be in the state by chance: it counts only where the state has changed, too.
+
+        Parameters
+        ----------
+        saved, before
+            What the state holds, and what it held when `changed` was compared with.
         """
         lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
+        leaves = saved.leaves
+        fresh = leaves if before is None else {key: leaves[key] for key in before.changed(saved) if key in leaves}
+
+        def is_held(value: Any) -> bool:
+            if isinstance(value, enum.Enum):
+                return is_held(value.name) or is_held(value.value)
+            if not is_common(value):
+                is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
+                forms = (value, value.item()) if is_number else (value,)
+                return any(_is_among(form, leaves.values()) for form in forms)
+            return any(is_common(leaf) and value == leaf for leaf in fresh.values())
 
         def is_saved(name: str) -> bool:
+            if name.endswith((_TRAINED, _GRADIENT)):  # the state may say whether it is frozen
+                return name.endswith(_TRAINED) and any(isinstance(leaf, bool) for leaf in fresh.values())
+            if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
+                key = self._aliases[name].rpartition(".")[2]
+                if name in saved.leaves or name in saved._aliases:
+                    return True
+                return is_held(key) or (key.isdecimal() and is_held(int(key)))
             if name in self.leaves:
-                return saved.holds(self.leaves[name])
+                return is_held(self.leaves[name])
             has_left = name not in self._kinds
             return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
         return [name for name in changed if not is_saved(name)]
 
-    def holds(self, value: Any) -> bool:
-        """Whether the same value is among these, under any name."""
-        return any(
-            is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
-            for leaf in self.leaves.values()
-        )
+    def in_optimizers(self) -> set[tuple[str, str]]:
+        """The names of tensors that optimizers hold and something else does, too: its name there, and theirs."""
+        tensors = ((first, name) for name, first in self._aliases.items() if isinstance(self._objects[first], Tensor))
+        pairs = {tuple(sorted(pair, key=lambda name: _GROUPS in name)) for pair in tensors}
+        return {(own, held) for own, held in pairs if _GROUPS in held and _GROUPS not in own}
 
     def _look(self, name: str, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN:
+        if is_value(value):
             self.leaves[name] = value
             return
         if depth > _DEPTH or not can_be_seen(value):
             return
-        self._kinds[name] = _kind_of(value)
-        if id(value) in self._seen:
-            if isinstance(value, _REFERRED_TO):
-                self._kinds[name] = self._kinds[name], self._seen[id(value)]
+        self._kinds[name] = kind_of(value)
+        first = self._seen.setdefault(id(value), name)
+        if first is not name:
+            if isinstance(first, str) and may_take_turns(value):
+                self._aliases[name], self._objects[first] = first, value
+            elif isinstance(value, REFERRED_TO):
+                self._kinds[name] = self._kinds[name], first
             return
-        self._seen[id(value)] = name
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
             self._look_at(name, value, depth)
 
@@ -192,7 +247,11 @@ class Attributes:
         if isinstance(value, Tensor):
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
-            self._look_into(of_tensor(value).items(), name, depth)
+            if value.is_leaf and id(value) not in self._of_modules:
+                self._trained[name + _TRAINED] = value.requires_grad
+            if value.is_leaf and value.grad is not None:
+                self._gradients[name + _GRADIENT] = value.grad, value.grad._version
+            self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
             self._look_into(vars(value).items(), name, depth)
@@ -201,7 +260,7 @@ class Attributes:
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
             is_seeded = self._seeded is None or value in self._seeded
-            self.leaves[name] = _GENERATOR if is_seeded else _place_of_generator(value)
+            self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)
         elif isinstance(value, np.random.SeedSequence):
             self.leaves[name] = repr(value.state)
         elif isinstance(value, dict):
@@ -217,29 +276,33 @@ class Attributes:
             self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
         elif isinstance(value, (set, frozenset)):
             parts = list(islice(elements(value), _FAR))
-            self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(_is_plain, parts)))
-            self._look_into(enumerate(part for part in parts if not _is_plain(part)), name, depth)
+            self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(is_plain, parts)))
+            self._look_into(enumerate(part for part in parts if not is_plain(part)), name, depth)
         elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
-        elif _is_iterator(value):
-            self.leaves[name] = _place_of(value)
+        elif is_iterator(value):
+            self.leaves[name] = place_of(value)
         elif isinstance(value, nn.Module):
+            self._of_modules.update(map(id, value.parameters()))
             for prefix, module in value.named_modules():
                 held = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
             # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
             # late.
-            self._look_into([(key, part) for key, part in vars(value).items() if _is_small(part)], name, depth)
+            self._look_into([(key, part) for key, part in vars(value).items() if is_small(part)], name, depth)
         elif isinstance(value, (Event, threading.Event)):
             self.leaves[name] = value.is_set()
         elif isinstance(value, _VALUES):
             self.leaves[name] = repr(value)
+        elif isinstance(value, io.TextIOBase):  # a binary one is often read at any place
+            if value.readable() and value.seekable() and not value.writable():
+                self.leaves[name] = place_in_file(value)
         elif callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
             self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
-        elif isinstance(value, _SEEN_INTO) or not _is_of_library(value):
+        elif isinstance(value, SEEN_INTO) or not is_of_library(value):
             made_anew = _made_anew(value)
             inner = [(key, part) for key, part in inner_parts(value) if key not in made_anew]
             self._look_into(inner, name, depth)
@@ -251,11 +314,11 @@ class Attributes:
 
     def _skim(self, name: str, rest: list[Any], parts: list[Any], depth: int) -> None:
         """Add the numbers and strings in the rest of a long list or dict as one hash, and a sample of other parts."""
-        plain = (None if part != part else part for part in filter(_is_plain, rest))  # every NaN hashes differently
+        plain = (None if part != part else part for part in filter(is_plain, rest))  # every NaN hashes differently
         if seen := tuple(plain):  # nothing for parameters with empty states, which are not restored and need not be
             self.leaves[f"{name}, the rest"] = hash(seen)
         for number in range(0, len(parts), -(-len(parts) // _WIDTH) or 1):
-            if not _is_plain(parts[number]):
+            if not is_plain(parts[number]):
                 self._look(f"{name}.{_WIDTH + number}", parts[number], depth + 1)
 
     def _key(self, key: Any, number: int) -> str:
@@ -273,6 +336,12 @@ def of_module(module: nn.Module) -> dict[str, Any]:
 def of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The attributes that somebody gave a tensor or parameter, without torch's hooks and the marks of its compiler."""
     return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo") and not are_hooks(value)}
+
+
+def hooks_of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """The hooks that somebody gave a tensor, which may keep something."""
+    hooks = {"hooks": tensor._backward_hooks, "other hooks": tensor._post_accumulate_grad_hooks}
+    return {name: held for name, held in hooks.items() if held} if tensor.is_leaf else {}
 
 
 def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
@@ -311,60 +380,9 @@ def are_hooks(value: Any) -> bool:
     return type(value) is collections.OrderedDict and all(type(key) is int for key in value)
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
-
-
-def _is_small(part: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(part, (list, tuple)):
-        return depth > 0 and length(part) <= _WIDTH and all(_is_small(inner, depth - 1) for inner in elements(part))
-    if isinstance(part, np.ndarray):
-        return part.nbytes <= _FAR
-    if isinstance(part, (str, bytes)):  # such as the whole text that a language model trains on
-        return len(part) <= _FAR
-    return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in _PLAIN)
-
-
-def _kind_of(value: Any) -> Any:
-    """What shows that a value was replaced: its class; for a function, its code; for a class, the class itself."""
-    if isinstance(value, (type, BuiltinFunctionType, Distribution)):
-        return value
-    is_function = isinstance(value, (FunctionType, MethodType))
-    return value.__code__ if is_function and not str(value.__module__).startswith("cluster_ddp.") else type(value)
-
-
-def _is_replaced(was: Any, now: Any) -> bool:
-    """Whether a value was replaced. If it appeared or disappeared, its leaves show that, unless it is a function."""
-    return was != now and (None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType)))
-
-
-def _place_of_generator(generator: Any) -> Any:
-    return Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
-
-
-def _is_iterator(value: Any) -> bool:
-    of_python = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
-    return of_python and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
-
-
-def _place_of(iterator: Any) -> Any:
-    """The position of an iterator, without advancing it: those of lists and ranges show how much is left."""
-    state = inspect.getgeneratorstate(iterator) if inspect.isgenerator(iterator) else None
-    if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
-        return _NOT_BEGUN if state == inspect.GEN_CREATED else _ENDED
-    if type(iterator) is itertools.count:
-        return repr(iterator)
-    left = operator.length_hint(iterator, -1)
-    return Place() if left < 0 else left
-
-
-def _is_of_library(value: Any) -> bool:
-    if isinstance(value, (functools.partial, MethodType)):
-        return False  # their contents are searched separately
-    named = value if isinstance(value, FunctionType) else type(value)
-    return isinstance(value, (Dataset, type)) or is_library(named.__module__)
-
-
-def is_library(module: str | None) -> bool:
-    """Whether a module is a library whose variables no user code changes."""
-    return str(module).partition(".")[0] in _LIBRARIES
+def _is_among(value: Any, leaves: Iterable[Any]) -> bool:
+    """Whether the same value is among the leaves, under any name."""
+    return any(
+        is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+        for leaf in leaves
+    )

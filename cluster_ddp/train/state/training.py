@@ -18,15 +18,22 @@ from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.ema import EXTRA_STATE
 from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module, of_tensor
-from cluster_ddp.train.state.comparing import other_forms
+from cluster_ddp.train.state.attributes import (
+    Attributes,
+    enclosing_methods,
+    hooks_of_tensor,
+    of_module,
+    of_tensor,
+)
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
-from cluster_ddp.train.state.surroundings import variables_around
+from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
+from cluster_ddp.train.state.watching import Watch
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -98,6 +105,7 @@ class State:
         besides: Mapping[str, nn.Module] | None = None,  # other modules, saved by `also`
         seeded: OwnGenerators | None = None,  # the random generators seeded for each step; None: all
         communicating: Communicating | None = None,  # of a task: what its methods have done so far
+        read_by_workers: frozenset[str] = frozenset(),  # attributes of a task of which the workers have copies
     ) -> None:
         self.counts = Counts()  # saved with the rest; the code that counts updates them
         self._model = model
@@ -121,8 +129,7 @@ class State:
             for path, part in module.named_modules()
             if id(part) not in self._saved
         }
-        self._watched: Attributes | None = None
-        self._noted: Attributes | None = None
+        self._watch = Watch(also, self._attributes, self._other_states, read_by_workers)
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = HiddenBuffers(model)
@@ -247,18 +254,37 @@ class State:
         found = {f"task.{key}": part.maxlen for key, part in parts if isinstance(part, collections.deque)}
         return {name: most for name, most in found.items() if most is not None}
 
+    def of_task(self) -> Attributes:
+        """What the task holds besides the model and the optimizer."""
+        parts = vars(self._also).items() if isinstance(self._also, Task) else ()
+        known = {*self._saved, *map(id, self._by_name.values())}
+        return Attributes({f"task.{key}": part for key, part in parts}, known)
+
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
         if self._seeded is not None:
             self._seeded.find()
-        self._watched = self._attributes()
+        self.watch_again()
         for other in self._others.values():
             other.changed_later()
 
+    def watch_again(self) -> None:
+        """Call after the first step, too: what takes turns is after the second as it was before the first."""
+        self._watch.look()
+
     def note(self) -> None:
         """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
-        if self._watched is not None:
-            self._noted = self._attributes()
+        self._watch.note()
+
+    def compare_values(self, other: State) -> None:
+        """Note for `unsaved` which numbers and strings of the task another state has after loading this one."""
+        if isinstance(other._also, Task):
+            self._watch.compare_values(other._also)
+
+    @property
+    def unseen_by_workers(self) -> set[str]:
+        """The attributes of which workers have copies and that training has changed, as `unsaved` has found."""
+        return self._watch.unseen_by_workers
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
@@ -266,18 +292,15 @@ class State:
         Covers the model, the task and other optimizers; of the main optimizer, only what changes after the first call,
         because everything up to then has been compared.
         """
-        if self._watched is None:
+        if not self._watch.has_looked:
             return []
-        was, now = self._watched, self._noted or self._attributes()
-        self._watched, self._noted = self._attributes() if self._noted else now, None
-        states = {"task": self._task_state(), "model": self._model_state()[1]}
-        changed = now.unsaved(was.changed(now), Attributes(states))
-        if changed:  # rarely, as tensors are copied from the GPU for it
-            changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
-        of_optimizers = {
-            f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
-        }
-        return sorted({now.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
+        found = self._watch.unsaved()
+        for name, optimizer in self._optimizers().items():
+            found.update(f"{name}.{key}" for key in optimizer.changed_later())
+        return sorted(found)
+
+    def _other_states(self) -> dict[str, Any]:
+        return {"task": self._task_state(), "model": self._model_state()[1]}
 
     def _optimizers(self) -> dict[str, OptimizerState]:
         return {"optimizer": self._optimizer, **self._others}
@@ -290,18 +313,21 @@ class State:
         # A replaced module has a different id; self._modules keeps the originals alive.
         holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
         for name, weight in self._by_name.items():
-            for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
-                if hooks:
-                    holders[f"model.{name}, its hooks"] = hooks
+            if hooks := hooks_of_tensor(weight):
+                holders[f"model.{name}, its hooks"] = hooks
         for name, optimizer in self._optimizers().items():
             holders |= {f"{name}.{key}": hooks for key, hooks in optimizer.hooks().items()}
         for name, tensor in (*self._by_name.items(), *self._model.named_buffers()):
             holders |= {f"model.{name}.{key}": value for key, value in of_tensor(tensor).items()}
         if isinstance(self._also, Task):
-            parts = {**enclosing_methods(self._also), **vars(self._also)}
+            own = dict(inner_parts(self._also))  # also in slots
+            parts = {**enclosing_methods(self._also), **own}
             holders |= {f"task.{key}": value for key, value in parts.items()}
-            code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
+            code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
+        holders["the settings of torch"] = settings_of_torch()
+        of_all = vars(nn.modules.module).items()
+        holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
         known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
@@ -323,6 +349,8 @@ class State:
         TaskError
             It does not restore that state.
         """
+        if isinstance(also, Task):
+            self._watch.put_back_values(also)
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))
