@@ -206,6 +206,32 @@ class Scales(LearnsTau):
         self.scaler.load_state_dict(state["scaler"])
 
 
+class MadeApart(ZooTask):
+    """Makes a critic in model(), and what holds it in train_data(), which no check calls again."""
+
+    def model(self) -> nn.Module:
+        self.critic = nn.Linear(CLASSES, 1)
+        return super().model()
+
+    def train_data(self) -> Dataset[Any]:
+        self.second = Adam(self.critic.parameters(), lr=0.1)
+        self.kept = SimpleNamespace(critic=self.critic)
+        return super().train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.second.zero_grad()
+        self.kept.critic(torch.ones(CLASSES)).sum().backward()
+        self.second.step()
+        return super().loss(model, batch) * self.critic.weight.detach().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"critic": self.critic.state_dict(), "second": self.second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.critic.load_state_dict(state["critic"])
+        self.second.load_state_dict(state["second"])
+
+
 class StopsTau(LearnsTau):
     """Stops learning it, which nothing saves."""
 
@@ -232,6 +258,7 @@ class Perturbs(ZooTask):
 def test_a_tensor_that_its_optimizer_would_lose_is_refused(tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path / "copies", LearnsTau)) == "exact"
     assert str(judge(Case(), tmp_path / "makes both", ReplacesBoth)) == "exact"
+    assert str(judge(Case(), tmp_path / "made apart", MadeApart)) == "exact"
     for kind, words in ((ReplacesTau, "task.tau: "), (Perturbs, "task.delta: requires a gradient now")):
         verdict = judge(Case(), tmp_path / kind.__name__, kind)
         assert verdict.refused_at == 2 and words in (verdict.refused or ""), verdict
@@ -240,7 +267,48 @@ def test_a_tensor_that_its_optimizer_would_lose_is_refused(tmp_path: Path) -> No
 def test_a_tensor_that_is_frozen_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert _told(StopsTau, tmp_path / "stops", capfd) == ["task.tau"]
     assert _told(LearnsTau, tmp_path / "learns", capfd) == []
+    assert _told(MadeApart, tmp_path / "apart", capfd) == []
     assert _told(Scales, tmp_path / "scales", capfd, steps=8) == []
+
+
+class ByTwoNames(ZooTask):
+    """Adds to a list by one name and reads it by another; what is appended to a queue has a name, too."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.window: list[float] = []
+        self.reader = SimpleNamespace(window=self.window)
+        self.queue: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.last = loss.detach()
+        self.queue.append(self.last)
+        self.window.append(float(loss))
+        return loss * sum(self.reader.window)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self.window, "queue": self.queue, "last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window, self.queue, self.last = state["window"], state["queue"], state["last"]
+
+
+class FillsBoth(ByTwoNames):
+    """Fills the list that both names refer to."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window[:], self.queue, self.last = state["window"], state["queue"], state["last"]
+
+
+def test_what_two_names_refer_to_and_only_one_gets_back_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge(Case(train={"steps": 2, "ema_decay": None}), tmp_path / "one", ByTwoNames)
+    assert "task.reader, which no checkpoint contains" in capfd.readouterr().err
+    assert _told(FillsBoth, tmp_path / "both", capfd) == []
+    assert str(judge(Case(), tmp_path / "exact", FillsBoth)) == "exact"
 
 
 class ReadsFile(ZooTask):
@@ -359,12 +427,13 @@ class Accumulates(ZooTask):
     """Adds up gradients of a critic over several steps; another network's are made anew in each."""
 
     def model(self) -> nn.Module:
-        self.critic, self.judge = nn.Linear(CLASSES, 1), nn.Linear(CLASSES, 1)
+        self.critic, self.judge, self.unread = (nn.Linear(CLASSES, 1) for _ in range(3))
+        self.second = Adam([*self.critic.parameters(), *self.judge.parameters()])
         return super().model()
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.judge.zero_grad()
-        for network in (self.critic, self.judge):
+        for network in (self.critic, self.judge, self.unread):
             network(torch.ones(CLASSES)).sum().backward()
         return super().loss(model, batch)
 

@@ -158,9 +158,11 @@ class Attributes:
         replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
         replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
         replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
+        in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
         for name, (gradient, version) in now._gradients.items():  # the same one has been added to
             before, version_before = self._gradients.get(name, (None, version))
-            if before is gradient and version_before != version:
+            is_read = name.removesuffix(_GRADIENT) in in_optimizers or _GROUPS in name
+            if is_read and before is gradient and version_before != version:
                 replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
@@ -225,6 +227,20 @@ class Attributes:
         tensors = ((first, name) for name, first in self._aliases.items() if isinstance(self._objects[first], Tensor))
         pairs = {tuple(sorted(pair, key=lambda name: _GROUPS in name)) for pair in tensors}
         return {(own, held) for own, held in pairs if _GROUPS in held and _GROUPS not in own}
+
+    def changed_by_both_names(self, now: Attributes) -> set[str]:
+        """Second names of what a later snapshot has under the same names, and what has changed in place."""
+        changed = self.changed(now)
+        return {
+            name
+            for name, first in now._aliases.items()
+            if self._objects.get(self._aliases.get(name, "")) is now._objects[first]
+            and any(other == first or other.startswith((f"{first}.", f"{first}, ")) for other in changed)
+        }
+
+    def aliases_lost(self, now: Attributes) -> set[str]:
+        """Second names that refer to something else in a later snapshot."""
+        return {name for name, first in self._aliases.items() if now._aliases.get(name) != first}
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         if is_value(value):

@@ -85,7 +85,7 @@ def _check_comes_back(
         ),
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
         *_limits_that_differ(state.limits(), other.limits()),
-        *_gradients_that_would_be_lost(state.of_task(), other.of_task()),
+        *_gradients_that_would_be_lost(*state.around_loading(other)),
     ]
     if not differing and (shared := _memory_that_differs(plan.aliases, tensors, again)):
         raise _refusal(state, shared, "memory")
@@ -151,12 +151,12 @@ def _limits_that_differ(live: Mapping[str, int], again: Mapping[str, int]) -> It
             yield f"{name}: a deque with maxlen={most} comes back as something else; load into one with that maxlen"
 
 
-def _gradients_that_would_be_lost(live: Attributes, again: Attributes) -> Iterator[str]:
+def _gradients_that_would_be_lost(before: Attributes, after: Attributes) -> Iterator[str]:
     """Tensors of the task that its load_state_dict() has replaced by others, which nothing trains."""
-    for name, held in sorted(live.in_optimizers() - again.in_optimizers()):
+    for name, held in sorted(before.in_optimizers() - after.in_optimizers()):
         yield f"{name}: is {held} now, and would be another tensor after a resume"
-    for name, leaf in live.leaves.items():
-        loaded = again.leaves.get(name)
+    for name, leaf in before.leaves.items():
+        loaded = after.leaves.get(name)
         is_trained = isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
         if is_trained and isinstance(loaded, Tensor) and not loaded.requires_grad:
             yield f"{name}: requires a gradient now, and would not after a resume"

@@ -33,7 +33,7 @@ from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
 from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
-from cluster_ddp.train.state.watching import Watch
+from cluster_ddp.train.state.watching import Watch, of_task
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -208,6 +208,7 @@ class State:
             other = fresh()
             other._load_task({"task": packed}, of_task, Unpacker(self._device))
             other.collect()
+        self._watch.before_loading = None
 
     def check_groups(self) -> None:
         """Raise a `TaskError` if an optimizer's groups differ from what a resume would find; called in every step."""
@@ -254,11 +255,12 @@ class State:
         found = {f"task.{key}": part.maxlen for key, part in parts if isinstance(part, collections.deque)}
         return {name: most for name, most in found.items() if most is not None}
 
-    def of_task(self) -> Attributes:
-        """What the task holds besides the model and the optimizer."""
-        parts = vars(self._also).items() if isinstance(self._also, Task) else ()
-        known = {*self._saved, *map(id, self._by_name.values())}
-        return Attributes({f"task.{key}": part for key, part in parts}, known)
+    def around_loading(self, other: State) -> tuple[Attributes, Attributes]:
+        """What the task of another state, which has loaded this one, held before and holds since."""
+        before, self._watch.before_loading = self._watch.before_loading, None  # it keeps all that the other holds
+        if before is None or not isinstance(other._also, Task):
+            return Attributes({}), Attributes({})
+        return before, of_task(other._also)
 
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
@@ -277,9 +279,10 @@ class State:
         self._watch.note()
 
     def compare_values(self, other: State) -> None:
-        """Note for `unsaved` which numbers and strings of the task another state has after loading this one."""
+        """Note for `unsaved` which numbers and strings, and which two names of the same, come back in another state."""
         if isinstance(other._also, Task):
             self._watch.compare_values(other._also)
+            self._watch.compare_names(of_task(other._also))
 
     @property
     def unseen_by_workers(self) -> set[str]:
@@ -351,6 +354,7 @@ class State:
         """
         if isinstance(also, Task):
             self._watch.put_back_values(also)
+            self._watch.before_loading = of_task(also)
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))

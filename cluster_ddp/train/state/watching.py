@@ -13,6 +13,11 @@ from cluster_ddp.train.task import Task
 _NOTHING = object()
 
 
+def of_task(task: Task) -> Attributes:
+    """What a task holds."""
+    return Attributes({f"task.{key}": part for key, part in vars(task).items()})
+
+
 class Watch:
     """Remembers attributes as they were before the first step and later.
 
@@ -31,6 +36,8 @@ class Watch:
     ----------
     unseen_by_workers
         Those of them that training has changed, as `unsaved` has found.
+    before_loading
+        What a task that was made for a check held before it was given the state of this one.
     """
 
     def __init__(
@@ -41,13 +48,14 @@ class Watch:
         read_by_workers: frozenset[str],
     ) -> None:
         self.unseen_by_workers: set[str] = set()
+        self.before_loading: Attributes | None = None
         self._task = task
         self._attributes, self._states = attributes, states
         self._read_by_workers = {f"task.{name}" for name in read_by_workers}
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
-        self._comes_back: dict[str, bool] = {}  # of numbers and strings of the task that had changed at a check
+        self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
 
     @property
     def has_looked(self) -> bool:
@@ -98,6 +106,13 @@ class Watch:
             first = self._first(key)
             if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
                 self._comes_back[f"task.{key}"] = is_same(theirs.get(key, _NOTHING), value)
+
+    def compare_names(self, again: Attributes) -> None:
+        """Find out which names would no longer refer to the same as another name, of the task after loading it."""
+        if self._looks and self._noted is not None and self.before_loading is not None:
+            was, now = self._looks[0][0], self._noted
+            lost = was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
+            self._comes_back |= {now.holders[name]: False for name in lost}
 
     def _first(self, key: str) -> Any:
         return self._looks[0][0].leaves.get(f"task.{key}", _NOTHING)
