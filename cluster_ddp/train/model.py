@@ -29,6 +29,7 @@ from cluster_ddp.train.refusals import (
     refuse_bypass,
     refuse_differences,
     refuse_dtypes,
+    refuse_scripted,
     refuse_trained_in_8_bits,
 )
 from cluster_ddp.train.state.training import Stateful
@@ -60,6 +61,7 @@ def prepare_model(model: nn.Module, train: TrainSpec, device: torch.device) -> n
             f"model() returned parameters without a shape, of lazy modules: {', '.join(lazy[:5])}; run a batch through "
             "the model in model(), or use modules that are not lazy"
         )
+    refuse_scripted(model)
     refuse_dtypes(model)
     refuse_trained_in_8_bits(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

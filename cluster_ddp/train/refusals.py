@@ -37,6 +37,16 @@ _HANDED_OVER = "task.rest."  # prefix for what a custom loop passes in by name
 _FROM_RANK_0 = ("task.", "extra.")  # tensors saved from rank 0 only, which no forward pass broadcasts
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise a `TaskError` for scripted and traced modules, whose attributes nobody can see."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TaskError(
+                f"'{name}' of model() is a scripted module, whose attributes a checkpoint cannot contain: use the "
+                "module that it was made from, and train.compile: true to make it fast"
+            )
+
+
 def refuse_dtypes(model: nn.Module) -> None:
     """Raise a `TaskError` for parameters and buffers of a dtype that no checkpoint can contain."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):

@@ -191,13 +191,15 @@ class Saving:
         """Call after each step, with the number of finished steps.
 
         After the first step it allocates the memory for background saving, so that no save has to wait for it; after
-        the second it checks that the state is restored completely.
+        the second it checks that the state is restored completely. It looks at attributes after both.
         """
         if self._steps_here >= _CHECKED_AFTER or self._checkpointer is None:
             return
         self._steps_here += 1
         if self._steps_here == 1:
             self._checkpointer.prepare(state.collect()[0])
+            if self._rank == 0 or state.communicates:
+                state.watch_again()
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())

@@ -23,7 +23,8 @@ from cluster_ddp.train.own.program import reachable
 from cluster_ddp.train.own.twins import twins
 from cluster_ddp.train.own.watch.first_steps import FirstSteps
 from cluster_ddp.train.own.watch.overlooked import Overlooked
-from cluster_ddp.train.state.attributes import Attributes, of_module
+from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.held import of_module
 
 
 class Average(nn.Module):

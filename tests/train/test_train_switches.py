@@ -27,7 +27,7 @@ from cluster_ddp.train.metrics.progress import Bar
 from cluster_ddp.train.model import synchronised_batchnorm
 from cluster_ddp.train.precision import choose_precision
 from cluster_ddp.train.rank import join_ranks
-from cluster_ddp.train.state.training import Counts
+from cluster_ddp.train.state.counts import Counts
 
 
 class Synchronising(Everything):

@@ -24,8 +24,8 @@ from cluster_ddp.train.data.sets import (
     length_of,
     share_memory,
     unwrapped,
+    warn_of_counts,
 )
-from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import (
     HOST_GENERATORS,
@@ -277,7 +277,7 @@ class Fetcher:
 
         found = settled(read)
         if found is not None:
-            self._warn_of_counts(*numbers[-2:])
+            warn_of_counts(self._data, *numbers[-2:])
             self._refuse_workers_own(epoch, indices, found)
             other = fingerprint(self._read(epoch + 1, indices))
             self._refuse_memory(epoch, indices, other)
@@ -297,16 +297,6 @@ class Fetcher:
             "random or NumPy, which are seeded for each sample, or keep the generator as an attribute of the data set: "
             "it is seeded too; draw before work is handed to threads"
         )
-
-    def _warn_of_counts(self, before: Numbers, after: Numbers) -> None:
-        """Warn of numbers that were changed by reading the same samples again."""
-        worker = get_worker_info()
-        if (names := before.changed(after)) and find_world().is_main and (worker is None or worker.id == 0):
-            say(
-                f"cluster_ddp: reading the training set ({type(self._data).__name__}) changes {', '.join(names)}, "
-                "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. Let a "
-                "sample depend only on its index and on random numbers"
-            )
 
     def _refuse_workers_own(self, epoch: int, indices: Indices, here: int) -> None:
         """Raise a `DataError` if samples depend on which worker reads them, because a resume uses another one."""

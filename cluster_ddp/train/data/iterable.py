@@ -44,7 +44,7 @@ from cluster_ddp.train.data.streams import AtFirst
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host
-from cluster_ddp.train.state.training import Counts
+from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.task import Task
 
 Place = tuple[int, int]  # the epoch, and the number of its items used so far

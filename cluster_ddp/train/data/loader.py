@@ -72,15 +72,15 @@ class Loader(Generic[K]):
 
     def _here(self) -> Pairs[K]:
         pin = self._device.type == "cuda"
-        plans, group = iter(self._plans), list[K]()
+        plans, group, versions_now = iter(self._plans), list[K](), self._fetcher.versions
         while group or (group := list(itertools.islice(plans, 1))):
             begun = time.perf_counter()
             more = self._fetcher.how_many_together(len(self._key(group[0])[1])) - len(group)
             group += itertools.islice(plans, max(0, more))
-            versions = self._fetcher.versions()
+            versions = versions_now()
             batches = iter(self._fetcher.together([self._key(plan) for plan in group]))
             self.waited += time.perf_counter() - begun
-            while group and self._fetcher.versions() == versions:  # a step may have changed the rows of the next ones
+            while group and versions_now() == versions:  # a step may have changed the rows of the next ones
                 batch = next(batches)
                 yield group.pop(0), pinned(batch) if pin else batch
 

@@ -1,4 +1,4 @@
-"""Determines the kind of a map-style data set, unwraps subsets, and copies sets."""
+"""Determines the kind of a map-style data set, what it holds and shares, unwraps subsets, and copies sets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 
+from cluster_ddp.printing import say
 from cluster_ddp.train.data.order import Indices
+from cluster_ddp.train.distributed import find_world
 from cluster_ddp.train.randomness import parts_of
 from cluster_ddp.train.state.surroundings import is_of_user
 
@@ -80,6 +82,17 @@ class Numbers:
     def changed(self, now: Numbers) -> list[str]:
         """The names of those that are different now, or were not there."""
         return sorted(name for name, values in now._found.items() if self._found.get(name) != values)
+
+
+def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:
+    """Warn of numbers that were changed by reading the same samples of a training set again."""
+    worker = get_worker_info()
+    if (names := before.changed(after)) and find_world().is_main and (worker is None or worker.id == 0):
+        say(
+            f"cluster_ddp: reading the training set ({type(data).__name__}) changes {', '.join(names)}, "
+            "which no checkpoint contains: a resume is exact only if no sample and no batch depends on it. Let a "
+            "sample depend only on its index and on random numbers"
+        )
 
 
 def _is_subset(data: Dataset[Any]) -> TypeGuard[Subset[Any]]:

@@ -23,9 +23,9 @@ from cluster_ddp.train.distributed import World, all_gather_object, broadcast_ob
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use
 from cluster_ddp.train.refusals import refuse_loader
-from cluster_ddp.train.state.attributes import enclosing_methods
+from cluster_ddp.train.state.counts import Counts
+from cluster_ddp.train.state.held import enclosing_methods
 from cluster_ddp.train.state.surroundings import variables_around
-from cluster_ddp.train.state.training import Counts
 from cluster_ddp.train.task import Task
 
 

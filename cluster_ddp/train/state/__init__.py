@@ -1,9 +1,11 @@
 """The state of a training run as a checkpoint contains it, and checks that it is complete.
 
-training                          all of it: model, optimizer, scaler, average, task
+training, counts                  all of it: model, optimizer, scaler, average, task, and how far training is
 optimizer, groups, plain          what optimizers hold, also outside their state
 modes, hidden_buffers             what else modules hold: modes, and buffers that state_dict() omits
 packing, stored                   values as JSON and named tensors, and what may be loaded
 selfcheck, undoing, comparing     whether it comes back, tried once without touching what trains
-attributes, contents, only_written, surroundings   what training changes and no checkpoint contains
+watching, attributes, contents    what training changes and no checkpoint contains
+held, surroundings, kinds, places   where that may be, and what single values there tell
+only_written, position_tables     what cannot matter to a resume, although it changes
 """

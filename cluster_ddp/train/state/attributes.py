@@ -2,88 +2,59 @@
 
 from __future__ import annotations
 
-import argparse
 import array
 import collections
 import contextlib
 import ctypes
-import functools
-import inspect
+import datetime
+import enum
 import io
-import itertools
 import numbers
-import operator
-import queue
-import random
-import sys
 import threading
-import types
 from collections.abc import Container, Iterable, Mapping
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.data.fingerprint import drawn_to, fingerprint
-from cluster_ddp.train.inner_parts import CONTAINERS, PLAIN, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
 from cluster_ddp.train.randomness import GENERATORS
-from cluster_ddp.train.state.comparing import Place, equal_bits, is_same
+from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, made_anew, of_module, of_tensor
+from cluster_ddp.train.state.kinds import (
+    REFERRED_TO,
+    SEEN_INTO,
+    is_common,
+    is_of_library,
+    is_plain,
+    is_replaced,
+    is_small,
+    is_value,
+    kind_of,
+    may_take_turns,
+)
+from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator
 
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
 _ROWS = 4096  # rows of a data frame that are compared
-_LENGTH = ", its length"
-_NOT_BEGUN, _ENDED, _GENERATOR = "not begun", "ended", "a random generator"
-# Also the marks of torch.compile and Lightning, and what transformers' Trainer sets during training.
-_OF_MODULES = frozenset(vars(nn.Module())) | {
-    "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
-}  # fmt: skip
-# By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
-# results. And sentence-transformers' model card, which is for people only.
-_MADE_ANEW = {
-    "kornia": {
-        "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
-        "_transform_matrix_params_snapshot", "_output_image", "transform_op",
-    },
-    "gpytorch": {"_memoize_cache"},
-    "linear_operator": {"_memoize_cache"},
-    "omegaconf": {"_flags_cache"},
-    "sentence_transformers": {"model_card_data"},
-}  # fmt: skip
-# Not state: flags for torch's warnings and checks, what a step is told about its own gradients, and the number of
-# elements of LBFGS's parameters.
-NOT_STATE_OF_OPTIMIZERS = frozenset(
-    {
-        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
-        "found_inf", "grad_scale", "_numel_cache",
-    }
-)  # fmt: skip
-_LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
+_LENGTH, _GRADIENT, _TRAINED = ", its length", ", its gradient", ", whether it is trained"
+_GROUPS = ".param_groups."
+_GENERATOR = "a random generator"
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
-# From libraries, but searched anyway: what changes by itself, and containers for arbitrary things.
-_SEEN_INTO = (
-    Optimizer, LRScheduler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
-    argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
-    collections.ChainMap, threading.local,
-)  # fmt: skip
-# Which one of several a name refers to matters, such as the network that is the teacher for now.
-_REFERRED_TO = (nn.Module, Optimizer, Tensor)
 # From libraries, with a complete repr().
-_VALUES = (numbers.Number, range, slice, PurePath, torch.dtype, torch.device, torch.memory_format)
+_VALUES = (
+    numbers.Number, range, slice, PurePath, datetime.date, datetime.time, datetime.timedelta,
+    torch.dtype, torch.device, torch.memory_format,
+)  # fmt: skip
 
 
 class Attributes:
@@ -114,8 +85,14 @@ class Attributes:
         self.leaves: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
         self._kinds: dict[str, Any] = {}  # a non-plain value may be replaced by something with the same leaves
+        self._aliases: dict[str, str] = {}  # names of what was found before under another name, and that name
+        self._objects: dict[str, Any] = {}  # by the first of these names
+        self._trained: dict[str, bool] = {}  # of tensors that belong to no module
+        self._gradients: dict[str, tuple[Tensor, int]] = {}  # with their versions
         self._seeded = seeded
         self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
+        modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
+        self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
         self._named_before: dict[int, object] = {} if earlier is None else earlier._seen
@@ -137,6 +114,10 @@ class Attributes:
         self.holders |= other.holders
         self._versions |= other._versions
         self._kinds |= other._kinds
+        self._aliases |= other._aliases
+        self._objects |= other._objects
+        self._trained |= other._trained
+        self._gradients |= other._gradients
         self._contents |= other._contents
 
     def changed(self, now: Attributes) -> list[str]:
@@ -152,8 +133,19 @@ class Attributes:
             )
             or self._is_made_again(name, now.leaves[name])
         }
+        # What was found under another name before, because that has come to refer to something else since.
+        same |= {name for name in now.leaves.keys() - both if self._finds_alike(name, now)}
+        same |= {name for name in self.leaves.keys() - both if now._finds_alike(name, self)}
         kinds = self._kinds.keys() | now._kinds.keys()
-        replaced = {name for name in kinds if _is_replaced(self._kinds.get(name), now._kinds.get(name))}
+        replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
+        replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
+        replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
+        in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
+        for name, (gradient, version) in now._gradients.items():  # the same one has been added to
+            before, version_before = self._gradients.get(name, (None, version))
+            is_read = name.removesuffix(_GRADIENT) in in_optimizers or _GROUPS in name
+            if is_read and before is gradient and version_before != version:
+                replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
             for name in self.leaves.keys() & now._kinds.keys() - now.leaves.keys()
@@ -173,50 +165,102 @@ class Attributes:
             and equal_bits(was, leaf)
         )
 
-    def unsaved(self, changed: Iterable[str], saved: Attributes) -> list[str]:
+    def _finds_alike(self, name: str, other: Attributes) -> bool:
+        """Whether a leaf of the other has another name here, and the same value."""
+        for end, letter in enumerate(name):
+            if letter in ".," and (first := self._aliases.get(name[:end])) is not None:
+                found, value = self.leaves.get(first + name[end:]), other.leaves[name]
+                return found is not None and is_same(found, value)
+        return False
+
+    def _refers_elsewhere(self, name: str, now: Attributes) -> bool:
+        was, first = self._aliases[name], now._aliases[name]
+        return was != first and self._objects[was] is not now._objects[first]
+
+    def unsaved(self, changed: Iterable[str], saved: Attributes, before: Attributes | None = None) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
-        Elements that have left a list are not named, because its length shows the change.
+        Elements that have left a list are not named, because its length shows the change. A value that many things
+        have, such as True, may be in the state by chance: it counts only where the state has changed, too.
+
+        Parameters
+        ----------
+        saved, before
+            What the state holds, and what it held when `changed` was compared with.
         """
         lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
+        leaves = saved.leaves
+        fresh = leaves if before is None else {key: leaves[key] for key in before.changed(saved) if key in leaves}
+
+        def is_held(value: Any) -> bool:
+            if isinstance(value, enum.Enum):
+                return is_held(value.name) or is_held(value.value)
+            if not is_common(value):
+                is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
+                forms = (value, value.item()) if is_number else (value,)
+                return any(_is_among(form, leaves.values()) for form in forms)
+            return any(is_common(leaf) and value == leaf for leaf in fresh.values())
 
         def is_saved(name: str) -> bool:
+            if name.endswith((_TRAINED, _GRADIENT)):  # the state may say whether it is frozen
+                return name.endswith(_TRAINED) and any(isinstance(leaf, bool) for leaf in fresh.values())
+            if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
+                key = self._aliases[name].rpartition(".")[2]
+                if name in saved.leaves or name in saved._aliases:
+                    return True
+                return is_held(key) or (key.isdecimal() and is_held(int(key)))
             if name in self.leaves:
-                return saved.holds(self.leaves[name])
+                return is_held(self.leaves[name])
             has_left = name not in self._kinds
             return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
         return [name for name in changed if not is_saved(name)]
 
-    def holds(self, value: Any) -> bool:
-        """Whether the same value is among these, under any name."""
-        return any(
-            is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
-            for leaf in self.leaves.values()
-        )
+    def in_optimizers(self) -> set[tuple[str, str]]:
+        """The names of tensors that optimizers hold and something else does, too: its name there, and theirs."""
+        tensors = ((first, name) for name, first in self._aliases.items() if isinstance(self._objects[first], Tensor))
+        pairs = {tuple(sorted(pair, key=lambda name: _GROUPS in name)) for pair in tensors}
+        return {(own, held) for own, held in pairs if _GROUPS in held and _GROUPS not in own}
+
+    def changed_by_both_names(self, now: Attributes) -> set[str]:
+        """Second names of what a later snapshot has under the same names, and what has changed in place."""
+        changed = self.changed(now)
+        return {
+            name
+            for name, first in now._aliases.items()
+            if self._objects.get(self._aliases.get(name, "")) is now._objects[first]
+            and any(other == first or other.startswith((f"{first}.", f"{first}, ")) for other in changed)
+        }
+
+    def aliases_lost(self, now: Attributes) -> set[str]:
+        """Second names that refer to something else in a later snapshot."""
+        return {name for name, first in self._aliases.items() if now._aliases.get(name) != first}
 
     def _look_from(self, holder: str, values: list[tuple[str, Any, int]]) -> None:
-        before = len(self.leaves), len(self._kinds)
+        kept: tuple[dict[str, Any], ...] = (self.leaves, self._kinds, self._trained, self._gradients)
+        known_before = [len(found) for found in kept]
         for value in values:
             self._look(*value)
-        for found, known in zip((self.leaves, self._kinds), before, strict=True):
-            self.holders.update(dict.fromkeys(islice(found, known, None), holder))
+        for found, known_found in zip(kept, known_before, strict=True):
+            self.holders.update(dict.fromkeys(islice(found, known_found, None), holder))
 
     def _look(self, name: str, value: Any, depth: int) -> None:
-        if type(value) in PLAIN:
+        if is_value(value):
             self.leaves[name] = value
             return
         if depth > _DEPTH or not can_be_seen(value):
             return
-        self._kinds[name] = _kind_of(value)
-        if id(value) in self._seen:
-            if isinstance(value, _REFERRED_TO):
-                self._kinds[name] = self._kinds[name], self._seen[id(value)]
-            return
-        if self._named_before.get(id(value), name) != name:
+        self._kinds[name] = kind_of(value)
+        if id(value) not in self._seen and self._named_before.get(id(value), name) != name:
             self._later.append((name, value, depth))
             return
-        self._seen[id(value)] = name
+        first = self._seen.setdefault(id(value), name)
+        if first is not name:
+            if isinstance(first, str) and may_take_turns(value):
+                self._aliases[name], self._objects[first] = first, value
+            elif isinstance(value, REFERRED_TO):
+                self._kinds[name] = self._kinds[name], first
+            return
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
             self._look_at(name, value, depth)
 
@@ -224,7 +268,11 @@ class Attributes:
         if isinstance(value, Tensor):
             self.leaves[name] = value
             self._versions[name] = 0 if value.is_inference() else value._version
-            self._look_into(of_tensor(value).items(), name, depth)
+            if value.is_leaf and id(value) not in self._of_modules:
+                self._trained[name + _TRAINED] = value.requires_grad
+            if value.is_leaf and value.grad is not None:
+                self._gradients[name + _GRADIENT] = value.grad, value.grad._version
+            self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
             self._look_into(vars(value).items(), name, depth)
@@ -233,7 +281,7 @@ class Attributes:
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
             is_seeded = self._seeded is None or value in self._seeded
-            self.leaves[name] = _GENERATOR if is_seeded else _place_of_generator(value)
+            self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)
         elif isinstance(value, np.random.SeedSequence):
             self.leaves[name] = repr(value.state)
         elif isinstance(value, dict):
@@ -249,33 +297,37 @@ class Attributes:
             self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
         elif isinstance(value, (set, frozenset)):
             parts = list(islice(elements(value), _FAR))
-            self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(_is_plain, parts)))
-            self._look_into(enumerate(part for part in parts if not _is_plain(part)), name, depth)
-        elif isinstance(value, ctypes._SimpleCData) and type(value.value) in PLAIN:
+            self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(is_plain, parts)))
+            self._look_into(enumerate(part for part in parts if not is_plain(part)), name, depth)
+        elif isinstance(value, ctypes._SimpleCData) and is_value(value.value):
             self.leaves[name] = value.value  # which state_dict() may return
         elif isinstance(value, _BYTES):
             self.leaves[name] = bytes(value)
         elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
             self._look(name, value.get_obj(), depth)
-        elif _is_iterator(value):
-            self.leaves[name] = _place_of(value)
+        elif is_iterator(value):
+            self.leaves[name] = place_of(value)
         elif isinstance(value, nn.Module):
+            self._of_modules.update(map(id, value.parameters()))
             for prefix, module in value.named_modules():
                 held = {**of_module(module), **module._parameters, **module._buffers}
                 self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
         elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
             # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
             # late.
-            self._look_into([(key, part) for key, part in vars(value).items() if _is_small(part)], name, depth)
+            self._look_into([(key, part) for key, part in vars(value).items() if is_small(part)], name, depth)
         elif isinstance(value, (Event, threading.Event)):
             self.leaves[name] = value.is_set()
         elif isinstance(value, _VALUES):
             self.leaves[name] = repr(value)
+        elif isinstance(value, io.TextIOBase):  # a binary one is often read at any place
+            if value.readable() and value.seekable() and not value.writable():
+                self.leaves[name] = place_in_file(value)
         elif callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
             self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
-        elif isinstance(value, _SEEN_INTO) or not _is_of_library(value):
-            made_anew = _made_anew(value)
-            inner = [(key, part) for key, part in inner_parts(value) if key not in made_anew]
+        elif isinstance(value, SEEN_INTO) or not is_of_library(value):
+            but = made_anew(value)
+            inner = [(key, part) for key, part in inner_parts(value) if key not in but]
             self._look_into(inner, name, depth)
             self._skim(name, inner[_WIDTH:], [part for _, part in inner[_WIDTH:]], depth)
 
@@ -285,120 +337,20 @@ class Attributes:
 
     def _skim(self, name: str, rest: list[Any], parts: list[Any], depth: int) -> None:
         """Add the numbers and strings in the rest of a long list or dict as one hash, and a sample of other parts."""
-        plain = (None if part != part else part for part in filter(_is_plain, rest))  # every NaN hashes differently
+        plain = (None if part != part else part for part in filter(is_plain, rest))  # every NaN hashes differently
         if seen := tuple(plain):  # nothing for parameters with empty states, which are not restored and need not be
             self.leaves[f"{name}, the rest"] = hash(seen)
         for number in range(0, len(parts), -(-len(parts) // _WIDTH) or 1):
-            if not _is_plain(parts[number]):
+            if not is_plain(parts[number]):
                 self._look(f"{name}.{_WIDTH + number}", parts[number], depth + 1)
 
     def _key(self, key: Any, number: int) -> str:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
 
 
-def of_module(module: nn.Module) -> dict[str, Any]:
-    """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
-    but = _made_anew(module)
-    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
-    own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
-    return {**enclosing_methods(module), **own}
-
-
-def of_tensor(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that somebody gave a tensor or parameter, without torch's hooks and the marks of its compiler."""
-    return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo") and not are_hooks(value)}
-
-
-def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
-    """Whether it is the class's method of this name: Lightning restores `forward` like this after each step."""
-    return (
-        isinstance(value, MethodType) and value.__self__ is module and value.__func__ is getattr(type(module), key, 0)
+def _is_among(value: Any, leaves: Iterable[Any]) -> bool:
+    """Whether the same value is among the leaves, under any name."""
+    return any(
+        is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+        for leaf in leaves
     )
-
-
-def _made_anew(value: object) -> set[str]:
-    """The attributes that are set before they are read; those of a module by each forward pass."""
-    names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
-    for kind in type(value).__mro__:
-        names |= _MADE_ANEW.get(kind.__module__.partition(".")[0], set())
-    for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
-        if isinstance(hook, SpectralNorm):
-            names.add(hook.name)
-        elif isinstance(hook, BasePruningMethod):
-            names.add(hook._tensor_name)
-    return names
-
-
-def enclosing_methods(value: object) -> dict[str, FunctionType]:
-    """The methods with closures, such as those of a class that was defined inside a function."""
-    return {
-        name: method
-        for kind in reversed(type(value).__mro__)
-        if not is_library(kind.__module__)
-        for name, method in vars(kind).items()
-        if isinstance(method, FunctionType) and method.__closure__
-    }
-
-
-def are_hooks(value: Any) -> bool:
-    """Whether these are hooks of a module or an optimizer, whose keys differ in each process."""
-    return type(value) is collections.OrderedDict and all(type(key) is int for key in value)
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in PLAIN
-
-
-def _is_small(part: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(part, (list, tuple)):
-        return depth > 0 and length(part) <= _WIDTH and all(_is_small(inner, depth - 1) for inner in elements(part))
-    if isinstance(part, np.ndarray):
-        return part.nbytes <= _FAR
-    if isinstance(part, (str, bytes)):  # such as the whole text that a language model trains on
-        return len(part) <= _FAR
-    return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in PLAIN)
-
-
-def _kind_of(value: Any) -> Any:
-    """What shows that a value was replaced: its class; for a function, its code; for a class, the class itself."""
-    if isinstance(value, (type, BuiltinFunctionType, Distribution)):
-        return value
-    is_function = isinstance(value, (FunctionType, MethodType))
-    return value.__code__ if is_function and not str(value.__module__).startswith("cluster_ddp.") else type(value)
-
-
-def _is_replaced(was: Any, now: Any) -> bool:
-    """Whether a value was replaced. If it appeared or disappeared, its leaves show that, unless it is a function."""
-    return was != now and (None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType)))
-
-
-def _place_of_generator(generator: Any) -> Any:
-    return Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
-
-
-def _is_iterator(value: Any) -> bool:
-    of_python = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
-    return of_python and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
-
-
-def _place_of(iterator: Any) -> Any:
-    """The position of an iterator, without advancing it: those of lists and ranges show how much is left."""
-    state = inspect.getgeneratorstate(iterator) if inspect.isgenerator(iterator) else None
-    if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
-        return _NOT_BEGUN if state == inspect.GEN_CREATED else _ENDED
-    if type(iterator) is itertools.count:
-        return repr(iterator)
-    left = operator.length_hint(iterator, -1)
-    return Place() if left < 0 else left
-
-
-def _is_of_library(value: Any) -> bool:
-    if isinstance(value, (functools.partial, MethodType)):
-        return False  # their contents are searched separately
-    named = value if isinstance(value, FunctionType) else type(value)
-    return isinstance(value, (Dataset, type)) or is_library(named.__module__)
-
-
-def is_library(module: str | None) -> bool:
-    """Whether a module is a library whose variables no user code changes."""
-    return str(module).partition(".")[0] in _LIBRARIES

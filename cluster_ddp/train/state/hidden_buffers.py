@@ -1,33 +1,44 @@
-"""Saves the buffers of a model that its state_dict() omits, as soon as they change."""
+"""Saves what a model's state_dict() omits, as soon as it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cluster_ddp.train.state.contents import contents
+
 
 class HiddenBuffers:
-    """The non-persistent buffers of a model, as they were when this was made."""
+    """What state_dict() omits, as it was when this was made: buffers that are not persistent, or what it leaves out."""
 
     def __init__(self, model: nn.Module) -> None:
+        saved = set(map(id, model.state_dict(keep_vars=True).values()))
         # Where each is registered, and its tensor and version.
         self._buffers: dict[str, tuple[nn.Module, str, Tensor | None, int]] = {
             f"{prefix}.{key}" if prefix else key: (module, key, buffer, -1 if buffer is None else buffer._version)
             for prefix, module in model.named_modules()
-            for key, buffer in module._buffers.items()
-            if key in module._non_persistent_buffers_set
+            for key, buffer in (*module._parameters.items(), *module._buffers.items())
+            if key in module._non_persistent_buffers_set or (buffer is not None and id(buffer) not in saved)
         }
+        self._contents = _contents_of(self._now())
 
     def changed(self) -> dict[str, Tensor]:
-        """Those that are no longer as they were, by name."""
-        found = {}
-        for name, (module, key, before, version) in self._buffers.items():
-            now = getattr(module, key)
-            if now is not before or (now is not None and now._version != version):
-                found[name] = now
-        return found
+        """Those that are no longer as they were, by name; also through ``.data``, which torch does not count."""
+        now = self._now()
+        before, found = self._contents, _contents_of(now)
+        return {
+            name: now[name]
+            for name, (_, _, first, version) in self._buffers.items()
+            if now[name] is not first
+            or (first is not None and first._version != version)
+            or before.get(name) != found.get(name)
+        }
+
+    def _now(self) -> dict[str, Any]:
+        return {name: getattr(module, key) for name, (module, key, *_) in self._buffers.items()}
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Put back what `changed` returned; tensors of another shape go to this device."""
@@ -35,6 +46,10 @@ class HiddenBuffers:
             module, key, *_ = self._buffers[name]
             there = getattr(module, key)
             if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
-                there.copy_(tensor)
+                there.detach().copy_(tensor)
             else:
                 setattr(module, key, tensor.to(device))
+
+
+def _contents_of(buffers: Mapping[str, Tensor | None]) -> dict[str, int]:
+    return contents((name, buffer) for name, buffer in buffers.items() if buffer is not None)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts
-from cluster_ddp.train.state.attributes import is_library
+from cluster_ddp.train.state.kinds import is_library
 
 _DEPTH, _WIDTH = 4, 100  # how deep in the task modules are looked for, and in how many parts of each thing
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)

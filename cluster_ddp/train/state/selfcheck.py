@@ -20,6 +20,7 @@ from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
+from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.packing import without_devices
 from cluster_ddp.train.state.stored import check_scalars
 from cluster_ddp.train.state.training import Collected, State
@@ -34,7 +35,8 @@ _REMEDIES = {
     "optimizer": "keep it in state[parameter] or in the groups, or return and restore it in the optimizer's own "
     "state_dict() and load_state_dict(); in your own loop, also pass in an optimizer inside it, under "
     "its own name (base=optimizer.{inner})",
-    "task": "load_state_dict() of the task has to restore everything that its state_dict() returns",
+    "task": "load_state_dict() of the task has to restore everything that its state_dict() returns, and to copy into a "
+    "tensor that is trained: with torch.no_grad(): self.scale.copy_(state['scale'])",
     "memory": "give each tensor its own memory: weight.copy_(other) instead of weight.data = other. Of a tensor and a "
     "view of it, return one in state_dict(), and make the other from it in load_state_dict()",
     "counts": "report this as an error of cluster-ddp",
@@ -75,6 +77,7 @@ def _check_comes_back(
             f"and that failed with {type(error).__name__}: {error}\n"
             "    model(), optimizer() and load_state_dict() have to work again when they are called again"
         ) from error
+    state.compare_values(other)
     differing = [
         *_tensors_that_differ(tensors, again),
         *_scalars_that_differ(
@@ -82,6 +85,7 @@ def _check_comes_back(
         ),
         *(f"optimizer.{name}: {how}" for name, how in state.hidden_differences(other)),
         *_limits_that_differ(state.limits(), other.limits()),
+        *_gradients_that_would_be_lost(*state.around_loading(other)),
     ]
     if not differing and (shared := _memory_that_differs(plan.aliases, tensors, again)):
         raise _refusal(state, shared, "memory")
@@ -145,6 +149,17 @@ def _limits_that_differ(live: Mapping[str, int], again: Mapping[str, int]) -> It
     for name, most in live.items():
         if again.get(name) != most:
             yield f"{name}: a deque with maxlen={most} comes back as something else; load into one with that maxlen"
+
+
+def _gradients_that_would_be_lost(before: Attributes, after: Attributes) -> Iterator[str]:
+    """Tensors of the task that its load_state_dict() has replaced by others, which nothing trains."""
+    for name, held in sorted(before.in_optimizers() - after.in_optimizers()):
+        yield f"{name}: is {held} now, and would be another tensor after a resume"
+    for name, leaf in before.leaves.items():
+        loaded = after.leaves.get(name)
+        is_trained = isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
+        if is_trained and isinstance(loaded, Tensor) and not loaded.requires_grad:
+            yield f"{name}: requires a gradient now, and would not after a resume"
 
 
 def _shortened(text: str) -> str:

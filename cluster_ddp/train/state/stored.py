@@ -12,8 +12,8 @@ from typing import Any
 
 from cluster_ddp.checkpoint.format import StoredTensor
 from cluster_ddp.run.reading import as_number, as_whole
+from cluster_ddp.train.state.counts import Counts
 from cluster_ddp.train.state.packing import is_packed
-from cluster_ddp.train.state.training import Counts
 
 _Check = Callable[[Any], bool]
 

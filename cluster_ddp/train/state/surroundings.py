@@ -10,9 +10,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 from cluster_ddp.train.inner_parts import PLAIN, can_be_seen
 from cluster_ddp.train.randomness import GENERATORS, parts_of
-from cluster_ddp.train.state.attributes import is_library
+from cluster_ddp.train.state.kinds import is_library
 
 INSTALLED = ("site-packages", "dist-packages")
 _DEPTH = 5  # how deep variables are searched for generators
@@ -26,7 +28,7 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
     kinds = dict.fromkeys(kind for thing in objects for kind in (_itself(thing) or type(thing).__mro__))
     classes = {kind: None for kind in kinds if isinstance(kind, type) and is_of_user(kind.__module__)}
     found: dict[str, Any] = {}
-    for module in _reachable({str(kind.__module__): None for kind in kinds}):
+    for module in _reachable({_module_of(kind): None for kind in kinds}):
         for key, value in list(vars(module).items()):
             if not can_be_seen(value):
                 continue
@@ -38,9 +40,28 @@ def variables_around(objects: Iterable[object]) -> dict[str, Any]:
                 classes[value] = None
             elif _is_variable(key, value):
                 found[f"{module.__name__}.{key}"] = value
-    for kind in classes:
-        found |= {f"{kind.__name__}.{key}": part for key, part in list(vars(kind).items()) if _is_variable(key, part)}
+    for kind in _with_inner(classes):
+        parts = ((key, getattr(part, "__func__", part)) for key, part in list(vars(kind).items()))
+        found |= {f"{kind.__name__}.{key}": part for key, part in parts if _is_variable(key, part)}
     return found
+
+
+def _with_inner(classes: dict[type, None]) -> Iterator[type]:
+    """The classes, and those that are defined inside them, such as for settings."""
+    for kind in classes:
+        yield kind
+        inner = [part for part in list(vars(kind).values()) if isinstance(part, type)]
+        yield from _with_inner({part: None for part in inner if part.__qualname__.startswith(f"{kind.__qualname__}.")})
+
+
+def settings_of_torch() -> dict[str, Any]:
+    """What holds for all of torch, and may make a step compute something else."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+    }
 
 
 def modules_around(objects: Iterable[object]) -> Iterator[ModuleType]:
@@ -60,7 +81,11 @@ def generators_around(objects: Iterable[object]) -> dict[str, Any]:
 
 
 def _itself(value: object) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, FunctionType) else ()
+    return (value,) if isinstance(value, (FunctionType, ModuleType)) else ()
+
+
+def _module_of(kind: object) -> str:
+    return kind.__name__ if isinstance(kind, ModuleType) else str(kind.__module__)
 
 
 def is_of_user(name: str) -> bool:
@@ -103,4 +128,4 @@ def _is_variable(name: str, value: Any) -> bool:
     if isinstance(value, FunctionType):  # most have nothing to compare
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return bool(value.__closure__ or vars(value)) or not all(type(part) in PLAIN for part in given)
-    return not hasattr(type(value), "__get__")
+    return not hasattr(type(value), "__get__") or is_of_user(type(value).__module__)

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -17,17 +17,19 @@ from torch.optim import Optimizer
 from cluster_ddp.checkpoint.plan import Tensors, describe
 from cluster_ddp.train.communicating import Communicating
 from cluster_ddp.train.ema import EXTRA_STATE
-from cluster_ddp.train.errors import DataError, TaskError
+from cluster_ddp.train.errors import TaskError
+from cluster_ddp.train.inner_parts import inner_parts
 from cluster_ddp.train.randomness import OwnGenerators
-from cluster_ddp.train.state.attributes import Attributes, enclosing_methods, of_module, of_tensor
-from cluster_ddp.train.state.comparing import other_forms
+from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.counts import Counts
+from cluster_ddp.train.state.held import enclosing_methods, hooks_of_tensor, of_module, of_tensor
 from cluster_ddp.train.state.hidden_buffers import HiddenBuffers
 from cluster_ddp.train.state.modes import Modes
 from cluster_ddp.train.state.optimizer import OptimizerState
 from cluster_ddp.train.state.packing import Packer, Unpacker
-from cluster_ddp.train.state.position_tables import without_tables
-from cluster_ddp.train.state.surroundings import variables_around
+from cluster_ddp.train.state.surroundings import settings_of_torch, variables_around
 from cluster_ddp.train.state.undoing import undone
+from cluster_ddp.train.state.watching import Watch, of_task
 from cluster_ddp.train.task import Task, expect_type
 
 Collected = tuple[Tensors, dict[str, Any]]
@@ -54,33 +56,6 @@ class Averages(Protocol):
 
     def restore(self, updates: int) -> None:
         """Continue from the restored tensors, which contain this many updates."""
-
-
-@dataclass
-class Counts:
-    """The counters that, besides the step, say where training is."""
-
-    # skipped, bad_in_a_row: skipped updates, in total and in a row up to now
-    skipped: int = 0
-    bad_in_a_row: int = 0
-    evaluated_step: int = -1  # the last step whose evaluation finished
-    # stream_epoch, stream_offset: for iterable data sets: the epoch, and the number of its items used so far
-    stream_epoch: int = 0
-    stream_offset: int = 0
-    stream_places: list[list[int]] | None = None  # the same for each rank, if each reads its own part
-    # data_length, data_fingerprint: to recognise a training set that changed between attempts; None: not known
-    data_length: int | None = None
-    data_fingerprint: int | None = None
-    threads: int | None = None  # with which torch computes on the CPU; None: not known
-
-    def expect_length(self, length: int) -> None:
-        """Raise a `DataError` unless the training set is as long as at the save; the first attempt records that."""
-        if self.data_length not in (None, length):
-            raise DataError(
-                f"the training set has {length} items; it had {self.data_length} when the checkpoint was saved, and "
-                "the order of the samples depends on it: restore the data set, or start a new run with this one"
-            )
-        self.data_length = length
 
 
 class State:
@@ -122,8 +97,7 @@ class State:
             for path, part in module.named_modules()
             if id(part) not in self._saved
         }
-        self._watched: Attributes | None = None
-        self._noted: Attributes | None = None
+        self._watch = Watch(also, self._attributes, self._other_states)
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._hidden = HiddenBuffers(model)
@@ -206,6 +180,7 @@ class State:
             other = fresh()
             other._load_task({"task": packed}, of_task, Unpacker(self._device))
             other.collect()
+        self._watch.before_loading = None
 
     def check_groups(self) -> None:
         """Raise a `TaskError` if an optimizer's groups differ from what a resume would find; called in every step."""
@@ -252,18 +227,34 @@ class State:
         found = {f"task.{key}": part.maxlen for key, part in parts if isinstance(part, collections.deque)}
         return {name: most for name, most in found.items() if most is not None}
 
+    def around_loading(self, other: State) -> tuple[Attributes, Attributes]:
+        """What the task of another state, which has loaded this one, held before and holds since."""
+        before, self._watch.before_loading = self._watch.before_loading, None  # it keeps all that the other holds
+        if before is None or not isinstance(other._also, Task):
+            return Attributes({}), Attributes({})
+        return before, of_task(other._also)
+
     def watch(self) -> None:
         """Record the attributes and generators of model and task before the first step of an attempt."""
         if self._seeded is not None:
             self._seeded.find()
-        self._watched = self._attributes()
+        self.watch_again()
         for other in self._others.values():
             other.changed_later()
 
+    def watch_again(self) -> None:
+        """Call after the first step, too: what takes turns is after the second as it was before the first."""
+        self._watch.look()
+
     def note(self) -> None:
         """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
-        if self._watched is not None:
-            self._noted = self._attributes()
+        self._watch.note()
+
+    def compare_values(self, other: State) -> None:
+        """Note for `unsaved` which numbers and strings, and which two names of the same, come back in another state."""
+        if isinstance(other._also, Task):
+            self._watch.compare_values(other._also)
+            self._watch.compare_names(of_task(other._also))
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
@@ -271,18 +262,15 @@ class State:
         Covers the model, the task and other optimizers; of the main optimizer, only what changes after the first call,
         because everything up to then has been compared.
         """
-        if self._watched is None:
+        if self._watch.latest is None:
             return []
-        was, now = self._watched, self._noted or self._attributes()
-        states = {"task": self._task_state(), "model": self._model_state()[1]}
-        self._watched, self._noted = self._attributes() if self._noted else now, None
-        changed = now.unsaved(without_tables(was.changed(now), now.leaves), Attributes(states))
-        if changed:  # rarely, as tensors are copied from the GPU for it
-            changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
-        of_optimizers = {
-            f"{name}.{key}" for name, optimizer in self._optimizers().items() for key in optimizer.changed_later()
-        }
-        return sorted({now.holders.get(name) or was.holders[name] for name in changed} | of_optimizers)
+        found = self._watch.unsaved()
+        for name, optimizer in self._optimizers().items():
+            found.update(f"{name}.{key}" for key in optimizer.changed_later())
+        return sorted(found)
+
+    def _other_states(self) -> dict[str, Any]:
+        return {"task": self._task_state(), "model": self._model_state()[1]}
 
     def _optimizers(self) -> dict[str, OptimizerState]:
         return {"optimizer": self._optimizer, **self._others}
@@ -295,22 +283,25 @@ class State:
         # A replaced module has a different id; self._modules keeps the originals alive.
         holders["the model's layers"] = {name: id(module) for name, module in self._model.named_modules()}
         for name, weight in self._by_name.items():
-            for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
-                if hooks:
-                    holders[f"model.{name}, its hooks"] = hooks
+            if hooks := hooks_of_tensor(weight):
+                holders[f"model.{name}, its hooks"] = hooks
         for name, optimizer in self._optimizers().items():
             holders |= {f"{name}.{key}": hooks for key, hooks in optimizer.hooks().items()}
         for name, tensor in (*self._by_name.items(), *self._model.named_buffers()):
             holders |= {f"model.{name}.{key}": value for key, value in of_tensor(tensor).items()}
         if isinstance(self._also, Task):
-            parts = {**enclosing_methods(self._also), **vars(self._also)}
+            own = dict(inner_parts(self._also))  # also in slots
+            parts = {**enclosing_methods(self._also), **own}
             holders |= {f"task.{key}": value for key, value in parts.items()}
-            code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules)]
+            code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
+        holders["the settings of torch"] = settings_of_torch()
+        of_all = vars(nn.modules.module).items()
+        holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
         known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
-        return Attributes(holders, known, seeded=self._seeded, earlier=self._watched)
+        return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:
         """Give the groups of a copy of the optimizer the settings that this one's had before the first step."""
@@ -341,6 +332,9 @@ class State:
         TaskError
             It does not restore that state.
         """
+        if isinstance(also, Task):
+            self._watch.put_back_values(also)
+            self._watch.before_loading = of_task(also)
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))

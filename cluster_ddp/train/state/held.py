@@ -1,0 +1,94 @@
+"""What modules, tensors and classes hold besides what every one has: where steps may keep something."""
+
+from __future__ import annotations
+
+import collections
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim import Optimizer
+
+from cluster_ddp.train.state.kinds import is_library
+
+# Also the marks of torch.compile and Lightning, and what transformers' Trainer sets during training.
+_OF_MODULES = frozenset(vars(nn.Module())) | {
+    "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
+}  # fmt: skip
+# By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
+# results. And sentence-transformers' model card, which is for people only.
+_MADE_ANEW = {
+    "kornia": {
+        "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
+        "_transform_matrix_params_snapshot", "_output_image", "transform_op",
+    },
+    "gpytorch": {"_memoize_cache"},
+    "linear_operator": {"_memoize_cache"},
+    "omegaconf": {"_flags_cache"},
+    "sentence_transformers": {"model_card_data"},
+}  # fmt: skip
+# Not state: flags for torch's warnings and checks, what a step is told about its own gradients, and the number of
+# elements of LBFGS's parameters.
+NOT_STATE_OF_OPTIMIZERS = frozenset(
+    {
+        "_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
+        "found_inf", "grad_scale", "_numel_cache",
+    }
+)  # fmt: skip
+
+
+def of_module(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
+    but = made_anew(module)
+    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
+    own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
+    return {**enclosing_methods(module), **own}
+
+
+def of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that somebody gave a tensor or parameter, without torch's hooks and the marks of its compiler."""
+    return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo") and not are_hooks(value)}
+
+
+def hooks_of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """The hooks that somebody gave a tensor, which may keep something."""
+    hooks = {"hooks": tensor._backward_hooks, "other hooks": tensor._post_accumulate_grad_hooks}
+    return {name: held for name, held in hooks.items() if held} if tensor.is_leaf else {}
+
+
+def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
+    """Whether it is the class's method of this name: Lightning restores `forward` like this after each step."""
+    return (
+        isinstance(value, MethodType) and value.__self__ is module and value.__func__ is getattr(type(module), key, 0)
+    )
+
+
+def made_anew(value: object) -> set[str]:
+    """The attributes that are set before they are read; those of a module by each forward pass."""
+    names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
+    for kind in type(value).__mro__:
+        names |= _MADE_ANEW.get(kind.__module__.partition(".")[0], set())
+    for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
+        if isinstance(hook, SpectralNorm):
+            names.add(hook.name)
+        elif isinstance(hook, BasePruningMethod):
+            names.add(hook._tensor_name)
+    return names
+
+
+def enclosing_methods(value: object) -> dict[str, FunctionType]:
+    """The methods with closures, such as those of a class that was defined inside a function."""
+    return {
+        name: method
+        for kind in reversed(type(value).__mro__)
+        if not is_library(kind.__module__)
+        for name, method in vars(kind).items()
+        if isinstance(method, FunctionType) and method.__closure__
+    }
+
+
+def are_hooks(value: Any) -> bool:
+    """Whether these are hooks of a module or an optimizer, whose keys differ in each process."""
+    return type(value) is collections.OrderedDict and all(type(key) is int for key in value)

@@ -1,0 +1,99 @@
+"""Says of single values what kind they are, and whether steps may depend on them."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import enum
+import functools
+import queue
+import sys
+import threading
+import types
+from multiprocessing.sharedctypes import SynchronizedBase
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from cluster_ddp.train.inner_parts import PLAIN, elements, length
+
+_DEPTH, _WIDTH, _FAR = 10, 100, 1_000_000  # of what counts as small
+_LIBRARIES = {"torch", "numpy", "cluster_ddp", "lightning", "transformers", "accelerate", *sys.stdlib_module_names}
+# From libraries, but searched anyway: what changes by itself, and containers for arbitrary things.
+SEEN_INTO = (
+    Optimizer, LRScheduler, _BaseDataLoaderIter, torch.amp.GradScaler, torch.quasirandom.SobolEngine,
+    argparse.Namespace, types.SimpleNamespace, queue.Queue, collections.UserDict, collections.UserList,
+    collections.ChainMap, threading.local,
+)  # fmt: skip
+# Which one of several a name refers to matters, such as the network that is the teacher for now.
+REFERRED_TO = (nn.Module, Optimizer, Tensor)
+_CACHES = "transformers.cache_utils"  # what a model may go on with in the next step
+# Of these, which one a name refers to is all that can be seen.
+_OPAQUE = (type, BuiltinFunctionType, Distribution, concurrent.futures.Future)
+
+
+def is_value(value: object) -> bool:
+    """Whether it is a number, a string or the like, which has no parts."""
+    return type(value) in PLAIN or isinstance(value, enum.Enum)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a string or the like, or a tuple of such."""
+    return all(map(is_plain, value)) if type(value) is tuple else type(value) in PLAIN
+
+
+def is_common(value: Any) -> bool:
+    """Whether many things have this value, so that two that do may have nothing to do with each other."""
+    return value is None or isinstance(value, bool) or (type(value) in (int, float) and value in range(-_WIDTH, _WIDTH))
+
+
+def is_small(part: Any, depth: int = _DEPTH) -> bool:
+    """Whether a part of a data set is something that a step may set in it, and not its samples."""
+    if isinstance(part, (list, tuple)):
+        return depth > 0 and length(part) <= _WIDTH and all(is_small(inner, depth - 1) for inner in elements(part))
+    if isinstance(part, np.ndarray):
+        return part.nbytes <= _FAR
+    if isinstance(part, (str, bytes)):  # such as the whole text that a language model trains on
+        return len(part) <= _FAR
+    return isinstance(part, (Tensor, Dataset, SynchronizedBase)) or (part is not None and type(part) in PLAIN)
+
+
+def may_take_turns(value: Any) -> bool:
+    """Whether which one of several a name refers to matters, such as the level or the teacher for now."""
+    return isinstance(value, (*REFERRED_TO, *SEEN_INTO, dict, list, set, collections.deque)) or not (
+        isinstance(value, (tuple, frozenset)) or is_of_library(value)
+    )
+
+
+def kind_of(value: Any) -> Any:
+    """What shows that a value was replaced: its class; for a function, its code; for a class, the class itself."""
+    if isinstance(value, _OPAQUE):
+        return value
+    is_function = isinstance(value, (FunctionType, MethodType))
+    return value.__code__ if is_function and not str(value.__module__).startswith("cluster_ddp.") else type(value)
+
+
+def is_replaced(was: Any, now: Any) -> bool:
+    """Whether a value was replaced. If it appeared or disappeared, its leaves show that, unless it is a function."""
+    return was != now and (None not in (was, now) or isinstance(was or now, (types.CodeType, BuiltinFunctionType)))
+
+
+def is_of_library(value: Any) -> bool:
+    if isinstance(value, (functools.partial, MethodType)):
+        return False  # their contents are searched separately
+    named = value if isinstance(value, FunctionType) else type(value)
+    return isinstance(value, (Dataset, type)) or (is_library(named.__module__) and named.__module__ != _CACHES)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module is a library whose variables no user code changes."""
+    return str(module).partition(".")[0] in _LIBRARIES

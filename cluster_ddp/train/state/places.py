@@ -1,0 +1,46 @@
+"""Finds out where random generators, iterators and files stand, without moving them."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import itertools
+import operator
+import random
+import sys
+from typing import Any
+
+from cluster_ddp.train.data.fingerprint import drawn_to
+from cluster_ddp.train.state.comparing import Place
+
+_NOT_BEGUN, _ENDED = "not begun", "ended"
+
+
+def place_of_generator(generator: Any) -> Any:
+    """The position of a random generator, by its state."""
+    return Place() if isinstance(generator, random.SystemRandom) else drawn_to(generator)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it is one of Python's own iterators, other than a file."""
+    of_python = type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+    return of_python and hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+
+
+def place_of(iterator: Any) -> Any:
+    """The position of an iterator, without advancing it: those of lists and ranges show how much is left."""
+    state = inspect.getgeneratorstate(iterator) if inspect.isgenerator(iterator) else None
+    if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
+        return _NOT_BEGUN if state == inspect.GEN_CREATED else _ENDED
+    if type(iterator) is itertools.count:
+        return repr(iterator)
+    left = operator.length_hint(iterator, -1)
+    return Place() if left < 0 else left
+
+
+def place_in_file(file: io.TextIOBase) -> Any:
+    """The position in a text file; unknown while it is iterated over."""
+    try:
+        return file.tell()
+    except OSError:
+        return Place()

@@ -1,0 +1,111 @@
+"""Finds what steps change in attributes, and no checkpoint contains, by comparing them at several moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.comparing import is_same, other_forms
+from cluster_ddp.train.state.kinds import is_value
+from cluster_ddp.train.state.position_tables import without_tables
+from cluster_ddp.train.task import Task
+
+_NOTHING = object()
+
+
+def of_task(task: Task) -> Attributes:
+    """What a task holds."""
+    return Attributes({f"task.{key}": part for key, part in vars(task).items()})
+
+
+class Watch:
+    """Remembers attributes as they were before the first step and later.
+
+    Parameters
+    ----------
+    task
+        What else is saved: only for a task is it looked at which of its numbers and strings come back.
+    attributes
+        Finds all attributes as they are now.
+    states
+        Returns what the checkpoint would contain of the task and the modules' extra state.
+
+    Attributes
+    ----------
+    before_loading
+        What a task that was made for a check held before it was given the state of this one.
+    """
+
+    def __init__(
+        self,
+        task: object,
+        attributes: Callable[[], Attributes],
+        states: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.before_loading: Attributes | None = None
+        self._task = task
+        self._attributes, self._states = attributes, states
+        # What there was at earlier moments, with what the state held then.
+        self._looks: list[tuple[Attributes, Attributes]] = []
+        self._noted: Attributes | None = None
+        self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
+
+    @property
+    def latest(self) -> Attributes | None:
+        """The attributes at the latest look; None before the first."""
+        return self._looks[-1][0] if self._looks else None
+
+    def look(self) -> None:
+        """Remember what there is now, to be compared with in the next `unsaved`."""
+        self._looks.append((self._attributes(), Attributes(self._states())))
+
+    def note(self) -> None:
+        """Take what there is now for what the next `unsaved` compares, whatever changes before it is called."""
+        if self._looks:
+            self._noted = self._attributes()
+
+    def unsaved(self) -> set[str]:
+        """What has changed since one of the looks, and is not saved; this call is the next look."""
+        states = self._states()
+        saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
+        self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
+        found = {name for name, does in self._comes_back.items() if not does}
+        for was, saved_then in looks:
+            changed = without_tables(was.changed(now), now.leaves)
+            holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
+            changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
+            changed = now.unsaved(changed, saved, saved_then)
+            if changed:  # rarely, as tensors are copied from the GPU for it
+                changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
+            found.update(holders[name] for name in changed)
+        self._comes_back = {name: True for name, does in self._comes_back.items() if does}
+        return found
+
+    def put_back_values(self, other: Task) -> None:
+        """Give another task the numbers and strings that this one had at first, so that loading has to set them."""
+        values = vars(other) if self._looks else {}
+        for key in [key for key, value in values.items() if is_value(value)]:
+            first = self._first(key)
+            if first is _NOTHING:
+                del values[key]  # it is made by a step
+            elif is_value(first):
+                values[key] = first
+
+    def compare_values(self, other: Task) -> None:
+        """Find out which of these the other has after loading the state of this one."""
+        mine, theirs = vars(self._task), vars(other)
+        for key, value in mine.items() if self._looks else ():
+            first = self._first(key)
+            if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
+                self._comes_back[f"task.{key}"] = is_same(theirs.get(key, _NOTHING), value)
+
+    def compare_names(self, again: Attributes) -> None:
+        """Find out which names would no longer refer to the same as another name, of the task after loading it."""
+        if self._looks and self._noted is not None and self.before_loading is not None:
+            was, now = self._looks[0][0], self._noted
+            lost = was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
+            self._comes_back |= {now.holders[name]: False for name in lost}
+
+    def _first(self, key: str) -> Any:
+        return self._looks[0][0].leaves.get(f"task.{key}", _NOTHING)
