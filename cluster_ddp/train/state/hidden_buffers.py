@@ -15,14 +15,16 @@ class HiddenBuffers:
     """What state_dict() omits, as it was when this was made: buffers that are not persistent, or what it leaves out."""
 
     def __init__(self, model: nn.Module) -> None:
-        saved = set(map(id, model.state_dict(keep_vars=True).values()))
+        saved = model.state_dict(keep_vars=True)
+        ids = set(map(id, saved.values()))  # under any names; a copy under the right name is refused elsewhere
         # Where each is registered, and its tensor and version.
-        self._buffers: dict[str, tuple[nn.Module, str, Tensor | None, int]] = {
-            f"{prefix}.{key}" if prefix else key: (module, key, buffer, -1 if buffer is None else buffer._version)
-            for prefix, module in model.named_modules()
-            for key, buffer in (*module._parameters.items(), *module._buffers.items())
-            if key in module._non_persistent_buffers_set or (buffer is not None and id(buffer) not in saved)
-        }
+        self._buffers: dict[str, tuple[nn.Module, str, Tensor | None, int]] = {}
+        for prefix, module in model.named_modules():
+            for key, buffer in (*module._parameters.items(), *module._buffers.items()):
+                name = f"{prefix}.{key}".removeprefix(".")
+                is_omitted = buffer is not None and name not in saved and id(buffer) not in ids
+                if is_omitted or key in module._non_persistent_buffers_set:
+                    self._buffers[name] = module, key, buffer, -1 if buffer is None else buffer._version
         self._contents = _contents_of(self._now())
 
     def changed(self) -> dict[str, Tensor]:
