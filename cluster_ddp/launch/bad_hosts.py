@@ -6,6 +6,7 @@ job on its own, no keeper could do that, and the next start is the first that ca
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -43,7 +44,9 @@ def suspects(history: History, upto: int) -> list[str]:
     upto
         The last attempt to look at; those before the last `resume` do not count.
     """
-    counts = Counter(host for number in range(history.first_number, upto + 1) for host in _culprits(history, number))
+    numbers = range(history.first_number, upto + 1)
+    lacking = _lacking(history, numbers)
+    counts = Counter(host for number in numbers for host in _culprits(history, number) or lacking.get(number, set()))
     cut_off = {
         short_name(event.get("host")) for number, event in history.ran_on() if number <= upto and event.get("host")
     }
@@ -60,19 +63,31 @@ def _culprits(history: History, number: int) -> set[str]:
     root = root_failure(failures)
     host, error = root.get("host"), str(root.get("error") or "")
     broken = root.get("suspect") or root.get("signal") in _SIGNALS or _BROKEN.search(error)
-    return {short_name(host)} if isinstance(host, str) and (broken or _lacks_something(history, number)) else set()
+    return {short_name(host)} if isinstance(host, str) and broken else set()
 
 
-def _lacks_something(history: History, number: int) -> bool:
-    """Whether the program failed before its first step though it has trained before.
+def _lacking(history: History, numbers: Iterable[int]) -> dict[int, set[str]]:
+    """Return, by attempt, the host on which the program failed before its first step though it has trained before.
 
-    A package, a library or data may be missing on the host of the error, or differ there.
+    A package, a library or data may be missing there, or differ. If the same happens on another host before training
+    goes on, the fault is the program's, such as in its load_state_dict().
     """
-    return (
-        not all(map(is_surroundings, failures_of(history, number)))
-        and not finished_a_step(history, number)
-        and any(finished_a_step(history, earlier) for earlier in range(number))
-    )
+    found: dict[int, set[str]] = {}
+    for has_trained, series in itertools.groupby(numbers, key=lambda number: finished_a_step(history, number)):
+        hosts = {} if has_trained else {number: _cannot_begin(history, number) for number in series}
+        if len(set[str]().union(*hosts.values())) == 1:
+            found |= hosts
+    return found
+
+
+def _cannot_begin(history: History, number: int) -> set[str]:
+    """Return the hosts of the program's own errors in an attempt without a step, if it has trained before."""
+    if not any(finished_a_step(history, earlier) for earlier in range(number)):
+        return set()
+    if history.of_attempt(number, NODE_LOST, NODE_TAKEN):  # the errors are consequences
+        return set()
+    own = [event for event in failures_of(history, number) if not is_surroundings(event)]
+    return {short_name(event["host"]) for event in own if event.get("host")}
 
 
 def enough_others(usable: set[str], *, bad: Iterable[str], excluded: Iterable[str], nodes: int) -> bool:

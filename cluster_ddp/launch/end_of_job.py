@@ -6,6 +6,7 @@ asked to save and end immediately, and whether the job may be requeued is settle
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 
@@ -232,7 +233,11 @@ class EndOfJob:
 
     def out_of_time(self) -> bool:
         """Whether SIGKILL is so near that there is no time to wait for anything."""
-        return self._decide_at is not None and self._host.now() >= self._decide_at
+        return self.seconds_left() <= 0
+
+    def seconds_left(self) -> float:
+        """Return for how long anything may still be waited for; endless as long as nothing is known to end the job."""
+        return math.inf if self._decide_at is None else self._decide_at - self._host.now()
 
     def job_goes_on(self) -> bool:
         """Whether the job may continue although a SIGTERM ended its step: Slurm lets it run, or ends it only for now.

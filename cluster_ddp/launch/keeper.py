@@ -235,10 +235,8 @@ class Keeper:
                 return None, []
             return decision, bad
 
-        seconds = _DECIDE_SECONDS
-        if self._end.out_of_time():
-            seconds = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
-        found = self._host.within(seconds, decided)
+        least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
+        found = self._host.within(min(_DECIDE_SECONDS, max(least, self._end.seconds_left())), decided)
         self._storage_answers = found is not None
         return found or (None, [])
 

@@ -108,7 +108,7 @@ def _record_taken_nodes(history: History, attempt: AttemptDirectory, writer: Eve
     Nothing is wrong with them. The job restarts with as many nodes as it asks for.
     """
     silent = _silent(history, attempt.number)
-    taken = [host for host in taken_hosts(start) if host in silent] if silent else []
+    taken = [host for host in map(short_name, taken_hosts(start)) if host in silent] if silent else []
     for host in taken:
         reason = f"node {host} was taken from the job while it ran (scontrol update NumNodes=...)"
         writer.write(NODE_TAKEN, attempt=attempt.number, node=silent[host].get("node"), host=host, reason=reason)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.process import host_name
 from cluster_ddp.run.directory import AttemptDirectory
-from cluster_ddp.run.stopfile import CANCEL, PERSON, request_stop
+from cluster_ddp.run.stopfile import FINAL_REASONS, PERSON, request_stop
 
-_CANCEL_SECONDS = 20.0
+_FINAL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class StopRequests:
         """Ask an attempt to save and end, within `seconds` if that is known."""
         ends_at = None if seconds is None else self._host.now() + seconds
         self._unwritten = request = _Request(attempt, reason, ends_at)
-        if reason == CANCEL:  # nothing is urgent any more, and this is what the run ends as
-            self._host.within(_CANCEL_SECONDS, lambda: self._write(request))
+        if reason in FINAL_REASONS:  # nothing is urgent any more, and this is what the run ends as
+            self._host.within(_FINAL_SECONDS, lambda: self._write(request))
         else:
             self._host.glance(lambda: self._write(request))
 

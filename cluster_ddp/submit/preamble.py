@@ -44,7 +44,7 @@ for cluster_ddp_name in "${!SLURM@}"; do
     cluster_ddp_slurm+=("$cluster_ddp_name=${!cluster_ddp_name}")
 done
 cluster_ddp_restore() {
-    [[ -n ${SLURM_JOB_ID:-} ]] || export "${cluster_ddp_slurm[@]}"
+    [[ -n ${SLURM_JOB_ID:-} ]] || export "${cluster_ddp_slurm[@]}" || : # one that is read-only now
 }
 
 # A command of launch.setup that fails ends this start, and so does one that would end this
@@ -62,9 +62,9 @@ trap '[[ ! $BASH_COMMAND =~ ^exec\ +[^\<\>\{\&0-9] ]] ||
     cluster_ddp_fail once "launch.setup: nothing of the job would follow after: $BASH_COMMAND"' DEBUG"""
 
 _AFTER_SETUP = """cluster_ddp_drop_traps
-cluster_ddp_restore
 trap - ERR DEBUG # here, too: a function that returns puts these back
 set +eu +o pipefail +o posix # whatever those lines have set: this script looks at each status itself
+cluster_ddp_restore
 
 # Puts the last program into this script's place, where Slurm's signals find it. Where launch.setup has left an EXIT
 # trap, this script waits for that program and passes the signals on.

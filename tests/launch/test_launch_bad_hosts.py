@@ -87,6 +87,30 @@ def test_a_host_where_a_program_that_has_trained_cannot_begin_is_suspect(
     assert found(fresh, 2) == bad
 
 
+@pytest.mark.parametrize("hosts", [["n1 n2", "n1 n2"], ["n1", "n2", "n1"], ["n1", "n1", "n2"]])
+def test_a_program_that_cannot_begin_on_several_hosts_is_at_fault_itself(fresh: RunDirectory, hosts: list[str]) -> None:
+    """An error in its load_state_dict() cost it one good host after the other."""
+    attempts(fresh, 1)
+    happened(fresh, "started", 0, step=0, total_steps=100)
+    happened(fresh, "checkpoint", 0, step=10)
+    attempts(fresh, len(hosts))
+    for number, failed in enumerate(hosts, 1):
+        for rank, host in enumerate(failed.split()):
+            happened(fresh, "failed", number, host=host, rank=rank, error="KeyError: 'scale'")
+    assert found(fresh, len(hosts)) == []
+
+
+def test_a_host_that_lacks_something_stays_suspect_once_training_has_gone_on_without_it(fresh: RunDirectory) -> None:
+    for number, before, after in ((0, 1, 2), (3, 1, 1)):
+        attempts(fresh, before)
+        happened(fresh, "started", number, step=0, total_steps=100)
+        happened(fresh, "checkpoint", number, step=10)
+        attempts(fresh, after)
+    for number, host in ((1, "n2"), (2, "n2"), (4, "n3")):
+        happened(fresh, "failed", number, host=host, rank=1, error="FileNotFoundError: /data/a")
+    assert found(fresh, 4) == ["n2"]
+
+
 def test_a_host_whose_local_disk_is_read_only_is_suspect(fresh: RunDirectory) -> None:
     """The workers of a DataLoader have their semaphores in /dev/shm."""
     attempts(fresh, 2)

@@ -38,10 +38,10 @@ class Ended:
         return self.output.cancelled
 
 
-def recorded(run: RunDirectory, step: Ended, *, job_ends: bool = False) -> list[tuple[str, str]]:
+def recorded(run: RunDirectory, step: Ended, *, job_ends: bool = False, nodes: str = "n[1-3]") -> list[tuple[str, str]]:
     """What is recorded of the first attempt's nodes n1, n2 and n3."""
     writer, ended = EventWriter(run, "batch"), cast(RunningJobStep, step)
-    record_failed_nodes(run.attempt(0), writer, start(), ended, job_ends=job_ends)
+    record_failed_nodes(run.attempt(0), writer, start(nodes=nodes), ended, job_ends=job_ends)
     events = [event for event in read_events(run) if event["event"] in ("node-failed", "node-lost")]
     return [(event["host"], event.get("error") or event["reason"]) for event in events if event.get("suspect", True)]
 
@@ -215,15 +215,16 @@ def test_a_node_program_that_ends_with_its_job_is_not_blamed(trained: RunDirecto
     assert recorded(trained, Ended(*KILLED_TASK)) == []
 
 
+@pytest.mark.parametrize("domain", ["", ".cluster.org"])
 def test_a_node_that_was_taken_from_the_job_is_told_and_not_blamed(
-    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, domain: str
 ) -> None:
     """`scontrol update NumNodes=`: Slurm kills the node program there, and then the step."""
-    shown = "JobId=77 JobState=RUNNING Restarts=0 ReqNodeList=(null) NodeList=n[1,3]"
+    shown = f"JobId=77 JobState=RUNNING Restarts=0 ReqNodeList=(null) NodeList=n[1,3]{domain}"
     stand_in(tmp_path, monkeypatch, scontrol=f"echo '{shown}'")
     for attempt in (0, 1):
         EventWriter(trained, "rank").write("rank-failed", attempt=attempt, rank=1, host="n2", signal="SIGKILL")
-    assert recorded(trained, Ended(*KILLED_TASK)) == []
+    assert recorded(trained, Ended(*KILLED_TASK), nodes=f"n[1-3]{domain}") == []
     outcome = outcome_of(read_history(trained), 0)
     assert outcome.ending is Ending.FAILED and outcome.why.startswith("node n2 was taken from the job while it ran")
     assert suspects(read_history(trained), 1) == []

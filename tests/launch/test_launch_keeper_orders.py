@@ -241,6 +241,30 @@ def test_storage_that_blocks_before_the_job_is_ended_loses_no_requeue(
     assert world.queued is queued and not world.faults
 
 
+@pytest.mark.parametrize("word", ["preemption", "time limit"])
+def test_storage_that_blocks_once_training_has_saved_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """The keeper waited for it for longer than Slurm's grace."""
+
+    seen: list[bool] = []
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+        if not any(seen):
+            return do()
+        host.sleep(seconds)
+        return None
+
+    has_ended = SimulatedStep.has_ended
+    monkeypatch.setattr(SimulatedStep, "has_ended", lambda step: seen.append(has_ended(step)) or seen[-1])
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: within(host, 0.0, do))
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life(((10, word),), lasts=1000, saves_in=3.0))
+    live(world)
+    assert world.queued and not world.faults
+
+
 def test_what_came_while_storage_did_not_answer_is_heard_before_the_nodes_are_judged(
     fast_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +295,16 @@ def test_an_interrupt_is_a_persons_stop(fast_disk: Path) -> None:
     _, worlds, status = play(fast_disk, [Life(((10, "kill -INT"),), lasts=1000, saves_in=3.0)])
     assert (status.state.value, len(worlds)) == ("STOPPED", 1)
     assert "SIGINT to the keeper" in str(status.reason)
+
+
+def test_an_interrupt_is_a_persons_stop_even_if_storage_is_slow(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt ended before the keeper had asked for it again, and was requeued."""
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: None if 5 < host.now() < 30 else do())
+    life = Life(((10, "kill -INT"),), training="is killed", lasts=15, saves_in=None)
+    _, worlds, status = play(fast_disk, [life])
+    assert (status.state.value, len(worlds)) == ("STOPPED", 1)
 
 
 @pytest.mark.parametrize("word", ["warning", "time limit", "preemption", "kill -TERM"])

@@ -415,7 +415,14 @@ def test_setup_lines_are_a_script_of_their_own(stage: Stage) -> None:
     assert str(stage.run) in stage.calls("srun")[0]
 
 
-@pytest.mark.parametrize("line", ["unset SLURM_JOB_ID", "for name in ${!SLURM_@}; do unset $name; done"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "unset SLURM_JOB_ID",
+        "for name in ${!SLURM_@}; do unset $name; done",
+        "readonly SLURM_JOB_NODELIST; set -e; unset SLURM_JOB_ID",
+    ],
+)
 def test_setup_lines_cannot_make_the_script_forget_its_job(stage: Stage, line: str) -> None:
     """As programs are told that they are not under Slurm."""
     assert stage.perform(stage.write(launch={"setup": [line]})) == 0, stage.output

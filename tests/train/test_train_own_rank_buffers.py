@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from own_loops import begin_attempt, digest, interrupt, model_of, new_run, told
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -101,3 +102,41 @@ def test_buffers_too_large_to_be_saved_for_each_rank_are_told(tmp_path: Path) ->
     assert message.startswith(
         "the ranks hold different buffers, too large to be saved for each of them: model.layers.1"
     )
+
+
+class Late(nn.Module):
+    """Makes a buffer in its first forward pass, on each rank a different one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model_of()
+
+    def forward(self, inputs: Tensor) -> Any:
+        if not hasattr(self, "offset"):
+            self.register_buffer("offset", torch.tensor(float(dist.get_rank())), persistent=False)
+        return self.layers(inputs + self.offset)
+
+
+def train_late(place: Path, attempt: int, at: int | None) -> str:
+    begin_attempt(place, attempt)
+    found = ""
+    with contextlib.suppress(SystemExit), join_run() as run:
+        torch.manual_seed(5)
+        model = DistributedDataParallel(Late(), broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in run.steps(6, model=model, optimizer=optimizer):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == at:
+                interrupt("stop")
+        found = digest(model.module)
+    return found
+
+
+def test_a_buffer_that_is_not_there_yet_after_a_resume_does_not_prevent_it(tmp_path: Path) -> None:
+    """A KeyError did."""
+    whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
+    expected = run_ranks(train_late, 2, whole.path, 0, None)
+    assert run_ranks(train_late, 2, cut.path, 0, 2) == ["", ""]
+    assert run_ranks(train_late, 2, cut.path, 1, None) == expected

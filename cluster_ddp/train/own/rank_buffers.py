@@ -13,7 +13,7 @@ from cluster_ddp.checkpoint.replicas import tensor_digests
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.own.values import has_values
 
-_AT_MOST = 256 * 2**20  # bytes of all ranks together: each of them holds these in memory during a save
+_AT_MOST = 256 * 2**20  # bytes of all ranks together, which each of them holds in memory once it has saved them
 _SHOWN = 5  # names in the message
 
 
@@ -43,14 +43,14 @@ class RankBuffers:
     ) -> None:
         self._modules, self._wrapped, self._world, self._warn = list(modules), wrapped, world, warn
         # Once a buffer has differed it is saved from then on: a checkpoint with other tensors is checked once more.
-        self._names: list[str] = []
+        self._sizes: dict[str, int] = {}  # in bytes, by name
         self._values: list[Tensor] = []
         self._is_told = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What was last gathered: the names, and the bytes of each rank."""
+        """What was last gathered: the names and sizes, and the bytes of each rank."""
         are_next = [model.require_forward_param_sync for model in self._wrapped]
-        return {"names": self._names, "bytes": self._values, "next pass replaces": are_next}
+        return {"sizes": self._sizes, "bytes": self._values, "next pass replaces": are_next}
 
     def gather(self) -> None:
         """Collect the buffers that differ; all ranks call it before a save."""
@@ -62,10 +62,11 @@ class RankBuffers:
         ranks = all_gather_object((looks, dict(zip(found, marks, strict=True))))
         alike = [name for name, look in ranks[0][0].items() if all(of.get(name) == look for of, _ in ranks)]
         own = {name for name in alike if any(of[name] != ranks[0][1][name] for _, of in ranks)}
-        self._names = self._small_enough({name: found[name] for name in alike if name in own.union(self._names)})
+        names = self._small_enough({name: found[name] for name in alike if name in own.union(self._sizes)})
+        self._sizes = {name: found[name].nbytes for name in names}
         self._values = []
-        if self._names:
-            mine = torch.cat([_bytes_of(found[name]) for name in self._names])
+        if names:
+            mine = torch.cat([_bytes_of(found[name]) for name in names])
             self._values = all_gather_object(mine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -74,12 +75,12 @@ class RankBuffers:
             model.require_forward_param_sync = is_next
         if len(state["bytes"]) != self._world.world_size:
             return
-        self._names, self._values = state["names"], state["bytes"]
-        found, mine = self._find(), self._values[self._world.rank]
-        for name, part in zip(
-            self._names, torch.split(mine, [found[name].nbytes for name in self._names]), strict=True
-        ):
-            buffer = found[name]
+        self._sizes, self._values = state["sizes"], state["bytes"]
+        found, parts = self._find(), torch.split(self._values[self._world.rank], list(self._sizes.values()))
+        for name, part in zip(self._sizes, parts, strict=True):
+            buffer = found.get(name)
+            if buffer is None or buffer.nbytes != part.nbytes:
+                continue  # not in the model's state_dict(): the first forward pass makes it
             with torch.no_grad():
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # cloned: to be aligned
 
