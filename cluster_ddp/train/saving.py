@@ -198,7 +198,7 @@ class Saving:
         self._steps_here += 1
         if self._steps_here == 1:
             self._checkpointer.prepare(state.collect()[0])
-            state.watch_again()  # on all ranks: state_dict() may communicate
+            state.watch_again(is_compared=self._rank == 0 or state.communicates)
         if self._steps_here == _CHECKED_AFTER:
             collected = state.collect()
             refuse_own_state(f"after step {step}", *collected, state.from_rank_0())

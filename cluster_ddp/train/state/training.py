@@ -238,13 +238,16 @@ class State:
         """Record the attributes and generators of model and task before the first step of an attempt."""
         if self._seeded is not None:
             self._seeded.find()
-        self.watch_again()
+        self._watch.look()
         for other in self._others.values():
             other.changed_later()
 
-    def watch_again(self) -> None:
-        """Call after the first step, too: what takes turns is after the second as it was before the first."""
-        self._watch.look()
+    def watch_again(self, *, is_compared: bool) -> None:
+        """Call after the first step, too, on all ranks: what takes turns is after the second as before the first."""
+        if is_compared:
+            self._watch.look()
+        else:
+            self._other_states()  # state_dict() of the task may communicate
 
     def note(self) -> None:
         """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
