@@ -13,7 +13,7 @@ from cluster_ddp.launch.variables import OPEN_FILES_VARIABLE
 from cluster_ddp.run.directory import RunDirectory
 
 HAVE_MET = "nodes have met"  # in an agent's message if it would train with fewer nodes, after how many of how many
-HAVE_COME = "nodes that came: "  # in the message of an agent that waited in vain for others
+HAVE_COME = "nodes that came: "  # in the message of an agent that the others did not all reach in time
 
 _MAX_WORDS = 400
 _SHARED = "has to be the same and writable on every node (runs_dir)"

@@ -52,7 +52,7 @@ class Communicating:
 
 
 class Alone:
-    """Raises a `TaskError`, within its block, where this thread begins a collective, in which it would wait for ever.
+    """Raises a `TaskError`, within its block, where this thread begins a collective, in which it would wait forever.
 
     Parameters
     ----------

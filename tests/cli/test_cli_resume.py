@@ -77,7 +77,7 @@ def test_what_is_still_stopping_is_resumed_once_it_has_ended(call: Call, run: Ru
 
 
 def test_a_run_whose_machine_is_down_is_resumed_after_a_cancel(call: Call, here: Path) -> None:
-    """Nothing here can tell it from one at work: `stop`, which was the advice, waited for it for ever."""
+    """Nothing here can tell it from one at work: `stop`, which was the advice, waited for it forever."""
     run = create_run(load_job("job.yaml").spec, runs_dir=here / "runs", via="local", script=None)
     attempt = begin_attempt(run, host="n1", pid=os.getpid(), nodes=1, procs=1)
     record = json.loads(attempt.record_file.read_text())

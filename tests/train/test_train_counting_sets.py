@@ -56,7 +56,7 @@ class Cached(Noisy):
         return super().__getitem__(self.records[-1].index)
 
 
-def test_a_small_cache_whose_objects_are_made_anew_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_small_cache_whose_objects_are_recomputed_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
     data = Cached()
     fetcher = Fetcher(data, default_collate, 1, exact=True)
     assert len(list(Loader(fetcher, [(0, np.arange(10))], lambda plan: plan, workers=0, device=CPU))) == 1

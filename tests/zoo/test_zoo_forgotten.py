@@ -424,7 +424,7 @@ def test_what_hooks_of_all_modules_keep_is_told(tmp_path: Path, capfd: pytest.Ca
 
 
 class Accumulates(ZooTask):
-    """Adds up gradients of a critic over several steps; another network's are made anew in each."""
+    """Adds up gradients of a critic over several steps; those of another network are new in each."""
 
     def model(self) -> nn.Module:
         self.critic, self.judge, self.unread = (nn.Linear(CLASSES, 1) for _ in range(3))

@@ -193,7 +193,7 @@ def test_generators_in_modules_and_deques_are_exact_and_not_told(
 
 
 class GivesBack(ZooTask):
-    """Gives all that it changes to the checkpoint, and makes its generator anew when it takes that back."""
+    """Gives all that it changes to the checkpoint, and makes its generator again when it takes that back."""
 
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)

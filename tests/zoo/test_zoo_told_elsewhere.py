@@ -93,7 +93,7 @@ def test_numbers_in_shared_memory_are_told(tmp_path: Path, capfd: pytest.Capture
 
 
 class Swaps(ZooTask):
-    """Two layers take turns as the teacher of the other, by names and in a list that a resume begins anew."""
+    """Two layers take turns as the teacher of the other, by names and in a list that a resume begins again."""
 
     def model(self) -> nn.Module:
         model = mlp()

@@ -122,7 +122,7 @@ class _Keyed(Dataset[Any]):
 
 
 def make_sendable(error: Exception) -> None:
-    """Raise an error in other words if torch could not send it from a worker; the rank would wait for it for ever."""
+    """Raise an error in other words if torch could not send it from a worker; the rank would wait for it forever."""
     try:
         pickle.dumps(type(error))
     except Exception:  # AttributeError or PicklingError: a class within a function

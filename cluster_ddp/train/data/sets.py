@@ -72,7 +72,7 @@ class Numbers:
     """
 
     def __init__(self, *holders: object) -> None:
-        self._found: dict[str, list[float]] = {}  # by name: the same objects may have been made anew, as in a cache
+        self._found: dict[str, list[float]] = {}  # by name: the same objects may have been made again, as in a cache
         for part in parts_of(*holders, depth=_DEPTH):
             if is_of_user(type(part).__module__) and hasattr(part, "__dict__"):
                 for key, value in list(vars(part).items()):

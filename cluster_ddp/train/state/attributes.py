@@ -28,7 +28,7 @@ from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inn
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, made_anew, of_module, of_tensor
+from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, recomputed, of_module, of_tensor
 from cluster_ddp.train.state.kinds import (
     REFERRED_TO,
     SEEN_INTO,
@@ -326,7 +326,7 @@ class Attributes:
         elif callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
             self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
         elif isinstance(value, SEEN_INTO) or not is_of_library(value):
-            but = made_anew(value)
+            but = recomputed(value)
             inner = [(key, part) for key, part in inner_parts(value) if key not in but]
             self._look_into(inner, name, depth)
             self._skim(name, inner[_WIDTH:], [part for _, part in inner[_WIDTH:]], depth)

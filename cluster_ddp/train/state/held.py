@@ -19,7 +19,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {
 }  # fmt: skip
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
 # results. And sentence-transformers' model card, which is for people only.
-_MADE_ANEW = {
+_RECOMPUTED = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
         "_transform_matrix_params_snapshot", "_output_image", "transform_op",
@@ -41,7 +41,7 @@ NOT_STATE_OF_OPTIMIZERS = frozenset(
 
 def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
-    but = made_anew(module)
+    but = recomputed(module)
     own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
     own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
     return {**enclosing_methods(module), **own}
@@ -65,11 +65,11 @@ def _is_own_method(module: nn.Module, key: str, value: object) -> bool:
     )
 
 
-def made_anew(value: object) -> set[str]:
+def recomputed(value: object) -> set[str]:
     """The attributes that are set before they are read; those of a module by each forward pass."""
     names = set(NOT_STATE_OF_OPTIMIZERS) if isinstance(value, Optimizer) else set[str]()
     for kind in type(value).__mro__:
-        names |= _MADE_ANEW.get(kind.__module__.partition(".")[0], set())
+        names |= _RECOMPUTED.get(kind.__module__.partition(".")[0], set())
     for hook in value._forward_pre_hooks.values() if isinstance(value, nn.Module) else ():
         if isinstance(hook, SpectralNorm):
             names.add(hook.name)
