@@ -28,7 +28,7 @@ from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inn
 from cluster_ddp.train.randomness import GENERATORS
 from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
-from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, recomputed, of_module, of_tensor
+from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
 from cluster_ddp.train.state.kinds import (
     REFERRED_TO,
     SEEN_INTO,
