@@ -298,9 +298,9 @@ class State:
             holders |= {f"task.{key}": value for key, value in parts.items()}
             code = [self._also, self._optimizer.optimizer, *(module for _, module in self._modules), *own.values()]
             holders |= variables_around(code)
+            of_all = vars(nn.modules.module).items()
+            holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
         holders["the settings of torch"] = settings_of_torch()
-        of_all = vars(nn.modules.module).items()
-        holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
         known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
         for module in modules.values():
             known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
