@@ -38,9 +38,8 @@ from cluster_ddp.printing import say
 from cluster_ddp.train.data.fetch import Collate
 from cluster_ddp.train.data.fingerprint import fingerprint, settled
 from cluster_ddp.train.data.loader import from_workers, make_sendable, to_device
-from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, MadeFrom
+from cluster_ddp.train.data.made_from import READ_FROM_THE_FIRST, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch
-from cluster_ddp.train.data.streams import AtFirst
 from cluster_ddp.train.distributed import World, all_gather_object
 from cluster_ddp.train.errors import DataError
 from cluster_ddp.train.randomness import Use, derive, drawn, mix, seed_host

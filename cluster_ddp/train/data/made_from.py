@@ -7,7 +7,7 @@ import contextlib
 import dis
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.only_written import codes_of
 from cluster_ddp.train.state.surroundings import is_of_user
 
+AtFirst = Callable[[], contextlib.AbstractContextManager[None]]  # gives the task its state from before training
 _DEPTH, _WIDTH = 10, 100  # how deep is searched, and how many elements of lists one by one
 _FAR = 100_000  # the most numbers and strings of a list that are compared
 _WHOLE, _SAMPLE = 1 << 20, 4096  # bytes up to which an array is compared as a whole, and elements of a larger one

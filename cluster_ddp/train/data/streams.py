@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.record import read_record, update_record
 from cluster_ddp.train.data.fetch import LOOK, Fetcher
 from cluster_ddp.train.data.loader import Loader
-from cluster_ddp.train.data.made_from import NOT_PUT_BACK, WORKERS_HAVE_COPIES, MadeFrom
+from cluster_ddp.train.data.made_from import NOT_PUT_BACK, WORKERS_HAVE_COPIES, AtFirst, MadeFrom
 from cluster_ddp.train.data.order import MicroBatch, SampleStream, rank_micro_batches
 from cluster_ddp.train.distributed import World, all_gather_object, broadcast_object
 from cluster_ddp.train.errors import DataError
@@ -84,7 +84,6 @@ class Stream(Protocol):
 
 
 Warn = Callable[[str], None]
-AtFirst = Callable[[], AbstractContextManager[None]]
 
 
 def open_stream(
