@@ -11,24 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
-from torch.utils.data import Dataset, TensorDataset
 from zoo_models import CLASSES, FEATURES, mlp
+from zoo_told import told
 from zoo_training import Case, ZooTask, judge
-
-_SHORT = {"steps": 3, "ema_decay": None}
-
-
-def _told(make: Any, folder: Path, capfd: pytest.CaptureFixture[str], **train: Any) -> list[str]:
-    """The names that a calm training warns of, besides what every task of the zoo forgets."""
-    judge(Case(train={**_SHORT, **train}), folder, make)
-    said = [line for line in capfd.readouterr().err.splitlines() if "which no checkpoint contains" in line]
-    listed = [line.partition("training changes ")[2].partition(", which")[0].split(", ") for line in said]
-    return sorted({name for names in listed for name in names} - {"task.losses"})
 
 
 class Centres(nn.Module):
@@ -94,7 +83,7 @@ class TakesTurns(ZooTask):
 def test_a_flag_whose_value_is_in_the_state_by_chance_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert _told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
+    assert told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
 
 
 class Stage(enum.Enum):
@@ -139,136 +128,8 @@ class SavesNumber(GoesOn):
 
 
 def test_a_name_that_refers_to_another_object_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _told(GoesOn, tmp_path / "forgets", capfd) == ["task.criterion", "task.level", "task.level_saved"]
-    assert _told(SavesNumber, tmp_path / "saves", capfd) == []
-
-
-class LearnsTau(ZooTask):
-    """Has a temperature of its own, which a second optimizer updates."""
-
-    def __init__(self, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        self.tau = nn.Parameter(torch.ones(()))
-        self.second = Adam([self.tau], lr=0.1)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        self.second.zero_grad()
-        (super().loss(model, batch).detach() * self.tau).backward()
-        self.second.step()
-        return super().loss(model, batch) * self.tau.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tau": self.tau, "second": self.second.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            self.tau.copy_(state["tau"])
-        self.second.load_state_dict(state["second"])
-
-
-class ReplacesTau(LearnsTau):
-    """After a resume, its optimizer updates what nothing else refers to."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tau = nn.Parameter(state["tau"])
-        self.second.load_state_dict(state["second"])
-
-
-class ReplacesBoth(ReplacesTau):
-    """Makes the optimizer again, too."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tau = nn.Parameter(state["tau"])
-        self.second = Adam([self.tau], lr=0.1)
-        self.second.load_state_dict(state["second"])
-
-
-class Scales(LearnsTau):
-    """Has a scaler for its second optimizer, whose state has numbers where it has tensors."""
-
-    def __init__(self, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        self.scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        loss = ZooTask.loss(self, model, batch)
-        self.second.zero_grad()
-        self.scaler.scale(loss.detach() * self.tau).backward()
-        self.scaler.step(self.second)
-        self.scaler.update()
-        return loss * self.tau.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "scaler": self.scaler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.scaler.load_state_dict(state["scaler"])
-
-
-class MadeApart(ZooTask):
-    """Makes a critic in model(), and what holds it in train_data(), which no check calls again."""
-
-    def model(self) -> nn.Module:
-        self.critic = nn.Linear(CLASSES, 1)
-        return super().model()
-
-    def train_data(self) -> Dataset[Any]:
-        self.second = Adam(self.critic.parameters(), lr=0.1)
-        self.kept = SimpleNamespace(critic=self.critic)
-        return super().train_data()
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        self.second.zero_grad()
-        self.kept.critic(torch.ones(CLASSES)).sum().backward()
-        self.second.step()
-        return super().loss(model, batch) * self.critic.weight.detach().mean()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"critic": self.critic.state_dict(), "second": self.second.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.critic.load_state_dict(state["critic"])
-        self.second.load_state_dict(state["second"])
-
-
-class StopsTau(LearnsTau):
-    """Stops learning it, which nothing saves."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        loss = super().loss(model, batch) if self.tau.requires_grad else ZooTask.loss(self, model, batch)
-        self.tau.requires_grad_(False)
-        return loss
-
-
-class Perturbs(ZooTask):
-    """Comes back with a perturbation that requires no gradient any more."""
-
-    def __init__(self, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        self.delta = torch.zeros(FEATURES, requires_grad=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"delta": self.delta.detach()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.delta = state["delta"]
-
-
-def test_a_tensor_that_its_optimizer_would_lose_is_refused(tmp_path: Path) -> None:
-    assert str(judge(Case(), tmp_path / "copies", LearnsTau)) == "exact"
-    assert str(judge(Case(), tmp_path / "makes both", ReplacesBoth)) == "exact"
-    assert str(judge(Case(), tmp_path / "made apart", MadeApart)) == "exact"
-    for kind, words in ((ReplacesTau, "task.tau: "), (Perturbs, "task.delta: requires a gradient now")):
-        verdict = judge(Case(), tmp_path / kind.__name__, kind)
-        assert verdict.refused_at == 2 and words in (verdict.refused or ""), verdict
-
-
-def test_a_tensor_that_is_frozen_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _told(StopsTau, tmp_path / "stops", capfd) == ["task.tau"]
-    assert _told(LearnsTau, tmp_path / "learns", capfd) == []
-    assert _told(MadeApart, tmp_path / "apart", capfd) == []
-    assert _told(Scales, tmp_path / "scales", capfd, steps=8) == []
+    assert told(GoesOn, tmp_path / "forgets", capfd) == ["task.criterion", "task.level", "task.level_saved"]
+    assert told(SavesNumber, tmp_path / "saves", capfd) == []
 
 
 class ByTwoNames(ZooTask):
@@ -307,7 +168,7 @@ def test_what_two_names_refer_to_and_only_one_gets_back_is_told(
 ) -> None:
     judge(Case(train={"steps": 2, "ema_decay": None}), tmp_path / "one", ByTwoNames)
     assert "task.reader, which no checkpoint contains" in capfd.readouterr().err
-    assert _told(FillsBoth, tmp_path / "both", capfd) == []
+    assert told(FillsBoth, tmp_path / "both", capfd) == []
     assert str(judge(Case(), tmp_path / "exact", FillsBoth)) == "exact"
 
 
@@ -325,7 +186,7 @@ class ReadsFile(ZooTask):
 
 
 def test_the_place_in_a_text_file_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _told(ReadsFile, tmp_path, capfd) == ["task.lines"]
+    assert told(ReadsFile, tmp_path, capfd) == ["task.lines"]
 
 
 class Sets:
@@ -393,10 +254,10 @@ def test_numbers_in_places_of_many_kinds_are_told(
     monkeypatch.setattr(Helper, "__module__", "transformers.cache_utils")
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
     try:
-        told = _told(Elsewhere, tmp_path / "runs", capfd)
+        names = told(Elsewhere, tmp_path / "runs", capfd)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert told == [
+    assert names == [
         "Elsewhere.counted", "Elsewhere.described", "Settings.seen", "task.cache", "task.day", "task.future",
         "task.in_slot", "task.other", "the settings of torch", "zoo_by_name.CALLS",
     ]  # fmt: skip
@@ -418,7 +279,7 @@ class HooksAll(ZooTask):
 
 def test_what_hooks_of_all_modules_keep_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
-        assert _told(HooksAll, tmp_path, capfd) == ["the hooks of all modules"]
+        assert told(HooksAll, tmp_path, capfd) == ["the hooks of all modules"]
     finally:
         nn.modules.module._global_forward_hooks.clear()
 
@@ -439,87 +300,7 @@ class Accumulates(ZooTask):
 
 
 def test_gradients_that_add_up_over_steps_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _told(Accumulates, tmp_path, capfd) == ["task.critic"]
-
-
-class Relabels(ZooTask):
-    """Changes the labels of a set of tensors, of which several batches are fetched together."""
-
-    def __init__(self, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(48, FEATURES, generator=generator)
-        self.array = np.zeros(48, np.int64)
-        self.labels = torch.zeros(48, dtype=torch.int64)
-
-    def train_data(self) -> Dataset[Any]:
-        return TensorDataset(self.inputs, self.labels, torch.arange(48))
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        inputs, labels, indices = batch
-        self.labels[indices] = (labels + 1) % CLASSES
-        self.labels[indices // 2] = 0
-        return super().loss(model, (inputs, labels))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"labels": self.labels}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.labels.copy_(state["labels"])
-
-
-class RelabelsArray(Relabels):
-    """Changes them by an array."""
-
-    def __init__(self, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        self.labels = torch.from_numpy(self.array)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        inputs, labels, indices = batch
-        self.array[(indices // 2).numpy()] += 1
-        return ZooTask.loss(self, model, (inputs, labels % CLASSES))
-
-
-@pytest.mark.parametrize("kind", [Relabels, RelabelsArray])
-def test_batches_are_not_fetched_before_their_labels_change(kind: type[ZooTask], tmp_path: Path) -> None:
-    assert str(judge(Case(), tmp_path, kind)) == "exact"
-
-
-class Widens(ZooTask):
-    """Its batches become wider."""
-
-    def __init__(self, case: Case, crash: int | None = None) -> None:
-        super().__init__(case, crash)
-        self.width = self.steps = 1
-
-    def collate(self, items: list[Any]) -> Any:
-        inputs, labels = super().collate(items)
-        return self._cut(inputs), labels
-
-    def _cut(self, inputs: Tensor) -> Tensor:
-        return inputs * (torch.arange(FEATURES) < self.width)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        self.steps += 1
-        self.width = min(FEATURES, self.steps)
-        return super().loss(model, batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"width": self.width, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.width, self.steps = state["width"], state["steps"]
-
-
-def test_what_collate_reads_in_workers_and_training_changes_is_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = "training changes Widens.width, from which samples or batches are made, but workers have copies"
-    assert str(judge(Case(), tmp_path / "here", Widens)) == "exact"
-    assert words not in capfd.readouterr().err
-    judge(Case(train={**_SHORT, "workers": 1}), tmp_path / "workers", Widens)
-    assert words in capfd.readouterr().err
+    assert told(Accumulates, tmp_path, capfd) == ["task.critic"]
 
 
 class Scripted(ZooTask):

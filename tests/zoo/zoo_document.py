@@ -80,12 +80,12 @@ ELSEWHERE = [
      "zoo/test_zoo_told.py::test_a_task_that_does_not_take_its_state_back_is_refused"),
     ("a tensor of the task that an optimizer of its own holds, and that `load_state_dict` replaces by another",
      "and would be another tensor after a resume",
-     "zoo/test_zoo_forgotten.py::test_a_tensor_that_its_optimizer_would_lose_is_refused"),
+     "zoo/test_zoo_own_tensors.py::test_a_tensor_that_its_optimizer_would_lose_is_refused"),
     ("a model with scripted or traced modules", "is a scripted module, whose attributes",
      "zoo/test_zoo_forgotten.py::test_scripted_modules_are_refused_by_name"),
     ("reported after the second step, or soon after it begins: what training changes and the data set or `collate` "
      "reads in workers", "from which samples or batches are made",
-     "zoo/test_zoo_forgotten.py::test_what_collate_reads_in_workers_and_training_changes_is_told"),
+     "zoo/test_zoo_changed_data.py::test_what_collate_reads_in_workers_and_training_changes_is_told"),
     ("reported after the second step, or soon after it begins: attributes of model and task that training changes and "
      "that are in no checkpoint", "which no checkpoint contains: a resume",
      "zoo/test_zoo_told.py::test_what_no_checkpoint_holds_is_told_by_name"),

@@ -1,0 +1,95 @@
+"""What samples and batches are made from, and training changes: exact, or told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+from zoo_models import CLASSES, FEATURES
+from zoo_told import SHORT
+from zoo_training import Case, ZooTask, judge
+
+
+class Relabels(ZooTask):
+    """Changes the labels of a set of tensors, of which several batches are fetched together."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(48, FEATURES, generator=generator)
+        self.array = np.zeros(48, np.int64)
+        self.labels = torch.zeros(48, dtype=torch.int64)
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(self.inputs, self.labels, torch.arange(48))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels, indices = batch
+        self.labels[indices] = (labels + 1) % CLASSES
+        self.labels[indices // 2] = 0
+        return super().loss(model, (inputs, labels))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"labels": self.labels}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.labels.copy_(state["labels"])
+
+
+class RelabelsArray(Relabels):
+    """Changes them by an array."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.labels = torch.from_numpy(self.array)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels, indices = batch
+        self.array[(indices // 2).numpy()] += 1
+        return ZooTask.loss(self, model, (inputs, labels % CLASSES))
+
+
+@pytest.mark.parametrize("kind", [Relabels, RelabelsArray])
+def test_batches_are_not_fetched_before_their_labels_change(kind: type[ZooTask], tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path, kind)) == "exact"
+
+
+class Widens(ZooTask):
+    """Its batches become wider."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.width = self.steps = 1
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, labels = super().collate(items)
+        return self._cut(inputs), labels
+
+    def _cut(self, inputs: Tensor) -> Tensor:
+        return inputs * (torch.arange(FEATURES) < self.width)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        self.width = min(FEATURES, self.steps)
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"width": self.width, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.width, self.steps = state["width"], state["steps"]
+
+
+def test_what_collate_reads_in_workers_and_training_changes_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "training changes Widens.width, from which samples or batches are made, but workers have copies"
+    assert str(judge(Case(), tmp_path / "here", Widens)) == "exact"
+    assert words not in capfd.readouterr().err
+    judge(Case(train={**SHORT, "workers": 1}), tmp_path / "workers", Widens)
+    assert words in capfd.readouterr().err

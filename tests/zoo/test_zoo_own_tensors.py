@@ -1,0 +1,144 @@
+"""Tensors that a task trains by itself: what their optimizer would lose is refused, and freezing them is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam
+from torch.utils.data import Dataset
+from zoo_models import CLASSES, FEATURES
+from zoo_told import told
+from zoo_training import Case, ZooTask, judge
+
+
+class LearnsTau(ZooTask):
+    """Has a temperature of its own, which a second optimizer updates."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.tau = nn.Parameter(torch.ones(()))
+        self.second = Adam([self.tau], lr=0.1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.second.zero_grad()
+        (super().loss(model, batch).detach() * self.tau).backward()
+        self.second.step()
+        return super().loss(model, batch) * self.tau.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tau": self.tau, "second": self.second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.tau.copy_(state["tau"])
+        self.second.load_state_dict(state["second"])
+
+
+class ReplacesTau(LearnsTau):
+    """After a resume, its optimizer updates what nothing else refers to."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tau = nn.Parameter(state["tau"])
+        self.second.load_state_dict(state["second"])
+
+
+class ReplacesBoth(ReplacesTau):
+    """Makes the optimizer again, too."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tau = nn.Parameter(state["tau"])
+        self.second = Adam([self.tau], lr=0.1)
+        self.second.load_state_dict(state["second"])
+
+
+class Scales(LearnsTau):
+    """Has a scaler for its second optimizer, whose state has numbers where it has tensors."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = ZooTask.loss(self, model, batch)
+        self.second.zero_grad()
+        self.scaler.scale(loss.detach() * self.tau).backward()
+        self.scaler.step(self.second)
+        self.scaler.update()
+        return loss * self.tau.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.scaler.load_state_dict(state["scaler"])
+
+
+class MadeApart(ZooTask):
+    """Makes a critic in model(), and what holds it in train_data(), which no check calls again."""
+
+    def model(self) -> nn.Module:
+        self.critic = nn.Linear(CLASSES, 1)
+        return super().model()
+
+    def train_data(self) -> Dataset[Any]:
+        self.second = Adam(self.critic.parameters(), lr=0.1)
+        self.kept = SimpleNamespace(critic=self.critic)
+        return super().train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.second.zero_grad()
+        self.kept.critic(torch.ones(CLASSES)).sum().backward()
+        self.second.step()
+        return super().loss(model, batch) * self.critic.weight.detach().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"critic": self.critic.state_dict(), "second": self.second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.critic.load_state_dict(state["critic"])
+        self.second.load_state_dict(state["second"])
+
+
+class StopsTau(LearnsTau):
+    """Stops learning it, which nothing saves."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) if self.tau.requires_grad else ZooTask.loss(self, model, batch)
+        self.tau.requires_grad_(False)
+        return loss
+
+
+class Perturbs(ZooTask):
+    """Comes back with a perturbation that requires no gradient any more."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.delta = torch.zeros(FEATURES, requires_grad=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"delta": self.delta.detach()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.delta = state["delta"]
+
+
+def test_a_tensor_that_its_optimizer_would_lose_is_refused(tmp_path: Path) -> None:
+    assert str(judge(Case(), tmp_path / "copies", LearnsTau)) == "exact"
+    assert str(judge(Case(), tmp_path / "makes both", ReplacesBoth)) == "exact"
+    assert str(judge(Case(), tmp_path / "made apart", MadeApart)) == "exact"
+    for kind, words in ((ReplacesTau, "task.tau: "), (Perturbs, "task.delta: requires a gradient now")):
+        verdict = judge(Case(), tmp_path / kind.__name__, kind)
+        assert verdict.refused_at == 2 and words in (verdict.refused or ""), verdict
+
+
+def test_a_tensor_that_is_frozen_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(StopsTau, tmp_path / "stops", capfd) == ["task.tau"]
+    assert told(LearnsTau, tmp_path / "learns", capfd) == []
+    assert told(MadeApart, tmp_path / "apart", capfd) == []
+    assert told(Scales, tmp_path / "scales", capfd, steps=8) == []
