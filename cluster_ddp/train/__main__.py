@@ -21,8 +21,9 @@ def main(arguments: list[str]) -> None:
         print("usage: python -m cluster_ddp.train RUN_DIR", file=sys.stderr)
         fast_exit(2)
     with gc_paused():
-        import torch._dynamo  # noqa: F401 - else the optimizer imports it later, which takes a second
+        from cluster_ddp.train.deferred_dynamo import defer_dynamo
 
+        defer_dynamo()
         from cluster_ddp.train.trainer import run_rank
     end = run_rank(RunDirectory(Path(place).absolute()), int(os.environ.get(ATTEMPT_VARIABLE, "0")))
     fast_exit(end.status, at_once=end.at_once)
