@@ -33,6 +33,9 @@ def main() -> None:
     try:
         if sys.argv[1] == "task":
             import cluster_ddp.train.task  # noqa: F401 - while the request is being prepared
+            from cluster_ddp.train.deferred_dynamo import defer_dynamo
+
+            defer_dynamo()
 
         asked = json.load(sys.stdin)
         said = _script(Path(asked["script"])) if "script" in asked else _task(asked)
@@ -107,7 +110,7 @@ def _state_bytes(task: Any, model: Any, asked: dict[str, Any]) -> int | None:
         return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
 
     kept = size(model.state_dict().values())
-    if kept <= asked["small"]:  # creating an optimizer imports torch's compiler, a wasted second
+    if kept <= asked["small"]:  # an optimizer's step without memory imports a lot, a third of a second
         return None
     task.weight_decay = asked["weight_decay"]
     optimizer = task.optimizer(model, asked["lr"])
