@@ -25,10 +25,16 @@ _FAIL = r"""cluster_ddp_drop_traps() {
 cluster_ddp_fail() {
     cluster_ddp_drop_traps
     echo "job.sbatch: $2" >&2
-    local policy=@policy@
+    local policy=@policy@ name value
     if [[ -f $policy ]]; then
         trap 'kill $!' @signal@ TERM # which only this script receives
-        "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2" &
+        ( # without variables that are too large to be handed to a program
+            while IFS= read -r name; do
+                value=${!name-}
+                ((${#value} < 30000)) || export -n "$name"
+            done < <(compgen -e)
+            exec "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2"
+        ) &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
     elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run yet
         sleep 10

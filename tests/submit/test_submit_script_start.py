@@ -247,6 +247,16 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
 
 
+def test_an_environment_too_large_for_any_program_is_told(stage: Stage) -> None:
+    """It is too large for the script that records the failure, too."""
+    setup = ["export BIG=$(printf %0200000d 0)"]
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(launch={"setup": setup}), SLURM_RESTART_COUNT="3") == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    found = stage.status()
+    assert found["state"] == "FAILED" and "Argument list too long" in found["reason"]
+
+
 def test_the_place_of_a_failure_in_a_file_that_setup_lines_read_is_told(stage: Stage) -> None:
     """That command is none of the setup lines."""
     (file := stage.folder / "profile.sh").write_text("true\ngrep -q a /dev/null\ntrue\n")

@@ -13,14 +13,15 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
-from multiprocessing import connection
+from multiprocessing import connection, queues
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.launch.processes import present
 from cluster_ddp.train.data.fetch import Fetcher
@@ -211,9 +212,25 @@ def set_up_worker(worker: int) -> None:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():
         _thread.start_new_thread(_end_with, (rank,))  # not by `threading`: the set's threads are counted
+
+
+def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> None:
+    """Send an error in place of a batch that could not be sent: Python's queue prints it, and the rank would wait.
+
+    Such as one that cannot be pickled, or for which the memory disk is full.
+    """
+    if isinstance(batch, tuple) and (info := get_worker_info()) is not None:
+        try:
+            make_sendable(error)
+        except RuntimeError as other:
+            error = other
+        where = f"in DataLoader worker process {info.id}, which could not send a batch"
+        wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+        queue.put((batch[0], wrapped))
 
 
 def _end_with(rank: BaseProcess) -> None:
