@@ -31,7 +31,7 @@ cluster_ddp_fail() {
         ( # without variables that are too large to be handed to a program
             while IFS= read -r name; do
                 value=${!name-}
-                ((${#value} < 30000)) || export -n "$name"
+                ((${#value} < 30000)) || export -n "${name?}"
             done < <(compgen -e)
             exec "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2"
         ) &
