@@ -245,6 +245,18 @@ def test_a_batch_that_cannot_be_sent_is_told() -> None:
         next(iter(loader))
 
 
+class Dying(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        os.kill(os.getpid(), index)
+        return torch.zeros(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_is_told_with_the_signal() -> None:
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside"):
+        fetch(Dying(), (0, [int(signal.SIGKILL)]), workers=1)
+
+
 class Pids(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor(os.getpid())

@@ -164,6 +164,9 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
             if isinstance(batch, DataError):
                 raise batch
             yield batch
+    except RuntimeError as error:
+        tell_how_they_ended(error, processes)
+        raise
     finally:
         del batches  # asks them to exit
         see_off(processes)
@@ -188,6 +191,22 @@ def protect_fork_server(context: BaseContext | None = None) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None:
+    """Add to torch's error about workers that are gone how they ended: it names only their process ids."""
+    codes = sorted({worker.exitcode for worker in workers if worker.exitcode is not None})
+    if str(error).startswith("DataLoader worker (pid") and codes:
+        error.args = (f"{str(error).rstrip()}: {', '.join(map(_in_words, codes))}",)
+
+
+def _in_words(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    name = signal.Signals(-exit_code).name
+    known = {"SIGKILL": ", killed from outside, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
+             "because the memory disk (/dev/shm) is full"}  # fmt: skip
+    return f"ended by {name}{known.get(name, '')}"
 
 
 def see_off(workers: list[BaseProcess]) -> None:
