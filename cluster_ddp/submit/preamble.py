@@ -57,10 +57,15 @@ cluster_ddp_restore() {
 # script or take its place. A trap of those lines for EXIT runs at the end; one for ERR takes the place of this one.
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
-    local again=once
+    local again=once what=$2 line=()
     cluster_ddp_restore
+    # Of a function that fails, such as module, bash knows what failed inside of it; what matters is the line that called.
+    [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 1 line <"${3:-$0}"; } 2>/dev/null
+    if [[ ${line[*]:-} && ${line[*]//[[:space:]]/} != *"${what//[[:space:]]/}"* ]]; then
+        what=${line[*]#"${line[*]%%[![:space:]]*}"}
+    fi
     ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || again=again # it has worked once, or a signal has ended it
-    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2${3:+ ($3, line $4)}" # $3: a file that they read
+    cluster_ddp_fail "$again" "launch.setup: status $1 from: $what${3:+ ($3, line $4)}" # $3: a file that they read
 }
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND" "${BASH_SOURCE#"$0"}" "$LINENO"' ERR
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT

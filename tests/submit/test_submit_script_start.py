@@ -232,6 +232,7 @@ def _said_by_script(stage: Stage) -> str:
         (["exit 3"], 3, "exit 3, which ends the script"),
         (["trap 'echo its own' EXIT", "set -eu", "false"], 1, "false"),
         (["fail() { :; }", "setup_failed() { :; }", "false"], 1, "false"),
+        (["module() { local status=3; return $status; }", "  module load nothere"], 3, "module load nothere"),
     ],
 )
 def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
