@@ -28,10 +28,11 @@ cluster_ddp_fail() {
     local policy=@policy@ name value
     if [[ -f $policy ]]; then
         trap 'kill $!' @signal@ TERM # which only this script receives
-        ( # without variables that are too large to be handed to a program
+        ( # without what may be too large to be handed to a program
+            while IFS= read -r name; do unset -f -- "$name"; done < <(compgen -A function)
             while IFS= read -r name; do
                 value=${!name-}
-                ((${#value} < 30000)) || export -n "${name?}"
+                [[ $name == SLURM* || $name == *PATH ]] || ((${#value} < 1000)) || export -n "${name?}"
             done < <(compgen -e)
             exec "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2"
         ) &
@@ -59,7 +60,7 @@ cluster_ddp_restore() {
 cluster_ddp_setup_failed() {
     local again=once what=$2 line=()
     cluster_ddp_restore
-    # Of a function that fails, such as module, bash knows what failed inside of it; what matters is the line that called.
+    # Of a function that fails, such as module, bash knows what failed inside of it, and not the line that calls it.
     [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 1 line <"${3:-$0}"; } 2>/dev/null
     if [[ ${line[*]:-} && ${line[*]//[[:space:]]/} != *"${what//[[:space:]]/}"* ]]; then
         what=${line[*]#"${line[*]%%[![:space:]]*}"}

@@ -248,9 +248,16 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
 
 
-def test_an_environment_too_large_for_any_program_is_told(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "setup",
+    [
+        ["export BIG=$(printf %0200000d 0)"],
+        ["for i in {1..200}; do export V$i=$(printf %020000d 0); done"],
+        ['eval "big() { : $(printf %0200000d 0); }"', "export -f big"],
+    ],
+)
+def test_an_environment_too_large_for_any_program_is_told(stage: Stage, setup: list[str]) -> None:
     """It is too large for the script that records the failure, too."""
-    setup = ["export BIG=$(printf %0200000d 0)"]
     stage.program("sleep", "exit 0")
     assert stage.perform(stage.write(launch={"setup": setup}), SLURM_RESTART_COUNT="3") == 1
     add_slurm_job(RunDirectory(stage.run), "77")
