@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
@@ -194,10 +195,10 @@ def protect_fork_server(context: BaseContext | None = None) -> None:
 
 
 def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None:
-    """Add to torch's error about workers that are gone how they ended: it names only their process ids."""
+    """Add to torch's error about workers that are gone how they ended, where it names only their process ids."""
     codes = sorted({worker.exitcode for worker in workers if worker.exitcode is not None})
-    if str(error).startswith("DataLoader worker (pid") and codes:
-        error.args = (f"{str(error).rstrip()}: {', '.join(map(_in_words, codes))}",)
+    if re.fullmatch(r"DataLoader worker \(pid.*\) exited unexpectedly", str(error)) and codes:
+        error.args = (f"{error}: {', '.join(map(_in_words, codes))}",)
 
 
 def _in_words(exit_code: int) -> str:
