@@ -18,6 +18,7 @@ from cluster_ddp.process import host_name
 from cluster_ddp.slurm.commands import SlurmError, cancel_job
 from cluster_ddp.slurm.control import (
     DEFAULT_KILL_WAIT,
+    all_nodes,
     closed_hosts,
     down_nodes,
     exclude_hosts,
@@ -215,6 +216,8 @@ class SlurmAllocation:
         try:
             usable = usable_nodes(start.partition)
             self._full_names = {short_name(host): host for host in [*start.hosts, *usable]}
+            if not self._full_names.keys() >= set(bad):  # such as one that is down by now
+                self._full_names |= {short_name(host): host for host in all_nodes(start.partition)}
             bad = self._as_slurm_names(bad)
             if not set(bad).isdisjoint(required_hosts(start.task)):
                 return False  # Slurm never starts the job without them, and they cannot be taken off the list again

@@ -149,6 +149,8 @@ def _is_kill(code: int | None) -> bool:
 def _without_message(code: int | None, rank: Rank) -> str:
     if code == -signal.SIGKILL:
         return "ended by SIGKILL, perhaps because the node ran out of memory; it left no message"
+    if code == -signal.SIGBUS:
+        return f"ended by SIGBUS, perhaps because the memory disk (/dev/shm) or a disk is full; {_last_said(rank)}"
     if code is not None and code < 0:
         return f"ended by {signal.Signals(-code).name}; {_last_said(rank)}"  # what a library says before it aborts
     if code == 0:

@@ -47,7 +47,7 @@ class ForcedEnd:
         self._warn = warn
         self._clock = clock
         self._sent: set[tuple[int, signal.Signals]] = set()
-        self._looked = clock()
+        self._looked = [clock()] * 2  # the last two times
         self._ended_at_once = False
         self._has_warned = False
 
@@ -59,12 +59,13 @@ class ForcedEnd:
     def note(self, gone: list[Rank]) -> None:
         """Note the ranks that have ended since the last call; call it right after polling them.
 
-        Slurm may signal all processes of a step: a script may have ended because of that before it was signaled here.
+        Slurm may signal all processes of a step: a script may have ended because of that before it was signaled here,
+        even before it was seen. The signal may have come during the last look, after that had found the ranks alive.
         """
-        before, self._looked = self._looked, self._clock()
+        before, self._looked = self._looked[0], [self._looked[1], self._clock()]
         signalled_at = self._stopping.signalled_at
         if signalled_at is not None and signalled_at >= before and not self._trains_a_task:
-            self._ended_at_once |= any(self._ranks.phase(rank) is None for rank in gone)
+            self._ended_at_once |= not self._ranks.seen or any(self._ranks.phase(rank) is None for rank in gone)
 
     def after_stop(self) -> str | None:
         """Return the outcome with which to end what is left after a stop request; None while it may end by itself."""

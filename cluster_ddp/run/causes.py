@@ -106,6 +106,8 @@ def _last_words(error: str) -> str:
     """
     lines = [line for line in error.splitlines() if line.strip()]
     said = [line.strip() for line in lines[_begin_of_message(lines) :]]
+    if "Last error:" in said[:-1]:  # NCCL's own words, below an explanation of the kind of error
+        return f"{said[0]}: {said[said.index('Last error:') + 1]}"
     introducing = itertools.takewhile(lambda line: line.endswith(":"), said[: _MOST_LINES - 1])
     return " ".join(said[: len(list(introducing)) + 1])
 

@@ -9,7 +9,7 @@ from cluster_ddp.run.attempt import attempt_is_alive
 from cluster_ddp.run.ending import AttemptOutcome, Ending, outcome_of, outcome_so_far
 from cluster_ddp.run.history import Event, History
 from cluster_ddp.run.keeper_at_work import is_deciding, waits_for_requeue, why_delayed
-from cluster_ddp.run.reading import as_whole
+from cluster_ddp.run.reading import as_whole, read_tail
 from cluster_ddp.run.record import RunRecord
 from cluster_ddp.run.run_state import RunState
 from cluster_ddp.run.stopfile import TERMINATED
@@ -20,6 +20,8 @@ from cluster_ddp.words import moment
 
 _NEVER_BEGAN = "it should have started on this machine and has not"
 _LOCAL_START_SECONDS = 60.0
+_LONGEST_OUTPUT = 4096  # bytes at the end of it that are read
+_LONGEST_QUOTE = 300
 
 
 def state_of(
@@ -69,7 +71,7 @@ def _without_slurm(
                 if before
                 else (RunState.LOST, _NEVER_BEGAN)
             )
-        return _never_began(record, job, answered=answered, ids=ids)
+        return _never_began(history, record, job, answered=answered, ids=ids)
     if not answered and last.slurm_job_id and (delayed := waits_for_requeue(history)):
         return RunState.RUNNING, delayed  # its nodes have signed off, its keeper has not
     if not answered and last.slurm_job_id and is_deciding(history):
@@ -97,12 +99,12 @@ def _should_have_begun(history: History, record: RunRecord | None) -> bool:
 
 
 def _never_began(
-    record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
+    history: History, record: RunRecord | None, job: SlurmJob | None, *, answered: bool, ids: list[str]
 ) -> tuple[RunState, str | None]:
     if job is not None:  # Slurm has ended it
         state = RunState.CANCELLED if job.state == "CANCELLED" else RunState.LOST
-        where = see_output(record, job.job_id)
-        return state, f"Slurm job {job.job_id} ended as {_end_by_slurm(job)} before an attempt started {where}"
+        said = _last_output(history, record, job)
+        return state, f"Slurm job {job.job_id} ended as {_end_by_slurm(job)} before an attempt started {said}"
     if record is not None and record.submitting is not None:
         return not_in_queue(record, answered=answered)
     if ids and answered:
@@ -211,8 +213,24 @@ def how_to_release(job: SlurmJob) -> str:
 
 def see_output(record: RunRecord | None, job_id: str) -> str:
     """Say where a job's output is: the file's name in the run directory."""
-    output = QUEUED.get(record.via if record is not None else SBATCH, QUEUED[SBATCH])
-    return f"(see {output.format(job=job_id)})"
+    return f"(see {_output_name(record, job_id)})"
+
+
+def _output_name(record: RunRecord | None, job_id: str) -> str:
+    return QUEUED.get(record.via if record is not None else SBATCH, QUEUED[SBATCH]).format(job=job_id)
+
+
+def _last_output(history: History, record: RunRecord | None, job: SlurmJob) -> str:
+    """Quote the end of a job's output, for a job that has left no other word."""
+    name = _output_name(record, job.job_id)
+    try:
+        lines = read_tail(history.run.path / name, _LONGEST_OUTPUT).decode(errors="replace").split("\n")
+    except OSError:
+        return f"(there is no {name})"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    said = f"{name} is empty" if last is None else f"{name} ends with: {last[:_LONGEST_QUOTE]}"
+    by_itself = job.state in ("COMPLETED", "FAILED")
+    return f"({said}{'; if launch.setup has lines, one of them may have ended the script' if by_itself else ''})"
 
 
 def not_in_queue(record: RunRecord, *, answered: bool) -> tuple[RunState, str]:

@@ -197,6 +197,11 @@ def usable_nodes(partition: str) -> set[str]:
     return {words[0] for words in lines if len(words) == 1}  # skips a site's greeting
 
 
+def all_nodes(partition: str) -> set[str]:
+    """Return the nodes of a partition in any state."""
+    return {node.host for node in _nodes(partition)}
+
+
 def down_nodes(hosts: Sequence[str]) -> list[str]:
     """Return those of the hosts that Slurm considers down; empty if it cannot be queried."""
     command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,fail", f"--nodes={','.join(hosts)}"]

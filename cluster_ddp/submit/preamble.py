@@ -25,10 +25,17 @@ _FAIL = r"""cluster_ddp_drop_traps() {
 cluster_ddp_fail() {
     cluster_ddp_drop_traps
     echo "job.sbatch: $2" >&2
-    local policy=@policy@
+    local policy=@policy@ name value
     if [[ -f $policy ]]; then
         trap 'kill $!' @signal@ TERM # which only this script receives
-        "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2" &
+        ( # without what may be too large to be handed to a program
+            while IFS= read -r name; do unset -f -- "$name"; done < <(compgen -A function)
+            while IFS= read -r name; do
+                value=${!name-}
+                [[ $name == SLURM* || $name == *PATH ]] || ((${#value} < 1000)) || export -n "${name?}"
+            done < <(compgen -e)
+            exec "$BASH" "$policy" "$cluster_ddp_run" "$1" "$2"
+        ) &
         while wait $!; kill -0 $! 2>/dev/null; do :; done # each signal ends one wait
     elif [[ $1 == again && -z ${SLURM_ARRAY_JOB_ID:-} ]] && ((${SLURM_RESTART_COUNT:-0} < @tries@)); then # no run yet
         sleep 10
@@ -51,10 +58,15 @@ cluster_ddp_restore() {
 # script or take its place. A trap of those lines for EXIT runs at the end; one for ERR takes the place of this one.
 # shellcheck disable=SC2317
 cluster_ddp_setup_failed() {
-    local again=once
+    local again=once what=$2 line=()
     cluster_ddp_restore
+    # Of a function that fails, such as module, bash knows what failed inside of it, and not the line that calls it.
+    [[ -z ${4:-} ]] || { mapfile -t -s $(($4 - 1)) -n 1 line <"${3:-$0}"; } 2>/dev/null
+    if [[ ${line[*]:-} && ${line[*]//[[:space:]]/} != *"${what//[[:space:]]/}"* ]]; then
+        what=${line[*]#"${line[*]%%[![:space:]]*}"}
+    fi
     ((${SLURM_RESTART_COUNT:-0} == 0 && $1 <= 128)) || again=again # it has worked once, or a signal has ended it
-    cluster_ddp_fail "$again" "launch.setup: status $1 from: $2${3:+ ($3, line $4)}" # $3: a file that they read
+    cluster_ddp_fail "$again" "launch.setup: status $1 from: $what${3:+ ($3, line $4)}" # $3: a file that they read
 }
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND" "${BASH_SOURCE#"$0"}" "$LINENO"' ERR
 trap 'cluster_ddp_setup_failed "$?" "$BASH_COMMAND, which ends the script"' EXIT

@@ -97,13 +97,14 @@ def test_hosts_that_slurm_knows_by_full_names_are_excluded_by_them(
     assert start is not None
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     answers = {
-        "sinfo": "echo n1.cluster.org; echo n2.cluster.org",
+        "sinfo": "[[ $* == *states* ]] || { printf 'n%s.cluster.org|x|x|1|1\\n' 1 2 3; exit; }; echo n2.cluster.org",
         "scontrol": f"[[ $1 != update ]] || echo \"$@\" >{tmp_path}/said\necho 'JobId=77 JobState=PENDING X=y'",
     }
     for name, answer in answers.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{answer}\n")
         (tmp_path / name).chmod(0o755)
     allocation = SlurmAllocation(start)
-    assert allocation.has_enough_others(["n1"])
-    assert allocation.keep_from(["n1"])
-    assert "ExcNodeList=n1.cluster.org" in (tmp_path / "said").read_text()
+    bad = ["n1", "n3"]  # n3 failed in an earlier attempt, and is down
+    assert allocation.has_enough_others(bad)
+    assert allocation.keep_from(bad)
+    assert "ExcNodeList=n1.cluster.org,n3.cluster.org" in (tmp_path / "said").read_text()

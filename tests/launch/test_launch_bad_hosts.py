@@ -49,6 +49,22 @@ def test_a_host_that_fails_again_is_suspect_and_one_that_fails_once_is_not(fresh
     assert found(fresh, 1) == []
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        "(pid(s) 7) exited unexpectedly: ended by SIGKILL, killed from outside, perhaps because",
+        "(pid(s) 7) exited unexpectedly: ended by SIGBUS, perhaps because",
+        "(pid 7) is killed by signal: Killed.",  # where torch's handler of SIGCHLD is first
+    ],
+)
+def test_a_host_whose_workers_are_killed_again_is_suspect(fresh: RunDirectory, how: str) -> None:
+    attempts(fresh, 2)
+    for number in (0, 1):
+        error = f"RuntimeError: DataLoader worker {how}"
+        happened(fresh, "rank-failed", number, host="n2", rank=1, error=error)
+    assert found(fresh, 1) == ["n2"]
+
+
 def test_a_rank_may_know_its_host_by_the_full_name(fresh: RunDirectory) -> None:
     attempts(fresh, 2)
     happened(fresh, "rank-failed", 0, host="n2.cluster.org", rank=1, error="ended by SIGKILL", signal="SIGKILL")

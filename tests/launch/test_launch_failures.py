@@ -252,6 +252,18 @@ def test_what_a_library_says_before_it_aborts_is_told(scene: Scene, stderr: str,
     assert words in describe_failure(scene.event())
 
 
+def test_nccls_own_words_are_told_with_the_kind_of_error() -> None:
+    error = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\ntorch.distributed.DistBackendError: '
+        "NCCL error in: x.cpp:1970, unhandled system error, NCCL version 2.20.5\nncclSystemError: System call (e.g. "
+        "socket, malloc) or external library call failed or device error. \nLast error:\nsocketStartConnect: Connect "
+        "to 10.0.0.2<4567> failed : Software caused connection abort\n"
+    )
+    said = describe_failure({"event": "rank-failed", "rank": 1, "error": error})
+    assert said.endswith("NCCL version 2.20.5: socketStartConnect: Connect to 10.0.0.2<4567> failed : Software caused "
+                         "connection abort")  # fmt: skip
+
+
 def test_of_a_long_error_the_beginning_of_its_message_is_kept() -> None:
     frames = "".join(f'  File "{number}.py", line 1, in f\n    f()\n' for number in range(1000))
     for details in ("  a detail\n" * 100, "  a detail\n" * 100_000, "x" * 1_000_000):

@@ -8,13 +8,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from node_process import wait_until
 
 from cluster_ddp.launch.forced_end import ForcedEnd
 from cluster_ddp.launch.heartbeat import HeartbeatFile
-from cluster_ddp.launch.ranks import LocalRanks
+from cluster_ddp.launch.ranks import LocalRanks, Rank
 from cluster_ddp.launch.stopping import Stopping
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import COMPLETED, EventWriter
@@ -116,6 +118,28 @@ def test_an_agent_that_does_nothing_after_its_ranks_have_failed_is_ended(make: C
     agent = make(done=False)
     assert agent.idle_for(1099.0) is None
     assert agent.idle_for(1101.0) == "failed"
+
+
+def test_a_script_that_slurms_signal_ends_before_it_is_seen_was_stopped(tmp_path: Path) -> None:
+    """Under load a rank may print, be signalled and end between two looks, or during one."""
+    attempt, heartbeat = RunDirectory(tmp_path).attempt(0), HeartbeatFile.create(tmp_path / "heartbeat", slots=1)
+    now, stopping = [1000.0], SimpleNamespace(signalled_at=None)
+    for seen in (False, True):
+        ranks = LocalRanks(heartbeat, 1)
+        rank = Rank(os.getpid(), 0, 0, None, None, None)
+        ranks.seen |= {rank.pid: rank} if seen else {}
+        ending = ForcedEnd(
+            *(ranks, cast(Stopping, stopping), attempt),
+            **{"trains_a_task": False, "join_timeout": 600.0, "warn": str, "clock": lambda: now[0]},
+        )
+        now[0] += 10.0
+        ending.note([])
+        stopping.signalled_at = now[0] - 0.01  # the look had begun, and had found it alive or not at all
+        assert not ending.has_stopped_script
+        now[0] += 0.2
+        ending.note([rank] if seen else [])
+        assert ending.has_stopped_script
+    heartbeat.close()
 
 
 def test_a_script_that_handles_no_signal_has_the_time_that_is_promised(tmp_path: Path) -> None:

@@ -218,4 +218,6 @@ def test_what_a_node_says_that_cannot_use_the_runs_folder(tmp_path: Path) -> Non
     run.record_file.touch()
     read_only = OSError(errno.EROFS, os.strerror(errno.EROFS), str(run.attempts))
     assert "the same and writable on every node" in explain(read_only, run)
-    assert "TMPDIR" in explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/x"), run)
+    for place, helps in (("/var/tmp/x", True), ("/dev/shm/x", False)):
+        said = explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place), run)
+        assert "make room there" in said and ("TMPDIR" in said) == helps

@@ -124,6 +124,25 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_runs_own_events(
     assert found.reason is None if reason is None else reason in str(found.reason)
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (None, "(there is no slurm-7.out"),
+        ("\n", "(slurm-7.out is empty; if launch.setup has lines, one of them may have ended the script)"),
+        ("loads cuda\nKilled\n\n", "(slurm-7.out ends with: Killed; if launch.setup has lines"),
+    ],
+)
+def test_an_end_before_an_attempt_is_told_with_the_end_of_the_output(
+    run: RunDirectory, output: str | None, words: str
+) -> None:
+    """As after `kill -9 $$` in launch.setup, or `set -n`, with which bash reads the rest without running it."""
+    add_slurm_job(run, "7")
+    if output is not None:
+        (run.path / "slurm-7.out").write_text(output)
+    found = describe(run, {"7": slurm_job("FAILED", "JobLaunchFailure", run_id=run.id)})
+    assert found.state is RunState.LOST and words in str(found.reason)
+
+
 def test_an_end_that_only_slurm_knows_is_told_with_its_reason_and_the_output(run: RunDirectory, say: Say) -> None:
     """As when the run directory was renamed, and Slurm cannot open the job's output when it starts it again."""
     begin(run, slurm_job_id="7")

@@ -232,6 +232,7 @@ def _said_by_script(stage: Stage) -> str:
         (["exit 3"], 3, "exit 3, which ends the script"),
         (["trap 'echo its own' EXIT", "set -eu", "false"], 1, "false"),
         (["fail() { :; }", "setup_failed() { :; }", "false"], 1, "false"),
+        (["module() { local status=3; return $status; }", "  module load nothere"], 3, "module load nothere"),
     ],
 )
 def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
@@ -245,6 +246,23 @@ def test_a_setup_line_that_fails_ends_the_job_before_an_attempt(
     found = stage.status()
     assert (found["state"], found["attempts"]) == ("FAILED", 0)
     assert f"launch.setup: status {status} from: {words} (see slurm-77.out)" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        ["export BIG=$(printf %0200000d 0)"],
+        ["for i in {1..200}; do export V$i=$(printf %020000d 0); done"],
+        ['eval "big() { : $(printf %0200000d 0); }"', "export -f big"],
+    ],
+)
+def test_an_environment_too_large_for_any_program_is_told(stage: Stage, setup: list[str]) -> None:
+    """It is too large for the script that records the failure, too."""
+    stage.program("sleep", "exit 0")
+    assert stage.perform(stage.write(launch={"setup": setup}), SLURM_RESTART_COUNT="3") == 1
+    add_slurm_job(RunDirectory(stage.run), "77")
+    found = stage.status()
+    assert found["state"] == "FAILED" and "Argument list too long" in found["reason"]
 
 
 def test_the_place_of_a_failure_in_a_file_that_setup_lines_read_is_told(stage: Stage) -> None:

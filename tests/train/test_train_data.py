@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 from train_tasks import Noisy, Plain, differences, final_state, job, new_run, samples, train
 
 from cluster_ddp.train import DataError
 from cluster_ddp.train.data.fetch import Fetcher
-from cluster_ddp.train.data.loader import Loader
+from cluster_ddp.train.data.loader import Loader, set_up_worker
 from cluster_ddp.train.data.order import Indices
 
 CPU = torch.device("cpu")
@@ -227,6 +227,34 @@ def test_an_error_that_cannot_be_pickled_is_told() -> None:
     """A worker could not send it, and its rank waited for the batch until the watchdog ended it."""
     with pytest.raises(RuntimeError, match="NoSuchSample: of this index"):
         fetch(Broken(), (0, [4, 5]), workers=1)
+
+
+class Unsendable(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1), (lambda: index)
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_that_cannot_be_sent_is_told() -> None:
+    """A worker's queue only prints such an error, and the rank waited for the batch until the watchdog ended it."""
+    loader = DataLoader(Unsendable(), 2, num_workers=1, worker_init_fn=set_up_worker, collate_fn=list)
+    with pytest.raises(Exception, match=r"could not send a batch(.*\n)*.*lambda"):
+        next(iter(loader))
+
+
+class Dying(Dataset[Tensor]):
+    def __getitem__(self, index: int) -> Tensor:
+        os.kill(os.getpid(), index)
+        return torch.zeros(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_is_told_with_the_signal() -> None:
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly: ended by SIGKILL, killed from outside"):
+        fetch(Dying(), (0, [int(signal.SIGKILL)]), workers=1)
 
 
 class Pids(Dataset[Tensor]):

@@ -133,3 +133,14 @@ def test_a_full_disk_behind_the_output_does_not_end_the_training(monkeypatch: py
         with pytest.raises(OSError, match="No space"):
             full.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_a_terminal_that_goes_away_ends_nothing() -> None:
+    """As when the connection to the machine is lost: the rank is to save then, and its program may print."""
+    master, other = os.openpty()
+    bar = Bar(os.fdopen(other, "w"), "training", 10, 0)
+    os.close(master)
+    bar.update(10, 0, {"train/loss": 1.0})
+    bar.say("evaluated")
+    print("from the program")
+    bar.close()

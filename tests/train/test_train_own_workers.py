@@ -63,6 +63,13 @@ def test_workers_that_the_program_has_used_before_are_not_taken_over() -> None:
     assert [float(batch.sum()) for (batch,) in own] == [0.0, 0.0]
 
 
+@pytest.mark.timeout(60)
+def test_a_worker_that_ends_is_told_with_its_status() -> None:
+    copied = LoaderCopy(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1, worker_init_fn=lambda _: os._exit(7)))
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly: exit status 7"):
+        list(copied)
+
+
 def forked_in_a_rank(place: Path) -> list[str]:
     """What Python reports of a rank from its first fork on."""
     reported: list[str] = []

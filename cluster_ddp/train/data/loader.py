@@ -10,17 +10,19 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
-from multiprocessing import connection
+from multiprocessing import connection, queues
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cluster_ddp.launch.processes import present
 from cluster_ddp.train.data.fetch import Fetcher
@@ -163,6 +165,9 @@ def from_workers(data: Dataset[Any], sampler: Any, *, workers: int, device: torc
             if isinstance(batch, DataError):
                 raise batch
             yield batch
+    except RuntimeError as error:
+        tell_how_they_ended(error, processes)
+        raise
     finally:
         del batches  # asks them to exit
         see_off(processes)
@@ -189,6 +194,22 @@ def protect_fork_server(context: BaseContext | None = None) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None:
+    """Add to torch's error about workers that are gone how they ended, where it names only their process ids."""
+    codes = sorted({worker.exitcode for worker in workers if worker.exitcode is not None})
+    if re.fullmatch(r"DataLoader worker \(pid.*\) exited unexpectedly", str(error)) and codes:
+        error.args = (f"{error}: {', '.join(map(_in_words, codes))}",)
+
+
+def _in_words(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit status {exit_code}"
+    name = signal.Signals(-exit_code).name
+    known = {"SIGKILL": ", killed from outside, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
+             "because the memory disk (/dev/shm) is full"}  # fmt: skip
+    return f"ended by {name}{known.get(name, '')}"
+
+
 def see_off(workers: list[BaseProcess]) -> None:
     """Wait for workers to exit, and kill those that do not: they ignore the signal by which DataLoader stops them."""
     for worker in workers:
@@ -211,9 +232,25 @@ def set_up_worker(worker: int) -> None:
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
     rank = multiprocessing.parent_process()
     if rank is not None and rank.pid != os.getppid():
         _thread.start_new_thread(_end_with, (rank,))  # not by `threading`: the set's threads are counted
+
+
+def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> None:
+    """Send an error in place of a batch that could not be sent: Python's queue prints it, and the rank would wait.
+
+    Such as one that cannot be pickled, or for which the memory disk is full.
+    """
+    if isinstance(batch, tuple) and (info := get_worker_info()) is not None:
+        try:
+            make_sendable(error)
+        except RuntimeError as other:
+            error = other
+        where = f"in DataLoader worker process {info.id}, which could not send a batch"
+        wrapped = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+        queue.put((batch[0], wrapped))
 
 
 def _end_with(rank: BaseProcess) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from cluster_ddp.launch.variables import TERMINAL_VARIABLE
 from cluster_ddp.printing import printable, say
@@ -94,6 +95,25 @@ class Lines:
         pass
 
 
+class _Terminal:
+    """A terminal that may go away, as when a connection is lost: training continues, at least to its save."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class Bar:
     """A rich progress bar. It is drawn when there is news, not by a thread, which would take time from training."""
 
@@ -109,7 +129,7 @@ class Bar:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
-            console=Console(file=terminal, force_terminal=True, highlight=False),
+            console=Console(file=cast(IO[str], _Terminal(terminal)), force_terminal=True, highlight=False),
             auto_refresh=False,
             transient=True,
         )
@@ -131,4 +151,5 @@ class Bar:
     def close(self) -> None:
         self._progress.stop()
         if self._terminal is not sys.stdout:
-            self._terminal.close()
+            with contextlib.suppress(OSError):
+                self._terminal.close()

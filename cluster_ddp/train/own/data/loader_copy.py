@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from cluster_ddp.train.data.loader import protect_fork_server, see_off, set_up_worker
+from cluster_ddp.train.data.loader import protect_fork_server, see_off, set_up_worker, tell_how_they_ended
 
 _WRAPPED = ("base_dataloader", "_dataloader")  # attributes of Accelerate's and Fabric's loaders
 
@@ -57,10 +57,14 @@ class LoaderCopy:
             protect_fork_server(self.inner.multiprocessing_context)
         before = set(multiprocessing.active_children())
         batches = iter(self.loader)
+        self._note_workers(before)
         try:
             for batch in batches:
-                self._note_workers(before)
+                self._note_workers(before)  # a wrapper may have started them only now
                 yield batch
+        except RuntimeError as error:
+            tell_how_they_ended(error, self._workers)
+            raise
         finally:
             self._note_workers(before)
             del batches
