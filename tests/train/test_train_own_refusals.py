@@ -140,6 +140,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "the PastItsSampler gives batches without asking its sampler"),
     "another optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=Forgetful(), epochs=1),
         "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is passed in"),
+    "around an optimizer": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=Around(opt), epochs=1), "holds one: pass that in, optimizer=optimizer.base"),
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
         "a CopiesItself copies itself with its own __deepcopy__(), as Keras models do"),
@@ -226,6 +228,13 @@ def test_iterators_that_are_kept_and_generators_of_the_model_are_exact(tmp_path:
     calm, broken = new_run(tmp_path / "calm").path, new_run(tmp_path / "broken").path
     (ends,) = run_ranks(with_iterators, 1, [(calm, 0, -1), (broken, 0, 8), (broken, 1, 6), (broken, 2, -1)])
     assert ends[-1] == ends[0] != ends[1]
+
+
+class Around:
+    """Is no optimizer itself, as the ScheduleFreeWrapper of schedulefree."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
 
 
 class Forgetful:
