@@ -281,6 +281,7 @@ def test_the_cell_of_a_notebook_goes_on_when_it_is_run_again(tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("stopped as requested: run the same program, or the cell, again") == 1
     for folder, saved in (("0", {"step-00000009"}), ("4", {"step-00000005", "step-00000009"})):
         assert {path.name for path in (tmp_path / folder / "python.run" / "checkpoints").glob("step-*")} == saved
     interrupted, calm = (line for line in done.stdout.splitlines() if line.startswith("trained"))

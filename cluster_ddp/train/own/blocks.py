@@ -83,6 +83,8 @@ class Block:
 
     def leave(self, *, stopped: bool) -> None:
         """Call at the end of a block with a loop; not recorded in a notebook, whose cells may be run again."""
+        if stopped and not self.is_run and find_world().is_main:  # else the launcher says so
+            say("cluster_ddp: stopped as requested: run the same program, or the cell, again to continue from here")
         by_hand = "ipykernel" in sys.modules or not hasattr(sys.modules["__main__"], "__file__")
         if self.is_run or not by_hand:
             _was_stopped[self._attempt] = stopped
