@@ -258,9 +258,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cluster_ddp.train import join_run
 
 with join_run() as run:
-    torch.manual_seed(3)
+    data = TensorDataset(torch.rand(72, 4))  # nothing seeds it but the block
     if "loader" not in globals():  # as where another cell makes it
-        loader = DataLoader(TensorDataset(torch.rand(72, 4)), batch_size=8, shuffle=True)
+        loader = DataLoader(data, batch_size=8, shuffle=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     loader = run.resumable(loader, model=model, optimizer=optimizer, epochs=1)

@@ -25,7 +25,8 @@ _NUMBERS = (int, float)
 _LABELS = (*_NUMBERS, Tensor, np.ndarray)
 _DIMENSIONS = 2  # of labels and weights; whatever has more may be a cache
 _WIDTH = 64  # a longer list is not searched for data sets
-_OF_PIPES = {"_valid_iterator_id", "_number_of_samples_yielded"}  # torch's own counts in each of its data pipes
+# What torch counts in each of its data pipes, and where MosaicML Streaming found room in the shared memory.
+_OF_LIBRARIES = {"_valid_iterator_id", "_number_of_samples_yielded", "_shm_prefix_int"}
 
 
 class ChangedData:
@@ -142,7 +143,7 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         name: value
         for name, value in list(getattr(part, "__dict__", {}).items())
         if isinstance(value, kinds)
-        and name not in _OF_PIPES
+        and name not in _OF_LIBRARIES
         and not (name in filled and isinstance(value, (Tensor, np.ndarray)))
     }
     return {
