@@ -35,6 +35,9 @@ from cluster_ddp.train.session import joined_rank
 from cluster_ddp.train.stop import handlers_put_back
 
 _joined: list[ScriptRun] = []
+# Seeds that are not the program's: torch draws one of 64 bits when a process starts. A smaller one was set before this
+# package was imported.
+_drawn = {torch.initial_seed()} if torch.initial_seed() >= 2**32 else set[int]()
 _OCCUPANT = ".joined-by-"
 
 
@@ -74,9 +77,8 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
 
     around = contextlib.nullcontext() if place else handlers_put_back()
     alone = contextlib.nullcontext() if place or not find_world().is_main else _alone_in(directory.path)
-    with around, joined_rank(directory, attempt, read_job, writer=writer) as (job, process), alone:
-        if torch.initial_seed() == torch.Generator().initial_seed():  # the program has not seeded torch itself
-            seed_everything(derive(Use.BUILD, job.train.seed))
+    joined = joined_rank(directory, attempt, read_job, writer=writer)
+    with around, joined as (job, process), alone, _seeded(job.train.seed, may_run_again=block.may_run_again):
         run = ScriptRun(job, directory, attempt, process, writer, block)
         _joined.append(run)
         try:
@@ -102,6 +104,24 @@ def join_run(folder: Path | str | None = None) -> Iterator[ScriptRun]:
         run.end()
     if left is not None:
         raise left
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, *, may_run_again: bool) -> Iterator[None]:
+    """Seed everything at the beginning of a block, if the program has not seeded torch itself.
+
+    Parameters
+    ----------
+    may_run_again
+        Whether the block is in a cell of a notebook, which then begins with the same numbers each time.
+    """
+    if has_not := torch.initial_seed() in _drawn:
+        seed_everything(derive(Use.BUILD, seed))
+    try:
+        yield
+    finally:
+        if has_not and may_run_again:
+            _drawn.add(torch.initial_seed())
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,8 +139,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "past its sampler": (lambda run, model, opt: loop_over(
         run.resumable(PastItsSampler(Images(), 6), model=model, optimizer=opt, epochs=1)),
         "the PastItsSampler gives batches without asking its sampler"),
+    "read in a thread": (lambda run, model, opt: loop_over(
+        run.resumable(InAThread(Images(), 6), model=model, optimizer=opt, epochs=1)),
+        "the DataLoader reads the data set in a thread of its own"),
     "another optimizer": (lambda run, model, opt: run.resumable(plain(), model=model, optimizer=Forgetful(), epochs=1),
         "no optimizer of torch.optim, but a test_train_own_refusals.Forgetful is passed in"),
+    "around an optimizer": (lambda run, model, opt: run.resumable(
+        plain(), model=model, optimizer=Around(opt), epochs=1), "holds one: pass that in, optimizer=optimizer.base"),
     "a copy of its own": (lambda run, model, opt: run.resumable(
         plain(), model=(own := CopiesItself(6, 3)), optimizer=torch.optim.SGD(own.parameters()), epochs=1),
         "a CopiesItself copies itself with its own __deepcopy__(), as Keras models do"),
@@ -226,6 +232,23 @@ def test_iterators_that_are_kept_and_generators_of_the_model_are_exact(tmp_path:
     calm, broken = new_run(tmp_path / "calm").path, new_run(tmp_path / "broken").path
     (ends,) = run_ranks(with_iterators, 1, [(calm, 0, -1), (broken, 0, 8), (broken, 1, 6), (broken, 2, -1)])
     assert ends[-1] == ends[0] != ends[1]
+
+
+class InAThread(DataLoader[Any]):
+    """Makes its batches in a thread, as monai's ThreadDataLoader does without workers."""
+
+    def __iter__(self) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            batches = super().__iter__()
+            for _ in range(len(self)):
+                yield pool.submit(next, batches).result()
+
+
+class Around:
+    """Is no optimizer itself, as the ScheduleFreeWrapper of schedulefree."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
 
 
 class Forgetful:

@@ -76,6 +76,12 @@ def from_the_finished_steps(run: Run) -> None:
         print(step, next(batches))
 
 
+def from_the_finished_steps_of_an_epoch(run: Run) -> None:
+    batches = run.batches()
+    for step in range(run.step % 7, 7):
+        print(step, next(batches, None))
+
+
 def counts_the_finished_steps(run: Run) -> None:
     batches, step = run.batches(), run.step
     while step < 14:
@@ -122,6 +128,7 @@ def in_several_runs(run: Run) -> None:
         (over_a_count, "step"),
         (while_there_are_steps, "step"),
         (from_the_finished_steps, None),
+        (from_the_finished_steps_of_an_epoch, None),
         (counts_the_finished_steps, None),
         (keeps_its_count, None),
         (passes_its_count_in, None),

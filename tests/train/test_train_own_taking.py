@@ -32,7 +32,7 @@ def told_of(wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> list[str]:
     """What is told at the first updates of a loop that takes its batches through this."""
     messages: list[str] = []
     batches = (number for number in range(5))
-    taking = Taking([], [], messages.append)
+    taking = Taking([], [], lambda: 0, messages.append)
     for _ in itertools.takewhile(lambda _: True, wrap(batches)):
         taking.update(batches)
     return messages
@@ -94,13 +94,13 @@ def test_a_thread_that_takes_the_batches_ahead_of_the_loop_is_refused_at_the_fir
         thread.start()
         thread.join()
 
-    taking = Taking([], [], messages.append)
+    taking = Taking([], [], lambda: 0, messages.append)
     in_a_thread(taking.begin)
     with pytest.raises(TrainError, match="a thread of the program's own takes the batches"):
         taking.update(iter(()))
     taking.begin()
     in_a_thread(lambda: taking.update(iter(())))  # as autograd does on a GPU, where a hook of a gradient updates
-    whole = Taking([], [], messages.append)
+    whole = Taking([], [], lambda: 0, messages.append)
     in_a_thread(lambda: (whole.begin(), whole.update(iter(()))))  # type: ignore[func-returns-value]
     assert messages == []
 
@@ -109,7 +109,7 @@ def asked_before(what: str) -> list[str]:
     """What is told of a loop that asks for its second batch when it has done this with the first."""
     messages: list[str] = []
     model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", enabled=what != "no scale")
-    taking = Taking([torch.optim.SGD(model.parameters())], [scaler], messages.append)
+    taking = Taking([torch.optim.SGD(model.parameters())], [scaler], lambda: 0, messages.append)
     if what in ("gradients", "no scale"):
         model(torch.ones(2)).sum().backward()
     elif what == "overflow":  # the update is left out, and the gradients are gone
@@ -125,6 +125,13 @@ def test_a_loop_that_reads_ahead_of_its_training_is_told() -> None:
     assert "asks for its second batch before it has computed gradients of the first" in message
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: list[Any]) -> None:
+    optimizer.zero_grad()
+    for inputs, labels in step:
+        F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+
+
 def by_number(place: Path, takes: str) -> None:
     """Two epochs: by a for loop, which may end at the last step, by next() so many times, or two batches at once."""
     begin_attempt(place, 0)
@@ -138,18 +145,21 @@ def by_number(place: Path, takes: str) -> None:
             steps: Any = ([batch] for batch in batches)
             if takes == "numbers":
                 steps = ([next(batches)] for _ in range(len(loader)))
+            elif takes == "numbers from the place":
+                for _ in range(run.step % len(loader), len(loader)):
+                    train(model, optimizer, [next(batches)])
+                steps = []
             elif takes == "pairs":
                 steps = zip(batches, batches, strict=False)
             for step in steps:
-                optimizer.zero_grad()
-                for inputs, labels in step:
-                    F.cross_entropy(model(inputs), labels).backward()
-                optimizer.step()
+                train(model, optimizer, step)
                 if takes == "to the last" and run.step + 1 == 2 * len(loader):
                     break
 
 
-WAYS: list[tuple[str, list[str]]] = [("for", []), ("to the last", []), ("numbers", ["so many times"]), ("pairs", [])]
+WAYS: list[tuple[str, list[str]]] = [
+    ("for", []), ("to the last", []), ("numbers", ["so many times"]), ("numbers from the place", []), ("pairs", []),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("takes", "words"), WAYS)

@@ -1,9 +1,10 @@
-"""Scripts of one's own: schedulers of torch, weights that are not finite, sys.exit(0)."""
+"""Scripts of one's own: schedulers of torch, weights that are not finite, sys.exit(0), and no seed."""
 
 from __future__ import annotations
 
 import math
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
 from train_ranks import run_ranks
 
-from cluster_ddp.job import CheckpointSpec, JobSpec
+from cluster_ddp.job import CheckpointSpec, JobSpec, load_resolved
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.events import read_events
 from cluster_ddp.run.runs import create_run
 from cluster_ddp.train import SampleStream, join_run
+from cluster_ddp.train.randomness import Use, derive, keep_generators, seed_everything
 
 STEPS = 9
 
@@ -97,3 +99,25 @@ def test_exit_with_status_0_is_no_failure(tmp_path: Path) -> None:
     [(status, _)] = run_ranks(script, 1, run.path, 0, "ExponentialLR", 5, "exit")
     assert status in (0, None)
     assert [event["event"] for event in read_events(run)][-1] == "completed"
+
+
+def drawn(place: Path, seed: int | None) -> tuple[float, float]:
+    """What a program draws in its block, from torch and Python."""
+    RunDirectory(place).attempt(0).path.mkdir(parents=True, exist_ok=True)
+    os.environ.update(CLUSTER_DDP_RUN=str(place), CLUSTER_DDP_ATTEMPT="0")
+    if seed is not None:
+        torch.manual_seed(seed)
+    with join_run():
+        return torch.rand(()).item(), random.random()
+
+
+def test_a_program_that_seeds_nothing_draws_by_the_seed_of_the_job(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with keep_generators():
+        seed_everything(derive(Use.BUILD, load_resolved(run.job_file).train.seed))
+        expected = torch.rand(()).item(), random.random()
+        torch.manual_seed(5)
+        of_its_own = torch.rand(()).item()
+    assert run_ranks(drawn, 2, run.path, None) == [expected, expected]
+    [(found, _)] = run_ranks(drawn, 1, run.path, 5)
+    assert found == of_its_own

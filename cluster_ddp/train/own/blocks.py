@@ -35,12 +35,16 @@ class Block:
         Whether the block has a loop.
     is_open
         Whether the block has not been left yet.
+    may_run_again
+        Whether the block is in a cell of a notebook, or typed in.
     """
 
     def __init__(self, directory: Path, attempt: int, *, is_run: bool) -> None:
         self._attempt = directory, attempt
         self.thread = threading.get_ident()
         self.is_run, self.has_loop, self.is_open = is_run, False, True
+        is_typed = "ipykernel" in sys.modules or not hasattr(sys.modules["__main__"], "__file__")
+        self.may_run_again = is_typed and not is_run
 
     def enter(self) -> None:
         """Call before the block.
@@ -82,7 +86,8 @@ class Block:
             raise
 
     def leave(self, *, stopped: bool) -> None:
-        """Call at the end of a block with a loop; not recorded in a notebook, whose cells may be run again."""
-        by_hand = "ipykernel" in sys.modules or not hasattr(sys.modules["__main__"], "__file__")
-        if self.is_run or not by_hand:
+        """Call at the end of a block with a loop; not recorded in a notebook."""
+        if stopped and not self.is_run and find_world().is_main:  # else the launcher says so
+            say("cluster_ddp: stopped as requested: run the same program, or the cell, again to continue from here")
+        if not self.may_run_again:
             _was_stopped[self._attempt] = stopped

@@ -67,13 +67,7 @@ class PassedIn:
         refuse_divided(bare)
         optimizers = {name: thing for name, thing in bare.items() if isinstance(thing, Optimizer)}
         if not optimizers:
-            given = next((thing for name, thing in bare.items() if "optim" in name), None)
-            of = "" if given is None else f" of torch.optim, but a {type(given).__module__}.{type(given).__name__}"
-            raise TrainError(
-                f"no optimizer{of} is passed in: give optimizer=. For updates by hand, such as weight -= rate * "
-                "weight.grad, use torch.optim.SGD; a program that trains without torch.optim runs as it is, without "
-                "the added lines, and saves by itself"
-            )
+            raise TrainError(_without_optimizer(bare))
         held = {id(weight) for opt in optimizers.values() for group in opt.param_groups for weight in group["params"]}
         trained = {
             name: thing
@@ -209,6 +203,21 @@ class PassedIn:
                     "under its own name (head=head), or, for bare parameters such as an image, a "
                     "torch.nn.ParameterList (image=ParameterList([image]))"
                 )
+
+
+def _without_optimizer(bare: Mapping[str, Any]) -> str:
+    name, given = next(((name, thing) for name, thing in bare.items() if "optim" in name), ("", None))
+    kind = f"{type(given).__module__}.{type(given).__name__}"
+    if inner := [where for where, part in reachable([(name, given)], 2) if isinstance(part, Optimizer)]:
+        return (
+            f"{name} is a {kind}, which is no torch.optim.Optimizer, but holds one: pass that in, {name}={inner[0]}, "
+            f"and, if the outer one has state of its own, that as well, under another name (outer={name})"
+        )
+    return (
+        f"no optimizer{'' if given is None else f' of torch.optim, but a {kind}'} is passed in: give optimizer=. For "
+        "updates by hand, such as weight -= rate * weight.grad, use torch.optim.SGD; a program that trains without "
+        "torch.optim runs as it is, without the added lines, and saves by itself"
+    )
 
 
 def _buffers(thing: Any) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class ScriptRun:
                 loop.warn(found.remark)
             self.watch(loop, loader, found)
             warn = self._session.warn
-            taking = Taking(self._passed_in.optimizers, self._passed_in.scalers, warn)
+            taking = Taking(self._passed_in.optimizers, self._passed_in.scalers, lambda: self.step, warn)
             changed = ChangedData(
                 found.data, found.samplers, warn, has_copies=getattr(loader, "persistent_workers", False)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -119,6 +120,7 @@ class MapBatches:
         self.remark: str | None = None
         self._keys = _Keys(self._order)
         self._fetcher: Fetcher | None = None
+        self._seen: _Seen
 
     @property
     def data(self) -> Any:
@@ -146,15 +148,17 @@ class MapBatches:
         self._order.seed = seed
         if self._by_batch:
             self._fetcher = Fetcher(inner.dataset, inner.collate_fn, Use.SAMPLE, seed, exact=True)
-            data = _ByBatch(inner.dataset, self._fetcher)
-            self._copy.put(dataset=data, batch_sampler=self._keys, collate_fn=_as_it_is)
+            self._seen = _ByBatch(inner.dataset, self._fetcher)
+            self._copy.put(dataset=self._seen, batch_sampler=self._keys, collate_fn=_as_it_is)
         else:
-            self._copy.put(dataset=_OneByOne(inner.dataset, derive(Use.SAMPLE, seed)), sampler=self._keys)
+            self._seen = _OneByOne(inner.dataset, derive(Use.SAMPLE, seed))
+            self._copy.put(dataset=self._seen, sampler=self._keys)
         return held
 
     def begin(self, epoch: int, first: int) -> Generator[Any, None, None]:
         """Yield the batches of an epoch, starting at number `first`; earlier ones are not read."""
         self._keys.epoch, self._keys.first, self._keys.is_read = epoch, first, False
+        self._seen.taken_in = os.getpid(), threading.get_ident()
         with contextlib.closing(iter(self._copy)) as batches:
             for batch in batches:
                 if isinstance(batch, DataError):
@@ -262,10 +266,28 @@ class _Keys:
 
 
 class _Seen(Dataset[Any]):
-    """The user's data set, indexed by a key."""
+    """The user's data set, indexed by a key.
+
+    Attributes
+    ----------
+    taken_in
+        The process and the thread that take the batches.
+    """
 
     def __init__(self, data: Any) -> None:
         self._data = data
+        self.taken_in = (0, 0)
+
+    def _in_other_thread(self) -> DataError | None:
+        """The error if a thread reads beside the training, with which it shares the generators that are seeded."""
+        process, thread = self.taken_in
+        if os.getpid() != process or threading.get_ident() == thread:
+            return None
+        return DataError(
+            "the DataLoader reads the data set in a thread of its own, beside the training, whose random numbers then "
+            "depend on which of the two is faster: give num_workers= of at least 1, as processes, or a "
+            "torch.utils.data.DataLoader, whose workers read ahead exactly"
+        )
 
     def __len__(self) -> int:
         return len(self._data)
@@ -282,6 +304,8 @@ class _ByBatch(_Seen):
         self._fetcher = fetcher
 
     def __getitems__(self, key: Key) -> Any:
+        if error := self._in_other_thread():
+            return error
         try:
             return self._fetcher(key[0], np.array(_indices(key[1]), dtype=np.int64))
         except DataError as error:
@@ -297,6 +321,8 @@ class _OneByOne(_Seen):
         self._own = 0, OwnGenerators()  # a process id, and the generators in that process
 
     def __getitem__(self, key: Key) -> Any:
+        if error := self._in_other_thread():
+            return error
         if self._own[0] != os.getpid():  # a worker_init_fn may have created new ones
             around = generators_around(parts_of(self._data))
             self._own = os.getpid(), OwnGenerators(self._data, around=around)

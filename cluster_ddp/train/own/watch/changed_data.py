@@ -13,6 +13,7 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import drawn_to
+from cluster_ddp.train.data.sets import is_only_counted
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.batches import samplers_in
 from cluster_ddp.train.own.program import living
@@ -24,7 +25,8 @@ _NUMBERS = (int, float)
 _LABELS = (*_NUMBERS, Tensor, np.ndarray)
 _DIMENSIONS = 2  # of labels and weights; whatever has more may be a cache
 _WIDTH = 64  # a longer list is not searched for data sets
-_OF_PIPES = {"_valid_iterator_id", "_number_of_samples_yielded"}  # torch's own counts in each of its data pipes
+# What torch counts in each of its data pipes, and where MosaicML Streaming found room in the shared memory.
+_OF_LIBRARIES = {"_valid_iterator_id", "_number_of_samples_yielded", "_shm_prefix_int"}
 
 
 class ChangedData:
@@ -141,7 +143,7 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         name: value
         for name, value in list(getattr(part, "__dict__", {}).items())
         if isinstance(value, kinds)
-        and name not in _OF_PIPES
+        and name not in _OF_LIBRARIES
         and not (name in filled and isinstance(value, (Tensor, np.ndarray)))
     }
     return {
@@ -149,7 +151,9 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         if isinstance(value, (Tensor, np.ndarray))
         else repr(value)
         for name, value in values.items()
-        if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
+        if not isinstance(value, bool)
+        and getattr(value, "ndim", 0) <= _DIMENSIONS
+        and not (isinstance(value, _NUMBERS) and is_only_counted(type(part), name))  # type: ignore[arg-type]
     }
 
 

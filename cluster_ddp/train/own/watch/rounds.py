@@ -39,7 +39,8 @@ class Rounds:
     """Warns, after the second step, about a loop whose own rounds take the batches, as they start over after a resume.
 
     As in ``for step in range(steps): batch = next(batches)``, or in ``while step < steps:`` with ``step += 1``, where a
-    generator gives the batches of all epochs. A loop that begins at `ScriptRun.step` is not reported.
+    generator gives the batches of all epochs. A loop that begins at `ScriptRun.step`, or at a number computed from it,
+    is not reported.
 
     Parameters
     ----------
@@ -78,16 +79,29 @@ class Rounds:
         for frame in running_frames():
             if not is_of_library(frame.f_code.co_filename):
                 with contextlib.suppress(Exception):  # there is no source, or its lines have moved
-                    for found in _rounds_of(text_of(frame), frame):
+                    for found in _rounds_of(text_of(frame), frame, self._step()):
                         if not is_saved(found.name, frame, self._passed_in):
                             yield (frame.f_code, found.name), found
 
 
-def _rounds_of(text: Text, frame: FrameType) -> Iterator[_Round]:
+def begins_at_place(step: int) -> bool:
+    """Whether a running loop goes over numbers from `ScriptRun.step` on, as ``range(run.step % n, n)``."""
+    for frame in running_frames():
+        if not is_of_library(frame.f_code.co_filename):
+            with contextlib.suppress(Exception):  # there is no source, or its lines have moved
+                found = (_numbers_of(loop.iter) for loop in text_of(frame).loops if isinstance(loop, ast.For))
+                if any(numbers is not None and _is_from(step, numbers, frame) for numbers in found):
+                    return True
+    return False
+
+
+def _rounds_of(text: Text, frame: FrameType, step: int) -> Iterator[_Round]:
     for loop in text.loops:
         if isinstance(loop, ast.For):
             numbers = _numbers_of(loop.iter)
-            found = [] if numbers is None else [(name_of(loop.target), _starts_over(numbers))]
+            if numbers is None or _is_from(step, numbers, frame):
+                continue
+            found = [(name_of(loop.target), _starts_over(numbers))]
         else:
             tested = {name_of(node) for node in ast.walk(loop.test)}
             names = [name for node in below(loop, text.parents) if (name := counted(node)) in tested]
@@ -112,6 +126,13 @@ def _numbers_of(iterable: ast.expr) -> ast.Call | None:
     if name in _WRAPPERS and iterable.args:
         return _numbers_of(iterable.args[0])
     return iterable if name in _RANGES else None
+
+
+def _is_from(step: int, numbers: ast.Call, frame: FrameType) -> bool:
+    """Whether their start is computed from an attribute `step` that is the number of finished steps."""
+    parts = ast.walk(numbers.args[0]) if len(numbers.args) > 1 else ()
+    names = (name_of(part) for part in parts if isinstance(part, ast.Attribute) and part.attr == "step")
+    return any(name is not None and value_of(name, frame) == step for name in names)
 
 
 def _starts_over(numbers: ast.Call) -> bool:

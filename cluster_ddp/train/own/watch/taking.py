@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from cluster_ddp.train.errors import TrainError
+from cluster_ddp.train.own.watch.rounds import begins_at_place
 
 _COUNTING = (enumerate, itertools.islice, itertools.cycle, zip)
 _BETWEEN = (*_COUNTING, GeneratorType, tuple, map, filter)  # what may be between a loop and its loader
@@ -39,15 +40,21 @@ class Taking:
     ----------
     optimizers, scalers
         Show whether a batch has been trained on.
+    step
+        Returns the number of finished steps.
     warn
         Called with the message.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], scalers: Sequence[torch.amp.GradScaler], warn: Callable[[str], None]
+        self,
+        optimizers: Sequence[Optimizer],
+        scalers: Sequence[torch.amp.GradScaler],
+        step: Callable[[], int],
+        warn: Callable[[str], None],
     ) -> None:
-        self._optimizers, self._scalers, self._warn = optimizers, scalers, warn
-        self._is_asked = self._is_updated = self._is_counting = False
+        self._optimizers, self._scalers, self._step, self._warn = optimizers, scalers, step, warn
+        self._is_asked = self._is_updated = self._is_counting = self._is_from_place = False
         self._made_in = self._taken_in = threading.get_ident()
 
     def begin(self) -> None:
@@ -68,7 +75,7 @@ class Taking:
 
     def tell_of_counting(self) -> None:
         """Call when the loop took exactly the batches of an epoch without asking for more; warns."""
-        if not self._is_counting:
+        if not self._is_counting and not self._is_from_place:
             self._is_counting = True
             self._warn(
                 "the loop takes the batches of an epoch by their number, as by next(batches) so many times: when an "
@@ -92,7 +99,7 @@ class Taking:
                 "thread and not the loop. Let the loop take them itself; the DataLoader's workers, collate_fn and "
                 "pin_memory read ahead exactly"
             )
-        self._is_updated = True
+        self._is_updated, self._is_from_place = True, begins_at_place(self._step())
         for held in (held for held in gc.get_objects() if type(held) is GeneratorType):
             if _is_endless(held, batches):
                 raise TrainError(
