@@ -14,6 +14,7 @@ has failed or stalled; 75 when another attempt is alive; 76 when only a person m
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import signal
@@ -207,13 +208,19 @@ class Keeper:
             return
         self._host.beside(prepare_to_decide)
         self._end.ask_ahead()
+        exited_at = math.inf
         while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():
+            if job_step.has_exited:  # storage hides how it ended
+                exited_at = min(exited_at, self._host.now())
+                self._storage_answers = self._host.now() - exited_at < _DECIDE_SECONDS
+            if not self._storage_answers:
+                break
             self._end.react_to_next()
-        if not has_ended:
+        if not has_ended and self._storage_answers:
             return
         self._end.job_step_has_ended()
         self._end.react_to_all()  # including what arrived while storage blocked this process
-        if start is not None:
+        if start is not None and self._storage_answers:
             writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
             self._host.within(
                 _RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends)
@@ -235,9 +242,13 @@ class Keeper:
                 return None, []
             return decision, bad
 
-        least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
-        found = self._host.within(min(_DECIDE_SECONDS, max(least, self._end.seconds_left())), decided)
-        self._storage_answers = found is not None
+        found = None
+        if self._storage_answers:
+            least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
+            found = self._host.within(min(_DECIDE_SECONDS, max(least, self._end.seconds_left())), decided)
+        if found is None:
+            self._storage_answers = False
+            self._undecided += f": storage does not respond on {self._host_name}"
         return found or (None, [])
 
     @property

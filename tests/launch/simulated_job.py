@@ -245,6 +245,10 @@ class SimulatedStep:
             self._ends_at = self._world.now + (_WATCHDOG if saves_in is None else saves_in)
         return self._ends_at
 
+    @property
+    def has_exited(self) -> bool:
+        return self._world.now >= self.due()
+
     def has_ended(self) -> bool:
         if not self._over and self._world.now >= self.due():
             self._over = True

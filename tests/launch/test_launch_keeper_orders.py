@@ -241,6 +241,27 @@ def test_storage_that_blocks_before_the_job_is_ended_loses_no_requeue(
     assert world.queued is queued and not world.faults
 
 
+@pytest.mark.parametrize("training", ["is killed", "crashes"])
+def test_a_step_that_has_ended_is_not_waited_for_until_the_time_limit_if_storage_hides_how(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, training: str
+) -> None:
+    """Its nodes idled for as long as storage did not answer on the batch host."""
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+        if host.now() < 5:
+            return do()
+        host.sleep(seconds)
+        return None
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: within(host, 0.0, do))
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life(training=training, lasts=10))
+    live(world)
+    assert world.queued and not world.faults
+    assert world.now < 120
+
+
 @pytest.mark.parametrize("word", ["preemption", "time limit"])
 def test_storage_that_blocks_once_training_has_saved_loses_no_requeue(
     fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str
