@@ -27,7 +27,7 @@ from typing import Literal
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
-from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
+from cluster_ddp.launch.attempt import PASSING_SECONDS, begin_patiently, decide_after, storage_error
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid, suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
@@ -51,6 +51,7 @@ from cluster_ddp.slurm.start import this_start
 _DECIDE_SECONDS = 60.0
 _HURRIED_DECIDE_SECONDS = 2.0
 _RECORD_SECONDS = 20.0
+_RETRY_SECONDS = 1.0
 
 Follows = Literal["end", "start again", "fail"]
 
@@ -181,7 +182,7 @@ class Keeper:
         return bad
 
     def _begin(self) -> AttemptDirectory:
-        self._attempt = begin_when_there_is_room(self._run, self._allocation.start, pid=os.getpid())
+        self._attempt = begin_patiently(self._run, self._allocation.start, pid=os.getpid())
         self._end.begin(self._attempt)
         return self._attempt
 
@@ -232,15 +233,19 @@ class Keeper:
         """Decide about the run and which hosts it should avoid; the decision is None if it cannot be made in time."""
 
         def decided() -> tuple[Decision | None, list[str]]:
-            try:
-                start = self._allocation.start
-                decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
-                bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
-            except Exception as error:  # such an error would recur, unlike storage that does not respond
-                say(f"cannot decide what follows attempt {attempt.number}: {error}")
-                self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
-                return None, []
-            return decision, bad
+            until = self._host.now() + PASSING_SECONDS
+            while True:
+                try:
+                    start = self._allocation.start
+                    decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
+                    bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
+                    return decision, bad
+                except Exception as error:  # such an error would recur, unlike storage that does not respond
+                    if storage_error(error) is None or self._host.now() > until:
+                        say(f"cannot decide what follows attempt {attempt.number}: {error}")
+                        self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
+                        return None, []
+                self._host.sleep(_RETRY_SECONDS)
 
         found = None
         if self._storage_answers:

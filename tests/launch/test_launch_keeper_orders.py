@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulated_job import KILL_WAIT, KILLS, Killed, Life, SimulatedAllocation, SimulatedHost, SimulatedStep, World, live
 
-from cluster_ddp.job import JobSpec
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.job import JobSpec, load_resolved
+from cluster_ddp.job.errors import ClusterDDPError, JobFileError
 from cluster_ddp.launch import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.queueing import RequeueFailed
+from cluster_ddp.run import decision
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.errors import RunAlive, RunEnded
@@ -205,6 +206,24 @@ def test_what_follows_that_cannot_be_decided_fails_the_run_with_the_reason(fast_
     status = describe(run, {})
     assert status.state.value == "FAILED"
     assert "job.yaml:1: the file is empty. To continue: cluster-ddp resume" in str(status.reason)
+
+
+@pytest.mark.parametrize(("lasts", "queued"), [(20, True), (1000, False)])
+def test_an_error_of_storage_that_passes_as_the_attempt_ends_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, lasts: float, queued: bool
+) -> None:
+    """As while an NFS server fails over. One that lasts would let the job fail in the same way again and again."""
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
+
+    def job_file(path: Path) -> JobSpec:
+        if world.now < 100 + lasts:
+            raise JobFileError("job.yaml cannot be read: Stale file handle") from OSError(errno.ESTALE, "stale")
+        return load_resolved(path)
+
+    monkeypatch.setattr(decision, "_load_resolved", lambda: job_file)
+    live(world)
+    assert world.queued is queued and not world.faults
+    assert queued or describe(world.run, {}).state.value == "FAILED"
 
 
 def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
