@@ -250,7 +250,8 @@ class Keeper:
         found = None
         if self._storage_answers:
             least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
-            found = self._host.within(min(_DECIDE_SECONDS, max(least, self._end.seconds_left())), decided)
+            seconds = min(_DECIDE_SECONDS, max(least, self._end.seconds_left()))
+            found = self._host.within(seconds, decided, unless=self._end.has_come_too_near)
         if found is None:
             self._storage_answers = False
             self._undecided += f": storage does not respond on {self._host_name}"

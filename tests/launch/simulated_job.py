@@ -315,7 +315,7 @@ class SimulatedHost(BatchHost):
         finally:
             self._world.now, self._beside = before, False
 
-    def within(self, seconds: float, do: Callable[[], T]) -> T | None:
+    def within(self, seconds: float, do: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T | None:
         return do()
 
     def glance(self, do: Callable[[], T]) -> T | None:

@@ -6,6 +6,7 @@ always an end; and where Slurm answers, no requeue that is wanted is lost.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -229,13 +230,36 @@ def test_an_error_of_storage_that_passes_as_the_attempt_ends_loses_no_requeue(
 def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
     fast_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
         return None if seconds == 60 else do()  # what is waited for longest is the decision
 
     monkeypatch.setattr(SimulatedHost, "within", within)
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
     live(world)
     assert world.queued
+
+
+@pytest.mark.parametrize(("word", "queued"), [("preemption", True), ("time limit", True), ("scancel", False)])
+def test_a_job_that_is_ended_while_storage_holds_up_the_decision_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str, queued: bool
+) -> None:
+    """The keeper heard of it only when it had been killed."""
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], *, unless: Any = None) -> object:
+        if host.now() < 10:
+            return do()
+        until = host.now() + seconds
+        while host.now() < until and not (unless and unless()):
+            host.sleep(1)
+        return None
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: None if host.now() > 12 else do())
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life(((40, word),), training="is killed", lasts=10))
+    with contextlib.suppress(ClusterDDPError):
+        live(world)
+    assert world.queued is queued and not world.faults
 
 
 @pytest.mark.parametrize(("word", "queued"), [("preemption", True), ("time limit", True), ("scancel", False)])
@@ -251,7 +275,7 @@ def test_storage_that_blocks_before_the_job_is_ended_loses_no_requeue(
         raise Killed
 
     monkeypatch.setattr(SimulatedHost, "glance", given_up)
-    monkeypatch.setattr(SimulatedHost, "within", lambda host, seconds, do: given_up(host, do))
+    monkeypatch.setattr(SimulatedHost, "within", lambda host, seconds, do, **_: given_up(host, do))
     for module, name in ((stop_requests, "request_stop"), (end_of_job, "read_stop"), (keeper, "is_superseded")):
         monkeypatch.setattr(module, name, block)
     run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
@@ -266,7 +290,7 @@ def test_a_step_that_has_ended_is_not_waited_for_until_the_time_limit_if_storage
 ) -> None:
     """Its nodes idled for as long as storage did not answer on the batch host."""
 
-    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
         if host.now() < 5:
             return do()
         host.sleep(seconds)
@@ -289,7 +313,7 @@ def test_storage_that_blocks_once_training_has_saved_loses_no_requeue(
 
     seen: list[bool] = []
 
-    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
         if not any(seen):
             return do()
         host.sleep(seconds)
