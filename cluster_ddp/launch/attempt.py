@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from cluster_ddp.run.decision import Decision
 
 ROOM_SECONDS = 900.0
-_ROOM_POLL_SECONDS = 1.0
+PASSING_SECONDS = 45.0
+"""For which storage may fail, other than by being full: its server may fail over or restart."""
+
+_POLL_SECONDS = 1.0
 _QUEUE_SECONDS = 20.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -73,22 +76,35 @@ def begin(run: RunDirectory, start: SlurmStart | None, *, pid: int) -> AttemptDi
     return attempt
 
 
-def begin_when_there_is_room(
+def begin_patiently(
     run: RunDirectory, start: SlurmStart | None, *, pid: int, patience: float = ROOM_SECONDS
 ) -> AttemptDirectory:
-    """Begin the attempt, waiting while the disk is full, since ending the job now would end the run for good."""
-    deadline, said = time.monotonic() + patience, False
+    """Begin the attempt, waiting while storage is full or fails, since ending the job now would end the run for good.
+
+    Parameters
+    ----------
+    patience
+        Seconds to wait for room. Other errors of storage either pass sooner or do not pass.
+    """
+    began, said = time.monotonic(), False
     while True:
         try:
             return begin(run, start, pid=pid)
         except (RunError, OSError) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if not (isinstance(cause, OSError) and cause.errno in _FULL) or time.monotonic() > deadline:
+            cause = storage_error(error)
+            lasts = patience if cause is not None and cause.errno in _FULL else min(patience, PASSING_SECONDS)
+            if cause is None or time.monotonic() - began > lasts:
                 raise
             if not said:
-                say(f"cluster-ddp: {error}; waiting up to {patience:.0f} s for room")
+                say(f"cluster-ddp: {error}; trying again for up to {lasts:.0f} s")
             said = True
-            time.sleep(_ROOM_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
+
+
+def storage_error(error: Exception) -> OSError | None:
+    """Return the error of storage that an error is, or comes from; None if there is none."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return cause if isinstance(cause, OSError) else None
 
 
 def decide_after(

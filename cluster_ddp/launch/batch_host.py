@@ -16,6 +16,7 @@ from cluster_ddp.run.directory import AttemptDirectory
 T = TypeVar("T")
 
 _GLANCE_SECONDS = 1.0
+_LOOK_SECONDS = 0.5  # between checks whether to wait any longer
 
 
 class Signal(NamedTuple):
@@ -91,14 +92,23 @@ class BatchHost:
         except RuntimeError:
             do()
 
-    def within(self, seconds: float, do: Callable[[], T]) -> T | None:
-        """Return the result of `do`, or None if it takes longer: shared storage may block a process indefinitely."""
+    def within(self, seconds: float, do: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T | None:
+        """Return the result of `do`, or None if it takes longer: shared storage may block a process indefinitely.
+
+        Parameters
+        ----------
+        unless
+            Called while waiting; once it is true, `do` is not waited for any longer.
+        """
         done: queue.SimpleQueue[T] = queue.SimpleQueue()
         self.beside(lambda: done.put(do()))
-        try:
-            return done.get(timeout=seconds)
-        except queue.Empty:
-            return None
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                return done.get(timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= until or unless():
+                    return None
 
     @property
     def waits_for_storage(self) -> bool:

@@ -235,6 +235,11 @@ class EndOfJob:
         """Whether SIGKILL is so near that there is no time to wait for anything."""
         return self.seconds_left() <= 0
 
+    def has_come_too_near(self) -> bool:
+        """Whether, with all that has arrived by now, SIGKILL is so near that there is no time to wait for anything."""
+        self.react_to_all()
+        return self.out_of_time()
+
     def seconds_left(self) -> float:
         """Return for how long anything may still be waited for; endless as long as nothing is known to end the job."""
         return math.inf if self._decide_at is None else self._decide_at - self._host.now()

@@ -14,6 +14,7 @@ has failed or stalled; 75 when another attempt is alive; 76 when only a person m
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import signal
@@ -26,7 +27,7 @@ from typing import Literal
 from cluster_ddp import exit_statuses
 from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.launch.allocation import Allocation, SlurmAllocation
-from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
+from cluster_ddp.launch.attempt import PASSING_SECONDS, begin_patiently, decide_after, storage_error
 from cluster_ddp.launch.bad_hosts import hosts_to_avoid, suspects
 from cluster_ddp.launch.batch_host import BatchHost, say
 from cluster_ddp.launch.end_of_job import EndOfJob
@@ -50,6 +51,7 @@ from cluster_ddp.slurm.start import this_start
 _DECIDE_SECONDS = 60.0
 _HURRIED_DECIDE_SECONDS = 2.0
 _RECORD_SECONDS = 20.0
+_RETRY_SECONDS = 1.0
 
 Follows = Literal["end", "start again", "fail"]
 
@@ -180,7 +182,7 @@ class Keeper:
         return bad
 
     def _begin(self) -> AttemptDirectory:
-        self._attempt = begin_when_there_is_room(self._run, self._allocation.start, pid=os.getpid())
+        self._attempt = begin_patiently(self._run, self._allocation.start, pid=os.getpid())
         self._end.begin(self._attempt)
         return self._attempt
 
@@ -207,13 +209,19 @@ class Keeper:
             return
         self._host.beside(prepare_to_decide)
         self._end.ask_ahead()
+        exited_at = math.inf
         while not (has_ended := self._host.glance(job_step.has_ended)) and not self._end.out_of_time():
+            if job_step.has_exited:  # storage hides how it ended
+                exited_at = min(exited_at, self._host.now())
+                self._storage_answers = self._host.now() - exited_at < _DECIDE_SECONDS
+            if not self._storage_answers:
+                break
             self._end.react_to_next()
-        if not has_ended:
+        if not has_ended and self._storage_answers:
             return
         self._end.job_step_has_ended()
         self._end.react_to_all()  # including what arrived while storage blocked this process
-        if start is not None:
+        if start is not None and self._storage_answers:
             writer, job_ends = EventWriter(self._run, self._writer), self._end.reason is not None
             self._host.within(
                 _RECORD_SECONDS, lambda: record_failed_nodes(attempt, writer, start, job_step, job_ends=job_ends)
@@ -225,19 +233,28 @@ class Keeper:
         """Decide about the run and which hosts it should avoid; the decision is None if it cannot be made in time."""
 
         def decided() -> tuple[Decision | None, list[str]]:
-            try:
-                start = self._allocation.start
-                decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
-                bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
-            except Exception as error:  # such an error would recur, unlike storage that does not respond
-                say(f"cannot decide what follows attempt {attempt.number}: {error}")
-                self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
-                return None, []
-            return decision, bad
+            until = self._host.now() + PASSING_SECONDS
+            while True:
+                try:
+                    start = self._allocation.start
+                    decision = decide_after(attempt, start, job_goes_on=self._end.job_goes_on, writer=self._writer)
+                    bad = suspects(read_history(self._run), attempt.number) if decision.action == "requeue" else []
+                    return decision, bad
+                except Exception as error:  # such an error would recur, unlike storage that does not respond
+                    if storage_error(error) is None or self._host.now() > until:
+                        say(f"cannot decide what follows attempt {attempt.number}: {error}")
+                        self._undecided += f": {(str(error).splitlines() or [type(error).__name__])[0]}"
+                        return None, []
+                self._host.sleep(_RETRY_SECONDS)
 
-        least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
-        found = self._host.within(min(_DECIDE_SECONDS, max(least, self._end.seconds_left())), decided)
-        self._storage_answers = found is not None
+        found = None
+        if self._storage_answers:
+            least = 0.0 if self._host.waits_for_storage else _HURRIED_DECIDE_SECONDS
+            seconds = min(_DECIDE_SECONDS, max(least, self._end.seconds_left()))
+            found = self._host.within(seconds, decided, unless=self._end.has_come_too_near)
+        if found is None:
+            self._storage_answers = False
+            self._undecided += f": storage does not respond on {self._host_name}"
         return found or (None, [])
 
     @property

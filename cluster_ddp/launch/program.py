@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from cluster_ddp.job import JobSpec, load_run_job
 from cluster_ddp.launch import hang_dump
@@ -310,7 +311,10 @@ class NodeProgram:
         alone = len(missing) > 1 and failure.came == {self._host}
         self._record(events.NODE_FAILED, error=failure.error, suspect=failure.suspect or alone)
         if not alone:
+            told = {event.get("host") for event in self._of_attempt(events.NODE_FAILED) if event.get("suspect")}
             for host, node in missing.items():
+                if host in told:  # by a node that gave up sooner
+                    continue
                 self._events.write(
                     events.NODE_FAILED,
                     attempt=self._attempt.number,
@@ -325,9 +329,12 @@ class NodeProgram:
         """Return the nodes that have started but are not among those that came, by host."""
         if not came:
             return {}
-        mine = [event for event in events.read_events(self._run) if event["attempt"] == self._attempt.number]
-        started = {str(event["host"]): event["node"] for event in mine if event["event"] == events.NODE_STARTED}
+        started = {str(event["host"]): event["node"] for event in self._of_attempt(events.NODE_STARTED)}
         return {host: node for host, node in started.items() if host not in came}
+
+    def _of_attempt(self, name: str) -> list[dict[str, Any]]:
+        found = events.read_events(self._run)
+        return [event for event in found if event["event"] == name and event["attempt"] == self._attempt.number]
 
     def _warn(self, message: str) -> None:
         say(f"cluster-ddp: warning: {message}")

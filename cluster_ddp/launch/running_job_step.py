@@ -82,6 +82,11 @@ class RunningJobStep:
         return signal.Signals(-status).name if status is not None and status < 0 and not self._ended_here else None
 
     @property
+    def has_exited(self) -> bool:
+        """Whether srun has ended, though storage may not let `has_ended` return."""
+        return self._process.poll() is not None
+
+    @property
     def cancelled(self) -> bool:
         """Whether it was ended from outside before any of its tasks had ended, and not by this process."""
         return self.output.cancelled and not self._ended_here

@@ -9,7 +9,7 @@ from fault_page import VERSIONS, page_with, read_results, table
 from fault_rows import ROWS
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.attempt import ROOM_SECONDS
+from cluster_ddp.launch.attempt import PASSING_SECONDS, ROOM_SECONDS
 from cluster_ddp.launch.reaper import SAVE_SECONDS
 from cluster_ddp.launch.stopping import SHORT_GRACE_SECONDS
 from cluster_ddp.launch.watchdog import SHORTEST_LEARNED
@@ -36,6 +36,7 @@ def test_seconds_are_those_of_the_program() -> None:
     assert f"with {SHORT_GRACE_SECONDS:.0f} s or less" in PAGE
     assert f"have {SAVE_SECONDS:.0f} s to save" in PAGE
     assert f"waits {ROOM_SECONDS / 60:.0f} minutes for free space" in PAGE
+    assert f"tried again for {PASSING_SECONDS:.0f} s" in PAGE
     assert SHORTEST_LEARNED == 60
 
 

@@ -245,6 +245,10 @@ class SimulatedStep:
             self._ends_at = self._world.now + (_WATCHDOG if saves_in is None else saves_in)
         return self._ends_at
 
+    @property
+    def has_exited(self) -> bool:
+        return self._world.now >= self.due()
+
     def has_ended(self) -> bool:
         if not self._over and self._world.now >= self.due():
             self._over = True
@@ -311,7 +315,7 @@ class SimulatedHost(BatchHost):
         finally:
             self._world.now, self._beside = before, False
 
-    def within(self, seconds: float, do: Callable[[], T]) -> T | None:
+    def within(self, seconds: float, do: Callable[[], T], *, unless: Callable[[], bool] = lambda: False) -> T | None:
         return do()
 
     def glance(self, do: Callable[[], T]) -> T | None:

@@ -13,7 +13,7 @@ import pytest
 from starts import begin, end, happened, stand_in, start
 
 from cluster_ddp.job import JobSpec
-from cluster_ddp.launch.attempt import begin_when_there_is_room, decide_after
+from cluster_ddp.launch.attempt import begin_patiently, decide_after
 from cluster_ddp.run.attempt import begin_attempt, request_resume
 from cluster_ddp.run.attempt_record import read_attempt
 from cluster_ddp.run.directory import RunDirectory
@@ -53,10 +53,12 @@ def test_a_copy_goes_on_beside_its_original(run: RunDirectory, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("patience", "begins"), [(20.0, True), (0.0, False)])
-def test_a_full_disk_is_waited_for(
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
+def test_a_disk_that_is_full_or_fails_for_a_while_is_waited_for(
     run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    number: int,
     patience: float,
     begins: bool,
 ) -> None:
@@ -65,17 +67,17 @@ def test_a_full_disk_is_waited_for(
     def mkdir(self: Storage, path: Path, **options: Any) -> None:
         calls.append(path)
         if len(calls) < 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         path.mkdir(**options)
 
     monkeypatch.setattr(Storage, "mkdir", mkdir)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     if begins:
-        assert begin_when_there_is_room(run, None, pid=os.getpid(), patience=patience).number == 0
-        assert "No space left" in capsys.readouterr().err
+        assert begin_patiently(run, None, pid=os.getpid(), patience=patience).number == 0
+        assert os.strerror(number) in capsys.readouterr().err
     else:
-        with pytest.raises(RunError, match="No space left"):
-            begin_when_there_is_room(run, None, pid=os.getpid(), patience=patience)
+        with pytest.raises(RunError, match=os.strerror(number)):
+            begin_patiently(run, None, pid=os.getpid(), patience=patience)
 
 
 def test_nothing_begins_while_another_attempt_is_alive(run: RunDirectory) -> None:

@@ -58,6 +58,13 @@ def test_a_keeper_that_gets_no_more_threads_does_without(monkeypatch: pytest.Mon
     assert BatchHost().within(60, lambda: "decided") == "decided"
 
 
+def test_what_takes_long_is_not_waited_for_once_there_is_no_time() -> None:
+    blocked, began = threading.Event(), time.monotonic()
+    assert BatchHost().within(60, blocked.wait, unless=lambda: True) is None
+    assert time.monotonic() - began < 20
+    blocked.set()
+
+
 def test_a_look_at_storage_that_blocks_is_given_up_and_not_repeated_while_it_is_blocked() -> None:
     host, back, ended = BatchHost(), threading.Event(), threading.Event()
     assert host.glance(lambda: "seen") == "seen"

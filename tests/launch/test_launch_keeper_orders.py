@@ -6,6 +6,7 @@ always an end; and where Slurm answers, no requeue that is wanted is lost.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -20,10 +21,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulated_job import KILL_WAIT, KILLS, Killed, Life, SimulatedAllocation, SimulatedHost, SimulatedStep, World, live
 
-from cluster_ddp.job import JobSpec
-from cluster_ddp.job.errors import ClusterDDPError
+from cluster_ddp.job import JobSpec, load_resolved
+from cluster_ddp.job.errors import ClusterDDPError, JobFileError
 from cluster_ddp.launch import end_of_job, keeper, stop_requests
 from cluster_ddp.launch.queueing import RequeueFailed
+from cluster_ddp.run import decision
 from cluster_ddp.run.directory import RunDirectory
 from cluster_ddp.run.ending import Ending, outcome_of
 from cluster_ddp.run.errors import RunAlive, RunEnded
@@ -207,16 +209,57 @@ def test_what_follows_that_cannot_be_decided_fails_the_run_with_the_reason(fast_
     assert "job.yaml:1: the file is empty. To continue: cluster-ddp resume" in str(status.reason)
 
 
+@pytest.mark.parametrize(("lasts", "queued"), [(20, True), (1000, False)])
+def test_an_error_of_storage_that_passes_as_the_attempt_ends_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, lasts: float, queued: bool
+) -> None:
+    """As while an NFS server fails over. One that lasts would let the job fail in the same way again and again."""
+    world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
+
+    def job_file(path: Path) -> JobSpec:
+        if world.now < 100 + lasts:
+            raise JobFileError("job.yaml cannot be read: Stale file handle") from OSError(errno.ESTALE, "stale")
+        return load_resolved(path)
+
+    monkeypatch.setattr(decision, "_load_resolved", lambda: job_file)
+    live(world)
+    assert world.queued is queued and not world.faults
+    assert queued or describe(world.run, {}).state.value == "FAILED"
+
+
 def test_storage_that_does_not_answer_as_the_attempt_ends_loses_no_requeue(
     fast_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
         return None if seconds == 60 else do()  # what is waited for longest is the decision
 
     monkeypatch.setattr(SimulatedHost, "within", within)
     world = World(create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None), 0, Life(training="is killed"))
     live(world)
     assert world.queued
+
+
+@pytest.mark.parametrize(("word", "queued"), [("preemption", True), ("time limit", True), ("scancel", False)])
+def test_a_job_that_is_ended_while_storage_holds_up_the_decision_loses_no_requeue(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, word: str, queued: bool
+) -> None:
+    """The keeper heard of it only when it had been killed."""
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], *, unless: Any = None) -> object:
+        if host.now() < 10:
+            return do()
+        until = host.now() + seconds
+        while host.now() < until and not (unless and unless()):
+            host.sleep(1)
+        return None
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: None if host.now() > 12 else do())
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life(((40, word),), training="is killed", lasts=10))
+    with contextlib.suppress(ClusterDDPError):
+        live(world)
+    assert world.queued is queued and not world.faults
 
 
 @pytest.mark.parametrize(("word", "queued"), [("preemption", True), ("time limit", True), ("scancel", False)])
@@ -232,13 +275,34 @@ def test_storage_that_blocks_before_the_job_is_ended_loses_no_requeue(
         raise Killed
 
     monkeypatch.setattr(SimulatedHost, "glance", given_up)
-    monkeypatch.setattr(SimulatedHost, "within", lambda host, seconds, do: given_up(host, do))
+    monkeypatch.setattr(SimulatedHost, "within", lambda host, seconds, do, **_: given_up(host, do))
     for module, name in ((stop_requests, "request_stop"), (end_of_job, "read_stop"), (keeper, "is_superseded")):
         monkeypatch.setattr(module, name, block)
     run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
     world = World(run, 0, Life(((10, "TERM to the step"), (10, word)), lasts=1000, saves_in=3.0))
     live(world)
     assert world.queued is queued and not world.faults
+
+
+@pytest.mark.parametrize("training", ["is killed", "crashes"])
+def test_a_step_that_has_ended_is_not_waited_for_until_the_time_limit_if_storage_hides_how(
+    fast_disk: Path, monkeypatch: pytest.MonkeyPatch, training: str
+) -> None:
+    """Its nodes idled for as long as storage did not answer on the batch host."""
+
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
+        if host.now() < 5:
+            return do()
+        host.sleep(seconds)
+        return None
+
+    monkeypatch.setattr(SimulatedHost, "within", within)
+    monkeypatch.setattr(SimulatedHost, "glance", lambda host, do: within(host, 0.0, do))
+    run = create_run(SPEC, runs_dir=fast_disk, via="sbatch", script=None)
+    world = World(run, 0, Life(training=training, lasts=10))
+    live(world)
+    assert world.queued and not world.faults
+    assert world.now < 120
 
 
 @pytest.mark.parametrize("word", ["preemption", "time limit"])
@@ -249,7 +313,7 @@ def test_storage_that_blocks_once_training_has_saved_loses_no_requeue(
 
     seen: list[bool] = []
 
-    def within(host: SimulatedHost, seconds: float, do: Callable[[], object]) -> object:
+    def within(host: SimulatedHost, seconds: float, do: Callable[[], object], **_: object) -> object:
         if not any(seen):
             return do()
         host.sleep(seconds)

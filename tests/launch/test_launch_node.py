@@ -17,7 +17,9 @@ import pytest
 from node_process import Node, wait_until
 
 from cluster_ddp.launch.processes import is_alive
+from cluster_ddp.run.directory import AttemptDirectory
 from cluster_ddp.run.ending import outcome_of
+from cluster_ddp.run.events import NODE_FAILED, NODE_STARTED, EventWriter
 from cluster_ddp.run.history import read_history
 from cluster_ddp.run.status import describe
 from cluster_ddp.run.stopfile import AT_ONCE, PERSON, TERMINATED, TIME_LIMIT, request_stop
@@ -250,3 +252,14 @@ def test_a_port_that_is_taken_is_the_nodes_failure_and_says_so(start_node: Start
     assert "is in use on this node" in failed["error"]
     assert failed["suspect"] is True
     assert "is in use on this node" in outcome_of(read_history(node.attempt.run), 0).why
+
+
+def test_a_node_that_did_not_come_is_recorded_by_the_first_to_notice(start_node: Start) -> None:
+    def has_started(attempt: AttemptDirectory) -> None:
+        writer = EventWriter(attempt.run, "node-n2")
+        writer.write(NODE_STARTED, attempt=0, node=2, host="n3")
+        writer.write(NODE_FAILED, attempt=0, node=2, host="n3", error="it did not come", suspect=True)
+
+    node = start_node("plain_rank.py", procs=1, nodes=3, launch={"join_timeout": 1}, prepare=has_started)
+    assert node.finish()[0] == 1
+    assert [event["host"] for event in node.events("node-failed") if event["suspect"]].count("n3") == 1
