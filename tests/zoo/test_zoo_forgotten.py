@@ -86,6 +86,34 @@ def test_a_flag_whose_value_is_in_the_state_by_chance_is_told(
     assert told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
 
 
+class SavesOnlyHistory(ZooTask):
+    """Its step depends on the last loss in several forms, and its state has the list of all losses."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.history: list[Tensor] = []
+        self.last, self.restored, self.meter = torch.zeros(()), torch.zeros(()), SimpleNamespace(last=torch.zeros(()))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) * (1 + 0.1 * (self.last + self.restored + self.meter.last))
+        self.history.append(loss.detach())
+        self.last, self.restored, self.meter.last = loss.detach(), loss.detach(), loss.detach()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history = state["history"]
+        self.restored = self.history[-1].clone() if self.history else torch.zeros(())
+
+
+def test_a_value_that_is_in_the_state_as_part_of_a_history_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(SavesOnlyHistory, tmp_path, capfd) == ["task.last", "task.meter"]
+
+
 class Stage(enum.Enum):
     EASY = "easy"
     HARD = "hard"

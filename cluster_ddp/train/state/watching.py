@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
@@ -75,7 +79,7 @@ class Watch:
             changed = without_tables(was.changed(now), now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
-            changed = now.unsaved(changed, saved, saved_then)
+            changed = now.unsaved(changed, saved, (was, saved_then))
             if changed:  # rarely, as tensors are copied from the GPU for it
                 changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
             found.update(holders[name] for name in changed)
@@ -93,8 +97,14 @@ class Watch:
                 values[key] = first
 
     def compare_values(self, other: Task) -> None:
-        """Find out which of these the other has after loading the state of this one."""
+        """Find out which of these the other has after loading the state of this one, and which tensors, made anew."""
         mine, theirs = vars(self._task), vars(other)
+        changed = set() if self._noted is None else set(self._looks[0][0].changed(self._noted))
+        for key, value in mine.items():
+            if f"task.{key}" in changed and isinstance(value, (Tensor, np.ndarray)):
+                again = theirs.get(key)
+                if again is not value and fingerprint(again) == fingerprint(value):
+                    self._comes_back[f"task.{key}"] = True
         for key, value in mine.items() if self._looks else ():
             first = self._first(key)
             if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
