@@ -8,11 +8,12 @@ import contextlib
 import ctypes
 import datetime
 import enum
+import functools
 import io
 import numbers
 import threading
 from collections.abc import Container, Iterable, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event
 from pathlib import PurePath
@@ -184,7 +185,8 @@ class Attributes:
 
         Elements that have left a list are not named, because its length shows the change. A value may be in the state
         by chance: one that many things have, such as True, counts only where the state has changed, too; and that of a
-        single attribute, such as the last loss, counts in a list, such as that of all losses, only where it was before.
+        single attribute, such as the last loss, counts in a list or dict, such as that of all losses, only where it
+        was before.
 
         Parameters
         ----------
@@ -198,9 +200,14 @@ class Attributes:
         fresh = leaves if then is None else {key: leaves[key] for key in then[1].changed(saved) if key in leaves}
 
         def was_there(name: str, place: str) -> bool:
-            if then is None or name not in then[0].leaves or _is_element(name) or not _is_element(place):
+            if then is None or name not in then[0].leaves or _is_element(name):
                 return True
-            return place in then[1].leaves and then[0]._mark(name) == then[1]._mark(place)
+            whole, held = place.partition(", ")[0], then[1].leaves
+            if not held.keys().isdisjoint((place, whole, whole + _LENGTH)):
+                marks = then[0]._mark(name), then[1]._mark(place)
+                return not _is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
+            *outer, _ = accumulate(place.split("."), "{}.{}".format)
+            return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
 
         def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
@@ -228,10 +235,19 @@ class Attributes:
 
         return [name for name in changed if not is_saved(name)]
 
+    def owner(self, name: str) -> int | None:
+        """The id of the innermost object with a name of its own that a leaf belongs to; None if it has no other."""
+        *outer, _ = accumulate(name.split("."), "{}.{}".format)
+        return next((self._owners[whole] for whole in reversed(outer) if whole in self._owners), None)
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, int]:
+        return {name: key for key, name in self._seen.items() if isinstance(name, str)}
+
     def _mark(self, name: str) -> Any:
         """What tells the value that a leaf had from others."""
-        leaf = self.leaves[name]
-        return self._contents.get(name) if isinstance(leaf, Tensor) else repr(leaf)
+        leaf = self.leaves.get(name)
+        return self._contents.get(name) if leaf is None or isinstance(leaf, Tensor) else repr(leaf)
 
     def in_optimizers(self) -> set[tuple[str, str]]:
         """The names of tensors that optimizers hold and something else does, too: its name there, and theirs."""
