@@ -292,7 +292,14 @@ def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> An
     def contexts() -> tuple[Any, Any]:  # for the first computation and the recomputation
         return contextlib.nullcontext(), _frozen_statistics(block)
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    used = {key: _unless_empty_cache(value) for key, value in kwargs.items()}
+    return checkpoint(forward, *map(_unless_empty_cache, args), use_reentrant=False, context_fn=contexts, **used)
+
+
+def _unless_empty_cache(value: Any) -> Any:
+    """None for a cache of transformers that is only to be filled: the recomputation would add to it once more."""
+    is_cache = type(value).__module__ == "transformers.cache_utils" and hasattr(value, "get_seq_length")
+    return None if is_cache and not value.get_seq_length() else value
 
 
 @contextlib.contextmanager

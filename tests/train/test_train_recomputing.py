@@ -57,3 +57,31 @@ def test_blocks_with_synchronised_batchnorm_are_computed_again() -> None:
     assert isinstance(norm, nn.SyncBatchNorm) and norm.num_batches_tracked is not None and norm.running_mean is not None
     assert norm.num_batches_tracked.item() == 1
     torch.testing.assert_close(norm.running_mean, 0.1 * model[0](inputs).mean(0).detach())
+
+
+class Cache(list[torch.Tensor]):
+    """A cache of keys that blocks fill, as those of transformers."""
+
+    def get_seq_length(self) -> int:
+        return len(self)
+
+
+class Attends(nn.Linear):
+    """Attends to the keys in the cache, to which it adds its own."""
+
+    def forward(self, inputs: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        keys = super().forward(inputs)
+        if cache is not None:
+            cache.append(keys)
+            keys = torch.cat([*cache])
+        return torch.softmax(inputs @ keys.T, 1) @ keys
+
+
+def test_blocks_do_not_fill_an_empty_cache_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cache, "__module__", "transformers.cache_utils")
+    model = nn.ModuleList([Attends(4, 4)])
+    inputs = torch.randn(8, 4)
+    plain = torch.autograd.grad(model[0](inputs, cache=Cache()).square().sum(), model[0].weight)[0]
+    checkpoint_blocks(model)
+    for again in (model[0](inputs, Cache()), model[0](inputs, cache=Cache())):
+        torch.testing.assert_close(torch.autograd.grad(again.square().sum(), model[0].weight)[0], plain)

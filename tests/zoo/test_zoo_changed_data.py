@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 from zoo_models import CLASSES, FEATURES
 from zoo_told import SHORT
 from zoo_training import Case, ZooTask, judge
@@ -93,3 +93,36 @@ def test_what_collate_reads_in_workers_and_training_changes_is_told(
     assert words not in capfd.readouterr().err
     judge(Case(train={**SHORT, "workers": 1}), tmp_path / "workers", Widens)
     assert words in capfd.readouterr().err
+
+
+class Collator:
+    """Draws from a generator that it makes when it is called first, and holds the model for its settings."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, items: list[Any]) -> Any:
+        self.generator = self.generator or torch.Generator().manual_seed(0)
+        inputs, labels = default_collate(items)
+        return inputs + torch.randn(inputs.shape, generator=self.generator), labels
+
+
+class CollatesBy(ZooTask):
+    """Batches by a collator of a library."""
+
+    def model(self) -> nn.Module:
+        self.collator = Collator(made := super().model())
+        return made
+
+    def collate(self, items: list[Any]) -> Any:
+        return self.collator(items)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collator_of_a_library_that_holds_the_model_is_exact_and_not_told(
+    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Collator, "__module__", "transformers.data.data_collator")
+    assert str(judge(Case(train={"workers": workers}), tmp_path, CollatesBy)) == "exact"
+    assert "from which samples or batches are made" not in capfd.readouterr().err

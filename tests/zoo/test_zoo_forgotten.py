@@ -86,6 +86,69 @@ def test_a_flag_whose_value_is_in_the_state_by_chance_is_told(
     assert told(TakesTurns, tmp_path, capfd) == ["task.other_turn", "task.rounds", "task.turn"]
 
 
+class SavesOnlyHistory(ZooTask):
+    """Its step depends on the last loss in several forms, and its state has all losses, in a list and by name."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.history: list[Tensor] = []
+        self.by_name: dict[str, float] = {}
+        self.last, self.restored, self.meter = torch.zeros(()), torch.zeros(()), SimpleNamespace(last=torch.zeros(()))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch) * (1 + 0.1 * (self.last + self.restored + self.meter.last))
+        self.history.append(loss.detach())
+        self.by_name[f"step {len(self.by_name)}"] = float(loss)
+        self.last, self.restored, self.meter.last = loss.detach(), loss.detach(), loss.detach()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history, "by_name": self.by_name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history, self.by_name = state["history"], state["by_name"]
+        self.restored = self.history[-1].clone() if self.history else torch.zeros(())
+
+
+def test_a_value_that_is_in_the_state_as_part_of_a_history_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(SavesOnlyHistory, tmp_path, capfd) == ["task.last", "task.meter"]
+
+
+class CountsTwice(ZooTask):
+    """Counts its steps in five places, and its state has one of these counts, by which it restores two others."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.steps = 0
+
+    def model(self) -> nn.Module:
+        self.counted, self.teacher = super().model(), mlp()
+        for part in self.counting():
+            part.steps = 0
+        return self.counted
+
+    def counting(self) -> list[Any]:
+        return [network[number] for network in (self.counted, self.teacher) for number in (0, 2)]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.steps += 1
+        for part in self.counting():
+            part.steps += 1
+        return super().loss(model, batch) * sum(part.steps for part in self.counting())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = self.counted[0].steps = self.teacher[0].steps = state["steps"]
+
+
+def test_a_count_that_is_equal_to_one_in_the_state_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(CountsTwice, tmp_path, capfd) == ["model.2.steps", "task.teacher"]
+
+
 class Stage(enum.Enum):
     EASY = "easy"
     HARD = "hard"

@@ -141,6 +141,7 @@ class SavesOtherwise(ZooTask):
     def __init__(self, case: Case, crash: int | None = None) -> None:
         super().__init__(case, crash)
         self.array, self.listed, self.number, self.scale = np.ones(3, np.float32), np.ones(3), 1, torch.ones(())
+        self.rate = np.float64(0.1)
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         made = super().optimizer(model, lr)
@@ -151,7 +152,8 @@ class SavesOtherwise(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         self.array, self.listed, self.number = self.array * 1.5, self.listed * 1.5, self.number + 1
         self.scale.grad = torch.tensor(0.1 * self.number)
-        return super().loss(model, batch) * float(self.array[0] + self.listed[0] + self.scale)
+        self.rate = self.rate * np.exp(0.1)
+        return super().loss(model, batch) * float(self.array[0] + self.listed[0] + self.scale + self.rate)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -159,12 +161,13 @@ class SavesOtherwise(ZooTask):
             "listed": self.listed.tolist(),
             "number": torch.tensor(self.number),
             "scale": self.scale,
+            "rate": float(self.rate),
             "second": self.second.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.array, self.listed = state["array"].numpy(), np.array(state["listed"])
-        self.number = int(state["number"])
+        self.number, self.rate = int(state["number"]), np.float64(state["rate"])
         with torch.no_grad():
             self.scale.copy_(state["scale"])
         self.second.load_state_dict(state["second"])

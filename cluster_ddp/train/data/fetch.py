@@ -272,6 +272,7 @@ class Fetcher:
 
         def read() -> int:
             seen = fingerprint(self._read(epoch, indices))
+            self._own = self._held_generators()  # collate() may make one when it is called, as collators with a seed do
             numbers.append(Numbers(self._data, getattr(self._collate, "__self__", None)))
             return seen
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec
@@ -90,10 +91,10 @@ class IterableStream:
         self.close()
         return first, to_device(batch, self._device)
 
-    def made_from(self) -> MadeFrom:
+    def made_from(self, model: nn.Module) -> MadeFrom:
         if self._workers:
-            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES)
-        return MadeFrom(self._sources[0], why=READ_FROM_THE_FIRST, is_read_here=True)
+            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES, model=model)
+        return MadeFrom(self._sources[0], why=READ_FROM_THE_FIRST, is_read_here=True, model=model)
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the first items show that the data set breaks its rules."""

@@ -61,10 +61,21 @@ class MadeFrom:
         by a restore, or in a step between `begin` and `end`.
     put_back_by
         The task, if training may change what its ``load_state_dict`` puts back.
+    model
+        The model that is trained, which a resume puts back, too.
     """
 
-    def __init__(self, *sources: Any, why: str = "", is_read_here: bool = False, put_back_by: object = None) -> None:
-        self._sources, self._why = [_Source(source) for source in sources], why
+    def __init__(
+        self,
+        *sources: Any,
+        why: str = "",
+        is_read_here: bool = False,
+        put_back_by: object = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        trained = set() if model is None else {id(module) for module in model.modules()}
+        but = trained if put_back_by is not None else set[int]()
+        self._sources, self._why = [_Source(source, trained, but) for source in sources], why
         self._is_read_here, self._task = is_read_here, put_back_by
         self._first = self._marks()
         self._begun: dict[str, list[int]] = {}
@@ -117,10 +128,18 @@ class MadeFrom:
 
 
 class _Source:
-    """A data set, or what collates its samples."""
+    """A data set, or what collates its samples.
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    Parameters
+    ----------
+    trained
+        Ids of the modules of the model that is trained.
+    but
+        Ids of what is not looked at.
+    """
+
+    def __init__(self, source: Any, trained: set[int], but: set[int]) -> None:
+        self._source, self._trained, self._but = source, trained, but
         self._names: set[str] = set()  # of the attributes and variables that its code reads
         known = -1
         while len(self._names) > known:  # until the functions mention no others
@@ -130,7 +149,7 @@ class _Source:
     def values(self) -> Iterator[tuple[str, Any]]:
         """The source, and what its code reads of it, by name."""
         level: list[tuple[str, Any]] = [(type(self._source).__name__, self._source)]
-        seen: set[int] = set()
+        seen = set(self._but)
         for _ in range(_DEPTH):
             inner: list[tuple[str, Any]] = []
             for name, value in level:
@@ -166,8 +185,8 @@ class _Source:
                     own |= vars(base)
         elif isinstance(value, torch.utils.data.Dataset):
             yield from ((f"{kind.__name__}.{key}", part) for key, part in vars(value).items())
-        else:  # such as a library's composition of the user's transforms
-            parts = getattr(value, "__dict__", {}).values()
+        else:  # such as a library's composition of the user's transforms; of a model, collators read only settings
+            parts = [part for part in getattr(value, "__dict__", {}).values() if id(part) not in self._trained]
             yield from ((name, part) for part in parts if callable(part) or isinstance(part, (list, tuple)))
         if isinstance(value, nn.Module):
             yield from ((type(part).__name__, part) for part in value.children())

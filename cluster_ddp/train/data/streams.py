@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from cluster_ddp.job import BatchPlan, TrainSpec, plan_batch
@@ -64,8 +65,8 @@ class Stream(Protocol):
     def first(self) -> tuple[MicroBatch, Any]:
         """The first micro-batch of the whole training."""
 
-    def made_from(self) -> MadeFrom:
-        """What samples are made from now, as far as training must not change it."""
+    def made_from(self, model: nn.Module) -> MadeFrom:
+        """What samples are made from now, as far as training, which is that of this model, must not change it."""
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """This rank's micro-batches from this step on, on its device.
@@ -159,10 +160,10 @@ class MapStream:
         loader.close()
         return found
 
-    def made_from(self) -> MadeFrom:
+    def made_from(self, model: nn.Module) -> MadeFrom:
         if self._workers:
-            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES)
-        return MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task)
+            return MadeFrom(*self._sources, why=WORKERS_HAVE_COPIES, model=model)
+        return MadeFrom(*self._sources, why=NOT_PUT_BACK, is_read_here=True, put_back_by=self._task, model=model)
 
     def batches(self, step: int, counts: Counts, at_first: AtFirst = nullcontext) -> Iterator[tuple[MicroBatch, Any]]:
         """See `Stream`; raises a `DataError` if the length of the data set has changed since the save."""

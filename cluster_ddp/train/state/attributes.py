@@ -8,11 +8,12 @@ import contextlib
 import ctypes
 import datetime
 import enum
+import functools
 import io
 import numbers
 import threading
 from collections.abc import Container, Iterable, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import Event
 from pathlib import PurePath
@@ -177,29 +178,47 @@ class Attributes:
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
 
-    def unsaved(self, changed: Iterable[str], saved: Attributes, before: Attributes | None = None) -> list[str]:
+    def unsaved(
+        self, changed: Iterable[str], saved: Attributes, then: tuple[Attributes, Attributes] | None = None
+    ) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
-        Elements that have left a list are not named, because its length shows the change. A value that many things
-        have, such as True, may be in the state by chance: it counts only where the state has changed, too.
+        Elements that have left a list are not named, because its length shows the change. A value may be in the state
+        by chance: one that many things have, such as True, counts only where the state has changed, too; and that of a
+        single attribute, such as the last loss, counts in a list or dict, such as that of all losses, only where it
+        was before.
 
         Parameters
         ----------
-        saved, before
-            What the state holds, and what it held when `changed` was compared with.
+        saved
+            What the state holds.
+        then
+            What these were compared with, and what the state held then.
         """
         lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
         leaves = saved.leaves
-        fresh = leaves if before is None else {key: leaves[key] for key in before.changed(saved) if key in leaves}
+        fresh = leaves if then is None else {key: leaves[key] for key in then[1].changed(saved) if key in leaves}
 
-        def is_held(value: Any) -> bool:
+        def was_there(name: str, place: str) -> bool:
+            if then is None or name not in then[0].leaves or _is_element(name):
+                return True
+            whole, held = place.partition(", ")[0], then[1].leaves
+            if not held.keys().isdisjoint((place, whole, whole + _LENGTH)):
+                marks = then[0]._mark(name), then[1]._mark(place)
+                return not _is_element(place) or marks[0] == marks[1] or type(marks[0]) is not type(marks[1])
+            *outer, _ = accumulate(place.split("."), "{}.{}".format)
+            return len(outer) == 1 or any(held.get(whole, place) is None for whole in outer)
+
+        def is_held(value: Any, name: str) -> bool:
             if isinstance(value, enum.Enum):
-                return is_held(value.name) or is_held(value.value)
+                return is_held(value.name, name) or is_held(value.value, name)
             if not is_common(value):
                 is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
                 forms = (value, value.item()) if is_number else (value,)
-                return any(_is_among(form, leaves.values()) for form in forms)
-            return any(is_common(leaf) and value == leaf for leaf in fresh.values())
+                places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
+            else:
+                places = (place for place, leaf in fresh.items() if is_common(leaf) and value == leaf)
+            return any(was_there(name, place) for place in places)
 
         def is_saved(name: str) -> bool:
             if name.endswith((_TRAINED, _GRADIENT)):  # the state may say whether it is frozen
@@ -208,13 +227,27 @@ class Attributes:
                 key = self._aliases[name].rpartition(".")[2]
                 if name in saved.leaves or name in saved._aliases:
                     return True
-                return is_held(key) or (key.isdecimal() and is_held(int(key)))
+                return is_held(key, name) or (key.isdecimal() and is_held(int(key), name))
             if name in self.leaves:
-                return is_held(self.leaves[name])
+                return is_held(self.leaves[name], name)
             has_left = name not in self._kinds
             return has_left and any(name[:end] in lists for end, letter in enumerate(name) if letter == ".")
 
         return [name for name in changed if not is_saved(name)]
+
+    def owner(self, name: str) -> int | None:
+        """The id of the innermost object with a name of its own that a leaf belongs to; None if it has no other."""
+        *outer, _ = accumulate(name.split("."), "{}.{}".format)
+        return next((self._owners[whole] for whole in reversed(outer) if whole in self._owners), None)
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, int]:
+        return {name: key for key, name in self._seen.items() if isinstance(name, str)}
+
+    def _mark(self, name: str) -> Any:
+        """What tells the value that a leaf had from others."""
+        leaf = self.leaves.get(name)
+        return self._contents.get(name) if leaf is None or isinstance(leaf, Tensor) else repr(leaf)
 
     def in_optimizers(self) -> set[tuple[str, str]]:
         """The names of tensors that optimizers hold and something else does, too: its name there, and theirs."""
@@ -276,7 +309,9 @@ class Attributes:
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
             self._look_into(vars(value).items(), name, depth)
-        if isinstance(value, (np.ndarray, np.generic)):
+        if isinstance(value, np.generic):
+            self.leaves[name] = value.item()  # which state_dict() may return
+        elif isinstance(value, np.ndarray):
             # A read-only one, such as a memory-mapped file, may be larger than the memory.
             self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
         elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
@@ -348,9 +383,10 @@ class Attributes:
         return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
 
 
-def _is_among(value: Any, leaves: Iterable[Any]) -> bool:
-    """Whether the same value is among the leaves, under any name."""
-    return any(
-        is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
-        for leaf in leaves
-    )
+def _is_alike(value: Any, leaf: Any) -> bool:
+    return is_same(value, leaf) or (isinstance(value, Tensor) and isinstance(leaf, Tensor) and equal_bits(value, leaf))
+
+
+def _is_element(name: str) -> bool:
+    """Whether it is in a list, or in a dict by a number."""
+    return any(part.isdecimal() for part in name.split("."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
 from cluster_ddp.train.state.plain import is_device
+
+_WIDTH = 100  # how many elements of lists are looked at one by one
 
 
 class Place:
@@ -59,15 +62,22 @@ def _short(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
-def other_forms(state: Any) -> Iterator[Any]:
-    """What the tensors and lists in the state of a task may have been made from: arrays and numbers."""
+def other_forms(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What the tensors and lists in the state of a task may have been made from, by name: arrays and numbers."""
     if isinstance(state, dict):
-        for part in state.values():
-            yield from other_forms(part)
+        for key, part in state.items():
+            yield from other_forms(part, f"{name}.{key}".removeprefix("."))
         return
-    with contextlib.suppress(Exception):  # such as a tensor in bfloat16, or a list of lists of different lengths
+    with contextlib.suppress(Exception):  # such as a tensor in bfloat16
         if isinstance(state, Tensor):
-            yield state.numpy(force=True)
-            yield state.item()
-        elif isinstance(state, (list, tuple)):
-            yield np.asarray(state)
+            yield name, state.numpy(force=True)
+            yield f"{name}, its number", state.item()
+    if isinstance(state, (list, tuple)):
+        array = None
+        with contextlib.suppress(Exception):  # such as a list of lists of different lengths
+            array = np.asarray(state)
+        if array is not None and array.dtype != object:
+            yield name, array
+        else:
+            for number, part in enumerate(islice(state, _WIDTH)):
+                yield from other_forms(part, f"{name}.{number}")

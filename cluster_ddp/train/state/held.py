@@ -11,19 +11,22 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
-from cluster_ddp.train.state.kinds import is_library
+from cluster_ddp.train.state.kinds import is_library, is_of_library
 
-# Also the marks of torch.compile and Lightning, and what transformers' Trainer sets during training.
+# Also the marks of torch.compile and Lightning, what transformers' Trainer sets during training, and whether one of its
+# models has hooks to record its hidden states.
 _OF_MODULES = frozenset(vars(nn.Module())) | {
-    "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha",
+    "_is_torch_compile", "_trainer", "_current_fx_name", "neftune_noise_alpha", "_output_capturing_hooks_installed",
 }  # fmt: skip
+_MARKS_OF_TENSORS = ("_is_buffer", "persistent", "_is_param")  # by nn.Buffer, and for parameters of other classes
 # By package: attributes that objects recompute whenever they need them, such as kornia's last random draw and its
-# results. And sentence-transformers' model card, which is for people only.
+# results, or the decay of diffusers' averages. And sentence-transformers' model card, which is for people only.
 _RECOMPUTED = {
     "kornia": {
         "_params", "_transform_matrix", "_transform_matrices", "_transform_matrix_params", "_lazy_matrix_args",
         "_transform_matrix_params_snapshot", "_output_image", "transform_op",
     },
+    "diffusers": {"cur_decay_value"},
     "gpytorch": {"_memoize_cache"},
     "linear_operator": {"_memoize_cache"},
     "omegaconf": {"_flags_cache"},
@@ -42,20 +45,27 @@ NOT_STATE_OF_OPTIMIZERS = frozenset(
 def of_module(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without those that every module has, but with hooks and `enclosing_methods`."""
     but = recomputed(module)
-    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES or (value and are_hooks(value))}
-    own = {key: value for key, value in own.items() if key not in but and not _is_own_method(module, key, value)}
-    return {**enclosing_methods(module), **own}
+    hooks = {key: held for key, value in vars(module).items() if are_hooks(value) and (held := _hooks_of_user(value))}
+    own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES and key not in but}
+    own = {key: value for key, value in own.items() if not _is_own_method(module, key, value)}
+    return {**enclosing_methods(module), **own, **hooks}
 
 
 def of_tensor(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that somebody gave a tensor or parameter, without torch's hooks and the marks of its compiler."""
-    return {key: value for key, value in vars(tensor).items() if not key.startswith("_dynamo") and not are_hooks(value)}
+    """The attributes that somebody gave a tensor or parameter, without torch's hooks and marks."""
+    own = {key: value for key, value in vars(tensor).items() if key not in _MARKS_OF_TENSORS and not are_hooks(value)}
+    return {key: value for key, value in own.items() if not key.startswith("_dynamo")}
 
 
 def hooks_of_tensor(tensor: Tensor) -> dict[str, Any]:
     """The hooks that somebody gave a tensor, which may keep something."""
     hooks = {"hooks": tensor._backward_hooks, "other hooks": tensor._post_accumulate_grad_hooks}
     return {name: held for name, held in hooks.items() if held} if tensor.is_leaf else {}
+
+
+def _hooks_of_user(hooks: dict[int, Any]) -> dict[int, Any]:
+    """Those hooks that are not of a library, such as those by which transformers records hidden states."""
+    return collections.OrderedDict((key, hook) for key, hook in hooks.items() if not is_of_library(hook))
 
 
 def _is_own_method(module: nn.Module, key: str, value: object) -> bool:

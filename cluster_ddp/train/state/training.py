@@ -257,6 +257,8 @@ class State:
         """Note for `unsaved` which numbers and strings, and which two names of the same, come back in another state."""
         if isinstance(other._also, Task):
             self._watch.compare_values(other._also)
+            is_another = other._model is not self._model
+            self._watch.compare_inner_values(other._attributes(), is_another_model=is_another)
             self._watch.compare_names(of_task(other._also))
 
     def unsaved(self) -> list[str]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from cluster_ddp.train.data.fingerprint import fingerprint
 from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
@@ -50,6 +54,7 @@ class Watch:
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
+        self._inner_comes_back: dict[str, bool] = {}  # of numbers in the model, or in what the task makes in model()
 
     @property
     def latest(self) -> Attributes | None:
@@ -73,11 +78,14 @@ class Watch:
         found = {name for name, does in self._comes_back.items() if not does}
         for was, saved_then in looks:
             changed = without_tables(was.changed(now), now.leaves)
+            lost = [name for name in changed if self._inner_comes_back.get(name) is False]
+            found.update(now.holders.get(name) or was.holders[name] for name in lost)
+            changed = [name for name in changed if name not in self._inner_comes_back]
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
-            changed = now.unsaved(changed, saved, saved_then)
+            changed = now.unsaved(changed, saved, (was, saved_then))
             if changed:  # rarely, as tensors are copied from the GPU for it
-                changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
+                changed = now.unsaved(changed, Attributes(dict(other_forms(states))), (was, saved_then))
             found.update(holders[name] for name in changed)
         self._comes_back = {name: True for name, does in self._comes_back.items() if does}
         return found
@@ -93,12 +101,31 @@ class Watch:
                 values[key] = first
 
     def compare_values(self, other: Task) -> None:
-        """Find out which of these the other has after loading the state of this one."""
+        """Find out which of these the other has after loading the state of this one, and which tensors, made anew."""
         mine, theirs = vars(self._task), vars(other)
+        changed = set() if self._noted is None else set(self._looks[0][0].changed(self._noted))
+        for key, value in mine.items():
+            if f"task.{key}" in changed and isinstance(value, (Tensor, np.ndarray)):
+                again = theirs.get(key)
+                if again is not value and fingerprint(again) == fingerprint(value):
+                    self._comes_back[f"task.{key}"] = True
         for key, value in mine.items() if self._looks else ():
             first = self._first(key)
             if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
                 self._comes_back[f"task.{key}"] = is_same(theirs.get(key, _NOTHING), value)
+
+    def compare_inner_values(self, again: Attributes, *, is_another_model: bool) -> None:
+        """Find out which numbers in the model, or in what the task has made once more, come back."""
+        if not self._looks or self._noted is None:
+            return
+        for name in self._looks[0][0].changed(self._noted):
+            value = self._noted.leaves.get(name, _NOTHING)
+            if not is_value(value) or not name.startswith(("model.", "task.")):
+                continue
+            mine, theirs = self._noted.owner(name), again.owner(name)
+            of_model = mine is None and is_another_model and name.startswith("model.")
+            if of_model or (mine is not None and theirs not in (None, mine)):
+                self._inner_comes_back[name] = is_same(again.leaves.get(name, _NOTHING), value)
 
     def compare_names(self, again: Attributes) -> None:
         """Find out which names would no longer refer to the same as another name, of the task after loading it."""
