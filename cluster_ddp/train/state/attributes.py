@@ -30,7 +30,6 @@ from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
 from cluster_ddp.train.state.kinds import (
-    REFERRED_TO,
     SEEN_INTO,
     is_common,
     is_of_library,
@@ -55,6 +54,8 @@ _VALUES = (
     numbers.Number, range, slice, PurePath, datetime.date, datetime.time, datetime.timedelta,
     torch.dtype, torch.device, torch.memory_format,
 )  # fmt: skip
+# What two names refer to may be equal by chance only.
+_COPIED = (*_VALUES, np.generic, tuple, frozenset)
 
 
 class Attributes:
@@ -65,7 +66,8 @@ class Attributes:
     holders
         The objects, by name.
     known
-        Ids of objects to skip, because they are saved anyway.
+        Names of objects to skip, because they are saved anyway, by their ids. Of a part of something, the name has a
+        dot.
     names
         Names of tensors that are keys of dicts, by their ids.
     seeded
@@ -77,7 +79,7 @@ class Attributes:
     def __init__(
         self,
         holders: Mapping[str, Any],
-        known: Iterable[int] = (),
+        known: Mapping[int, str] | None = None,
         names: Mapping[int, str] | None = None,
         seeded: Container[Any] | None = None,
         earlier: Attributes | None = None,
@@ -90,12 +92,13 @@ class Attributes:
         self._trained: dict[str, bool] = {}  # of tensors that belong to no module
         self._gradients: dict[str, tuple[Tensor, int]] = {}  # with their versions
         self._seeded = seeded
-        self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
+        self._known = set((known or {}).values())
+        self._seen: dict[int, str] = dict(known or {})  # the first name of what was found
         modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
         self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
-        self._named_before: dict[int, object] = {} if earlier is None else earlier._seen
+        self._named_before: dict[int, str] = {} if earlier is None else earlier._seen
         self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
         later: list[tuple[str, list[tuple[str, Any, int]]]] = []
         for name, holder in holders.items():
@@ -139,6 +142,7 @@ class Attributes:
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
         replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
+        replaced |= now._refers_newly(self) | self._refers_newly(now)
         replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
         in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
         for name, (gradient, version) in now._gradients.items():  # the same one has been added to
@@ -177,7 +181,17 @@ class Attributes:
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
 
-    def unsaved(self, changed: Iterable[str], saved: Attributes, before: Attributes | None = None) -> list[str]:
+    def _refers_newly(self, other: Attributes) -> set[str]:
+        """Names that the other has not, of what it has under another name; the length of a list shows its elements."""
+        names = other._kinds.keys() | other.leaves.keys()
+        return {
+            name
+            for name, first in self._aliases.items()
+            if name not in names and (first in other._kinds or (first in other._known and "." in first))
+            if name.rpartition(".")[0] + _LENGTH not in self.leaves
+        }
+
+    def unsaved(self, changed: Iterable[str], saved: Attributes, fresh: Container[str] | None = None) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
         Elements that have left a list are not named, because its length shows the change. A value that many things
@@ -185,12 +199,12 @@ class Attributes:
 
         Parameters
         ----------
-        saved, before
-            What the state holds, and what it held when `changed` was compared with.
+        saved, fresh
+            What the state holds, and the names there of what has changed as well; None: all.
         """
         lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
         leaves = saved.leaves
-        fresh = leaves if before is None else {key: leaves[key] for key in before.changed(saved) if key in leaves}
+        changed_there = [leaf for key, leaf in leaves.items() if fresh is None or key in fresh]
 
         def is_held(value: Any) -> bool:
             if isinstance(value, enum.Enum):
@@ -199,11 +213,11 @@ class Attributes:
                 is_number = isinstance(value, Tensor) and value.ndim == 0 and not value.is_meta
                 forms = (value, value.item()) if is_number else (value,)
                 return any(_is_among(form, leaves.values()) for form in forms)
-            return any(is_common(leaf) and value == leaf for leaf in fresh.values())
+            return any(is_common(leaf) and value == leaf for leaf in changed_there)
 
         def is_saved(name: str) -> bool:
             if name.endswith((_TRAINED, _GRADIENT)):  # the state may say whether it is frozen
-                return name.endswith(_TRAINED) and any(isinstance(leaf, bool) for leaf in fresh.values())
+                return name.endswith(_TRAINED) and any(isinstance(leaf, bool) for leaf in changed_there)
             if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
                 key = self._aliases[name].rpartition(".")[2]
                 if name in saved.leaves or name in saved._aliases:
@@ -255,11 +269,10 @@ class Attributes:
             self._later.append((name, value, depth))
             return
         first = self._seen.setdefault(id(value), name)
-        if first is not name:
-            if isinstance(first, str) and may_take_turns(value):
-                self._aliases[name], self._objects[first] = first, value
-            elif isinstance(value, REFERRED_TO):
-                self._kinds[name] = self._kinds[name], first
+        if first is not name and may_take_turns(value):
+            self._aliases[name], self._objects[first] = first, value
+            return
+        if first is not name and not isinstance(value, _COPIED):
             return
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
             self._look_at(name, value, depth)

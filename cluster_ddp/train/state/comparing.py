@@ -59,15 +59,14 @@ def _short(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
-def other_forms(state: Any) -> Iterator[Any]:
-    """What the tensors and lists in the state of a task may have been made from: arrays and numbers."""
+def other_forms(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the tensors and lists in the state of a task may have been made from: arrays and numbers, by their names."""
     if isinstance(state, dict):
-        for part in state.values():
-            yield from other_forms(part)
+        for key, part in state.items():
+            yield from other_forms(part, f"{name}.{key}".removeprefix("."))
         return
     with contextlib.suppress(Exception):  # such as a tensor in bfloat16, or a list of lists of different lengths
         if isinstance(state, Tensor):
-            yield state.numpy(force=True)
-            yield state.item()
+            yield name, {"array": state.numpy(force=True), **({"number": state.item()} if state.numel() == 1 else {})}
         elif isinstance(state, (list, tuple)):
-            yield np.asarray(state)
+            yield name, {"array": np.asarray(state)}

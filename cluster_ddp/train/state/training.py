@@ -301,9 +301,11 @@ class State:
             of_all = vars(nn.modules.module).items()
             holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
         holders["the settings of torch"] = settings_of_torch()
-        known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
-        for module in modules.values():
-            known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
+        # The attributes of the task are among the holders, and hooks often refer to it.
+        known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
+        for name, module in modules.items():
+            held = {**module._parameters, **module._buffers}
+            known |= {id(module): name} | {id(tensor): f"{name}.{key}" for key, tensor in held.items()}
         return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cluster_ddp.train.state.attributes import Attributes
@@ -17,6 +17,10 @@ _NOTHING = object()
 def of_task(task: Task) -> Attributes:
     """What a task holds."""
     return Attributes({f"task.{key}": part for key, part in vars(task).items()})
+
+
+def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
+    return any(part == name or part.startswith((f"{name}.", f"{name}, ")) for part in fresh)
 
 
 class Watch:
@@ -75,9 +79,12 @@ class Watch:
             changed = without_tables(was.changed(now), now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
-            changed = now.unsaved(changed, saved, saved_then)
+            fresh = set(saved_then.changed(saved)) if changed else set[str]()
+            changed = now.unsaved(changed, saved, fresh)
             if changed:  # rarely, as tensors are copied from the GPU for it
-                changed = now.unsaved(changed, Attributes({"in other forms": list(other_forms(states))}))
+                forms = Attributes(dict(other_forms(states)))
+                fresh |= {name for name in forms.leaves if _is_fresh(name.rpartition(".")[0], fresh)}
+                changed = now.unsaved(changed, forms, fresh)
             found.update(holders[name] for name in changed)
         self._comes_back = {name: True for name, does in self._comes_back.items() if does}
         return found
