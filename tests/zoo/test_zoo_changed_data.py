@@ -59,6 +59,48 @@ def test_batches_are_not_fetched_before_their_labels_change(kind: type[ZooTask],
     assert str(judge(Case(), tmp_path, kind)) == "exact"
 
 
+class RelabelsLate(Relabels):
+    """Changes the first labels in its fifth step only, and keeps a number that nothing replaces."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.number = 1
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 4:
+            self.number += 1
+            self.labels[:40] = 1
+        return ZooTask.loss(self, model, batch[:2])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.number = state["number"]
+
+
+class ReplacesLabels(RelabelsLate):
+    """After a resume, the data set holds other labels than the task; each holds a view."""
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(self.inputs, self.labels.view(-1), torch.ones(48))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.labels, self.number = state["labels"], state["number"]
+
+
+def test_labels_that_a_resume_replaces_are_told_when_they_first_change(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "training changes TensorDataset.tensors, from which samples or batches are made, but load_state_dict()"
+    assert str(judge(Case(), tmp_path / "filled", RelabelsLate)) == "exact"
+    assert words not in capfd.readouterr().err
+    assert not judge(Case(), tmp_path / "replaced", ReplacesLabels).exact
+    assert capfd.readouterr().err.count(words) >= 2  # at the end of the calm training, and at the last resume
+
+
 class Widens(ZooTask):
     """Its batches become wider."""
 

@@ -246,6 +246,15 @@ class Attributes:
             and any(other == first or other.startswith((f"{first}.", f"{first}, ")) for other in changed)
         }
 
+    def is_lost(self, name: str, was: Attributes, again: Attributes) -> bool:
+        """Whether a number or tensor would be another after a resume, or a number what is and was a tensor."""
+        leaf, loaded = self.leaves.get(name), again.leaves.get(name)
+        if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
+            return not equal_bits(leaf, loaded)
+        if isinstance(leaf, Tensor) and type(loaded) is float:
+            return isinstance(was.leaves.get(name), Tensor)
+        return type(leaf) is type(loaded) is float and not is_same(leaf, loaded)
+
     def aliases_lost(self, now: Attributes) -> set[str]:
         """Second names that refer to something else in a later snapshot."""
         return {name for name, first in self._aliases.items() if now._aliases.get(name) != first}

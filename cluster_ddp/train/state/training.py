@@ -254,10 +254,10 @@ class State:
         self._watch.note()
 
     def compare_values(self, other: State) -> None:
-        """Note for `unsaved` which numbers and strings, and which two names of the same, come back in another state."""
+        """Note for `unsaved` which numbers, tensors and strings, and names of the same, come back in another state."""
         if isinstance(other._also, Task):
             self._watch.compare_values(other._also)
-            self._watch.compare_names(of_task(other._also))
+            self._watch.compare_attributes(of_task(other._also))
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.

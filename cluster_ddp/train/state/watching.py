@@ -107,12 +107,19 @@ class Watch:
             if is_value(value) and (first is _NOTHING or is_value(first)) and not is_same(first, value):
                 self._comes_back[f"task.{key}"] = is_same(theirs.get(key, _NOTHING), value)
 
-    def compare_names(self, again: Attributes) -> None:
-        """Find out which names would no longer refer to the same as another name, of the task after loading it."""
-        if self._looks and self._noted is not None and self.before_loading is not None:
-            was, now = self._looks[0][0], self._noted
-            lost = was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
-            self._comes_back |= {now.holders[name]: False for name in lost}
+    def compare_attributes(self, again: Attributes) -> None:
+        """Find out what else would come back otherwise, by what the task has after loading the state of this one.
+
+        These are numbers and tensors, such as those of which the state has rounded copies, and names that would no
+        longer refer to the same as another name.
+        """
+        if not self._looks or self._noted is None:
+            return
+        was, now = self._looks[0][0], self._noted
+        lost = {name for name in was.changed(now) if name.startswith("task.") and now.is_lost(name, was, again)}
+        if self.before_loading is not None:
+            lost |= was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
+        self._comes_back |= {now.holders[name]: False for name in lost}
 
     def _first(self, key: str) -> Any:
         return self._looks[0][0].leaves.get(f"task.{key}", _NOTHING)

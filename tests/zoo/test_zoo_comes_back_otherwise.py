@@ -1,0 +1,97 @@
+"""What the state of a task holds in another form, such as rounded, is told if it would not come back as it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo_told import told
+from zoo_training import Case, ZooTask
+
+
+class Averages(ZooTask):
+    """Averages the weights by itself, draws them to the average, and forgets it."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.average: dict[str, Tensor] = copy.deepcopy(dict(model.state_dict()))
+        self.first = {"average": copy.deepcopy(self.average)}
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        far: Any = 0.0
+        for name, weight in model.named_parameters():
+            self.average[name].lerp_(weight.detach(), 0.1)
+            far += (weight - self.average[name]).square().sum()
+        return super().loss(model, batch) + far
+
+
+class AveragesInHalf(Averages):
+    """Saves it in fewer bits."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": {name: weight.half() for name, weight in self.average.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = {name: weight.float() for name, weight in state["average"].items()}
+
+
+class AveragesStale(Averages):
+    """Saves what it was at first."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.first
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+
+
+@pytest.mark.parametrize("kind", [Averages, AveragesInHalf, AveragesStale])
+def test_an_average_that_would_not_come_back_is_told(
+    kind: type[ZooTask], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(kind, tmp_path, capfd) == ["task.average"]
+
+
+class Cools(ZooTask):
+    """Its temperature is a tensor, and comes back as a number, which is multiplied in more bits."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.kept = SimpleNamespace(rate=1.0)
+        self.heat, self.best = torch.ones(()), float("inf")
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.heat = self.heat * 0.7371 + 0.1
+        self.kept.rate *= 0.7371
+        loss = super().loss(model, batch)
+        self.best = min(loss.detach(), self.best)
+        return loss * self.heat
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heat": float(self.heat), "rate": round(self.kept.rate, 3), "best": float(self.best)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.heat, self.best = state["heat"], state["best"]
+        self.kept = SimpleNamespace(rate=state["rate"])
+
+
+class CoolsExactly(Cools):
+    """Comes back as it was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rate": self.kept.rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.heat, self.best = torch.tensor(state["heat"]), state["best"]
+        self.kept = SimpleNamespace(rate=state["rate"])
+
+
+def test_a_tensor_that_comes_back_as_a_number_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Cools, tmp_path / "number", capfd) == ["task.heat", "task.kept"]
+    assert told(CoolsExactly, tmp_path / "tensor", capfd) == []
