@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zoo_told import told
-from zoo_training import Case, ZooTask
+from zoo_training import Case, ZooTask, judge
 
 
 class Averages(ZooTask):
@@ -95,3 +96,48 @@ class CoolsExactly(Cools):
 def test_a_tensor_that_comes_back_as_a_number_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert told(Cools, tmp_path / "number", capfd) == ["task.heat", "task.kept"]
     assert told(CoolsExactly, tmp_path / "tensor", capfd) == []
+
+
+class Forgets(ZooTask):
+    """Changes a number, a tensor or extra state of its model in its third step, and does not take it back."""
+
+    def __init__(self, what: str, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.what = what
+        self.seen: dict[str, Any] = {"number": 1.0, "tensor": torch.ones(2)}
+
+    def model(self) -> nn.Module:
+        self.counts = Counts()
+        return nn.Sequential(super().model(), self.counts)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 2 and self.what == "model":
+            self.counts.seen += 1
+        elif self.trainer.step == 2:
+            self.seen[self.what] = self.seen[self.what] + 1.0
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.seen, "numbers": set(range(0, 7000, 7))}
+
+
+class Counts(nn.Module):
+    seen = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["number", "tensor", "model"])
+def test_what_changes_late_and_is_not_taken_back_is_refused_at_the_resume(what: str, tmp_path: Path) -> None:
+    verdict = judge(Case(train={"ema_decay": None}), tmp_path, partial(Forgets, what))
+    name = {"number": "task.number: 2.0 comes back as 1.0", "tensor": "task.tensor: other", "model": "extra_state.1."}
+    assert name[what] in (verdict.refused or "") and verdict.refused_at is None, verdict
+    assert "load_state_dict() of the task has to restore" in (verdict.refused or "")

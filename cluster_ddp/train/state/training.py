@@ -35,7 +35,7 @@ from cluster_ddp.train.task import Task, expect_type
 Collected = tuple[Tensors, dict[str, Any]]
 
 _BUFFER = "buffer."  # prefix for buffers that state_dict() omits
-_EXTRA = "extra."  # prefix for tensors in what modules return from get_extra_state()
+EXTRA = "extra."  # prefix for tensors in what modules return from get_extra_state()
 
 
 class Stateful(Protocol):
@@ -97,6 +97,7 @@ class State:
             for path, part in module.named_modules()
             if id(part) not in self._saved
         }
+        self.is_of_task = isinstance(also, Task)
         self._watch = Watch(also, self._attributes, self._other_states)
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -122,7 +123,7 @@ class State:
             },
             "evaluating": [name for name, module in self._modules if not module.training],
             "modes_of_task": {} if self._modes is None else self._modes.changed(),
-            "extra_state": {name: packer.pack(value, _EXTRA + name) for name, value in extra_state.items()},
+            "extra_state": {name: packer.pack(value, EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
         return tensors, scalars
@@ -144,7 +145,7 @@ class State:
             self._modes.restore(scalars.get("modes_of_task", {}))
         hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
         self._hidden.load(hidden, self._device)
-        of_modules = _with_prefix(_EXTRA, extra)
+        of_modules = _with_prefix(EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
             module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
             module.set_extra_state(unpacker.unpack(packed, of_modules.pop))
@@ -165,7 +166,7 @@ class State:
     @property
     def communicates(self) -> bool:
         """Whether methods of the task communicate, so that no rank may call them alone; the same on all ranks."""
-        return isinstance(self._also, Task) and self._communicating.is_seen
+        return self.is_of_task and self._communicating.is_seen
 
     def note_communicating(self) -> None:
         """Note that they do, on all ranks."""
