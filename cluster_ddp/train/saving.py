@@ -182,10 +182,11 @@ class Saving:
         if self._checkpointer is not None:
             self._checkpointer.wait_for_staging()
 
-    def begin_step(self) -> None:
+    def begin_step(self, state: State) -> None:
         """Call in each step before its loss is computed."""
         if self._steps_here == _CHECKED_AFTER - 1 and self._rank == 0:
             self.made_from.begin()
+            state.watch_gradients()
 
     def prepare(self, state: State, step: int) -> None:
         """Call after each step, with the number of finished steps.

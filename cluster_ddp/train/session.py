@@ -231,8 +231,9 @@ class Session:
 
     def begin_step(self) -> None:
         """Call before computing a step; the ranks exchange their votes while it runs."""
+        assert self._state is not None
         self._consensus.begin(self.step)
-        self.saving.begin_step()
+        self.saving.begin_step(self._state)
 
     def end_step(self) -> StopDecision:
         """Call after a step's update; the returned `decision` is the same on all ranks."""

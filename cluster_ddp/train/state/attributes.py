@@ -45,7 +45,8 @@ from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of,
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
 _ROWS = 4096  # rows of a data frame that are compared
-_LENGTH, _GRADIENT, _TRAINED = ", its length", ", its gradient", ", whether it is trained"
+_LENGTH, _TRAINED = ", its length", ", whether it is trained"
+GRADIENT = ", its gradient"  # the end of the name of a gradient
 _GROUPS = ".param_groups."
 _GENERATOR = "a random generator"
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
@@ -145,10 +146,14 @@ class Attributes:
         replaced |= now._refers_newly(self) | self._refers_newly(now)
         replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
         in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
-        for name, (gradient, version) in now._gradients.items():  # the same one has been added to
-            before, version_before = self._gradients.get(name, (None, version))
-            is_read = name.removesuffix(_GRADIENT) in in_optimizers or _GROUPS in name
-            if is_read and before is gradient and version_before != version:
+        for name in self._gradients.keys() & now._gradients.keys():
+            (before, version_before), (gradient, version) = self._gradients[name], now._gradients[name]
+            if name.removesuffix(GRADIENT) in in_optimizers or _GROUPS in name:
+                if before is gradient and version_before != version:  # it has been added to
+                    replaced.add(name)
+            elif now._is_bare(name) and bool(
+                gradient.count_nonzero()
+            ):  # who gave it none to step it reads its gradient
                 replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
@@ -180,6 +185,13 @@ class Attributes:
     def _refers_elsewhere(self, name: str, now: Attributes) -> bool:
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
+
+    def gradients(self) -> dict[int, str]:
+        """The holders of tensors with a gradient, by the id of the gradient."""
+        return {id(gradient): self.holders[name] for name, (gradient, _) in self._gradients.items()}
+
+    def _is_bare(self, name: str) -> bool:
+        return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules
 
     def _refers_newly(self, other: Attributes) -> set[str]:
         """Names that the other has not, of what it has under another name; the length of a list shows its elements."""
@@ -216,8 +228,10 @@ class Attributes:
             return any(is_common(leaf) and value == leaf for leaf in changed_there)
 
         def is_saved(name: str) -> bool:
-            if name.endswith((_TRAINED, _GRADIENT)):  # the state may say whether it is frozen
-                return name.endswith(_TRAINED) and any(isinstance(leaf, bool) for leaf in changed_there)
+            if name.endswith(GRADIENT):
+                return is_held(self._gradients[name][0])
+            if name.endswith(_TRAINED):  # the state may say whether it is frozen
+                return any(isinstance(leaf, bool) for leaf in changed_there)
             if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
                 key = self._aliases[name].rpartition(".")[2]
                 if name in saved.leaves or name in saved._aliases:
@@ -293,7 +307,7 @@ class Attributes:
             if value.is_leaf and id(value) not in self._of_modules:
                 self._trained[name + _TRAINED] = value.requires_grad
             if value.is_leaf and value.grad is not None:
-                self._gradients[name + _GRADIENT] = value.grad, value.grad._version
+                self._gradients[name + GRADIENT] = value.grad, value.grad._version
             self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class

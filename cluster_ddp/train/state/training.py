@@ -250,6 +250,11 @@ class State:
         else:
             self._other_states()  # state_dict() of the task may communicate
 
+    def watch_gradients(self) -> None:
+        """Call before the second step: a resume has no gradients of the first."""
+        if self.is_of_task:
+            self._watch.watch_gradients()
+
     def note(self) -> None:
         """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
         self._watch.note()

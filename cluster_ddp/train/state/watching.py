@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cluster_ddp.train.state.attributes import Attributes
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from cluster_ddp.train.state.attributes import GRADIENT, Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.position_tables import without_tables
@@ -17,6 +20,10 @@ _NOTHING = object()
 def of_task(task: Task) -> Attributes:
     """What a task holds."""
     return Attributes({f"task.{key}": part for key, part in vars(task).items()})
+
+
+def _gradients_in(holder: str) -> str:
+    return f"the gradients in {holder}"
 
 
 def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
@@ -53,6 +60,8 @@ class Watch:
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
+        self._stops_watching: Callable[[], None] | None = None
+        self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
 
     @property
@@ -64,6 +73,17 @@ class Watch:
         """Remember what there is now, to be compared with in the next `unsaved`."""
         self._looks.append((self._attributes(), Attributes(self._states())))
 
+    def watch_gradients(self) -> None:
+        """Note, until `unsaved`, which optimizers use gradients that were there at the latest look."""
+        left = self.latest.gradients() if self.latest is not None else {}
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+            self._read |= {_gradients_in(left[id(gradient)]) for gradient in held if id(gradient) in left}
+
+        if left:
+            self._stops_watching = register_optimizer_step_pre_hook(note).remove
+
     def note(self) -> None:
         """Take what there is now for what the next `unsaved` compares, whatever changes before it is called."""
         if self._looks:
@@ -74,7 +94,11 @@ class Watch:
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
-        found = {name for name, does in self._comes_back.items() if not does}
+        found = {name for name, does in self._comes_back.items() if not does} | self._read
+        self._read = set()
+        if self._stops_watching is not None:
+            self._stops_watching()
+            self._stops_watching = None
         for was, saved_then in looks:
             changed = without_tables(was.changed(now), now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
@@ -85,7 +109,7 @@ class Watch:
                 forms = Attributes(dict(other_forms(states)))
                 fresh |= {name for name in forms.leaves if _is_fresh(name.rpartition(".")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh)
-            found.update(holders[name] for name in changed)
+            found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
         self._comes_back = {name: True for name, does in self._comes_back.items() if does}
         return found
 
