@@ -8,9 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
+from zoo_models import CLASSES
 from zoo_told import told
 from zoo_training import Case, ZooTask, judge
 
@@ -141,3 +144,67 @@ def test_what_changes_late_and_is_not_taken_back_is_refused_at_the_resume(what: 
     name = {"number": "task.number: 2.0 comes back as 1.0", "tensor": "task.tensor: other", "model": "extra_state.1."}
     assert name[what] in (verdict.refused or "") and verdict.refused_at is None, verdict
     assert "load_state_dict() of the task has to restore" in (verdict.refused or "")
+
+
+class MakesLate(ZooTask):
+    """Makes a critic in its first step; its state holds it, and loading makes it."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.critic: nn.Linear | None = None
+
+    def _make(self) -> nn.Linear:
+        self.critic = nn.Linear(CLASSES, 1)
+        self.second = Adam(self.critic.parameters(), lr=0.1)
+        return self.critic
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        critic = self.critic or self._make()
+        self.second.zero_grad()
+        critic(torch.ones(CLASSES)).sum().backward()
+        self.second.step()
+        return super().loss(model, batch) * critic.weight.detach().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.critic is None:
+            return {}
+        return {"critic": self.critic.state_dict(), "second": self.second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._make().load_state_dict(state["critic"])
+        self.second.load_state_dict(state["second"])
+
+
+class FillsLate(MakesLate):
+    """Fills what a resume does not have yet."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.critic is not None
+        self.critic.load_state_dict(state["critic"])
+        self.second.load_state_dict(state["second"])
+
+
+def test_what_is_made_late_and_made_again_by_loading_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(MakesLate, tmp_path / "told", capfd) == []
+    assert str(judge(Case(), tmp_path / "exact", MakesLate)) == "exact"
+    verdict = judge(Case(), tmp_path / "fills", FillsLate)
+    assert verdict.refused_at == 2 and "failed with AssertionError" in (verdict.refused or ""), verdict
+
+
+class HasArray(ZooTask):
+    """Has an array of a type that torch does not know."""
+
+    def __init__(self, dtype: str, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.array = np.ones(3, dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array}
+
+
+@pytest.mark.parametrize("dtype", [">f4", "longdouble"])
+def test_an_array_that_torch_does_not_know_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path, partial(HasArray, dtype))
+    assert "task.array is an array of" in (verdict.refused or ""), verdict

@@ -263,11 +263,21 @@ class Attributes:
     def is_lost(self, name: str, was: Attributes, again: Attributes) -> bool:
         """Whether a number or tensor would be another after a resume, or a number what is and was a tensor."""
         leaf, loaded = self.leaves.get(name), again.leaves.get(name)
-        if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
-            return not equal_bits(leaf, loaded)
         if isinstance(leaf, Tensor) and type(loaded) is float:
             return isinstance(was.leaves.get(name), Tensor)
-        return type(leaf) is type(loaded) is float and not is_same(leaf, loaded)
+        are_numbers = type(leaf) is type(loaded) is float or (isinstance(leaf, Tensor) and isinstance(loaded, Tensor))
+        return are_numbers and not self.has_alike(name, again)
+
+    def is_value(self, name: str) -> bool:
+        """Whether it is a number, a string or the like itself, and not only compared by one."""
+        return name in self.leaves and name not in self._kinds
+
+    def has_alike(self, name: str, again: Attributes) -> bool:
+        """Whether a leaf has the same value, or a tensor the same bits, after a resume."""
+        leaf, loaded = self.leaves.get(name), again.leaves[name]
+        if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
+            return equal_bits(leaf, loaded)
+        return is_same(leaf, loaded)
 
     def aliases_lost(self, now: Attributes) -> set[str]:
         """Second names that refer to something else in a later snapshot."""

@@ -60,6 +60,8 @@ class Watch:
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
+        self._first_names: set[str] = set()  # of the attributes of the task
+        self._made_again: set[str] = set()  # what loading has made as it was
         self._stops_watching: Callable[[], None] | None = None
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
@@ -71,6 +73,8 @@ class Watch:
 
     def look(self) -> None:
         """Remember what there is now, to be compared with in the next `unsaved`."""
+        if not self._looks:
+            self._first_names = set(getattr(self._task, "__dict__", {}))
         self._looks.append((self._attributes(), Attributes(self._states())))
 
     def watch_gradients(self) -> None:
@@ -103,6 +107,7 @@ class Watch:
             changed = without_tables(was.changed(now), now.leaves)
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
+            changed = [name for name in changed if name not in self._made_again]
             fresh = set(saved_then.changed(saved)) if changed else set[str]()
             changed = now.unsaved(changed, saved, fresh)
             if changed:  # rarely, as tensors are copied from the GPU for it
@@ -110,18 +115,20 @@ class Watch:
                 fresh |= {name for name in forms.leaves if _is_fresh(name.rpartition(".")[0], fresh)}
                 changed = now.unsaved(changed, forms, fresh)
             found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
-        self._comes_back = {name: True for name, does in self._comes_back.items() if does}
+        self._comes_back, self._made_again = {name: True for name, does in self._comes_back.items() if does}, set()
         return found
 
     def put_back_values(self, other: Task) -> None:
-        """Give another task the numbers and strings that this one had at first, so that loading has to set them."""
+        """Take from another task what this one has only since the first step, so that loading has to make it.
+
+        Its numbers and strings are put back.
+        """
         values = vars(other) if self._looks else {}
-        for key in [key for key, value in values.items() if is_value(value)]:
-            first = self._first(key)
-            if first is _NOTHING:
-                del values[key]  # it is made by a step
-            elif is_value(first):
-                values[key] = first
+        for key in list(values):
+            if key not in self._first_names:
+                del values[key]
+            elif self._looks[0][0].is_value(f"task.{key}"):
+                values[key] = self._first(key)
 
     def compare_values(self, other: Task) -> None:
         """Find out which of these the other has after loading the state of this one."""
@@ -140,9 +147,12 @@ class Watch:
         if not self._looks or self._noted is None:
             return
         was, now = self._looks[0][0], self._noted
-        lost = {name for name in was.changed(now) if name.startswith("task.") and now.is_lost(name, was, again)}
+        changed = [name for name in was.changed(now) if name.startswith("task.")]
+        lost = {name for name in changed if now.is_lost(name, was, again)}
         if self.before_loading is not None:
             lost |= was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
+            made = again.leaves.keys() - self.before_loading.leaves.keys()
+            self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
 
     def _first(self, key: str) -> Any:
