@@ -232,7 +232,8 @@ class Saving:
             self.made_from.end()
         self._warn_of_samples()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
-        if names := [name for name in names if name not in self._warned]:
+        known = {name for name in names if name.rpartition(".")[2] in self.made_from.told}  # the same by another name
+        if names := [name for name in names if name not in self._warned | known]:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.warn(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 from zoo_models import CLASSES, FEATURES
-from zoo_told import SHORT
+from zoo_told import SHORT, told
 from zoo_training import Case, ZooTask, judge
 
 
@@ -135,3 +135,20 @@ def test_what_collate_reads_in_workers_and_training_changes_is_told(
     assert words not in capfd.readouterr().err
     judge(Case(train={**SHORT, "workers": 1}), tmp_path / "workers", Widens)
     assert words in capfd.readouterr().err
+
+
+class WidensUnsaved(Widens):
+    """Does not save it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_is_told_to_be_read_in_workers_is_not_told_once_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(WidensUnsaved, tmp_path / "here", capfd) == ["task.steps", "task.width"]
+    assert told(WidensUnsaved, tmp_path / "workers", capfd, workers=1) == ["task.steps"]

@@ -62,6 +62,11 @@ class MadeFrom:
         by a restore, or in a step between `begin` and `end`.
     put_back_by
         The task, if training may change what its ``load_state_dict`` puts back.
+
+    Attributes
+    ----------
+    told
+        The attributes and variables that `changed` has named, without what they belong to.
     """
 
     def __init__(self, *sources: Any, why: str = "", is_read_here: bool = False, put_back_by: object = None) -> None:
@@ -72,6 +77,7 @@ class MadeFrom:
         self._replaced: set[str] = set()  # what load_state_dict() of the task puts another object in the place of
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
+        self.told: set[str] = set()
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
@@ -116,6 +122,7 @@ class MadeFrom:
         if not names:
             return None
         self._first, self._sources = {}, []
+        self.told = {name.rpartition(".")[2] for name in names}
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
