@@ -27,9 +27,18 @@ class Ema:
         self._begun: bool | Tensor = False
         self._model = _copy(model)
         self._weights = _averaged(model)  # not detached: the task's code may assign new data to them
-        self._averaged = set(map(id, self._weights))
         self._held = [weight.detach() for weight in _averaged(self._model)]
         self._modules = list(zip(model.modules(), self._model.modules(), strict=True))
+        taken = set(map(id, self._weights))
+        self._others = [  # parameters that are not averaged, by where they are registered
+            (of_model._parameters, copied._parameters, name)
+            for of_model, copied in self._modules
+            for name, weight in of_model._parameters.items()
+            if id(weight) not in taken
+        ]
+        self._with_extra_state = [
+            pair for pair in self._modules if type(pair[0]).get_extra_state is not nn.Module.get_extra_state
+        ]
         self._averages = [held.float() if held.dtype in _LOW else held for held in self._held]
         self._exact = {
             id(parameter): average
@@ -62,14 +71,18 @@ class Ema:
     def model(self) -> nn.Module:
         """A separate model that contains the current average and the buffers."""
         with torch.no_grad():
+            for theirs, mine, name in self._others:
+                _take_over(mine, name, theirs[name])
             for of_model, copied in self._modules:
-                self._take_over_others(of_model, copied)
+                if of_model._buffers:  # a module may replace or register them at any time
+                    copied._non_persistent_buffers_set |= of_model._non_persistent_buffers_set
+                    for name, buffer in of_model._buffers.items():
+                        _take_over(copied._buffers, name, buffer)
             for held, average in zip(self._held, self._averages, strict=True):
                 if held.dtype is not average.dtype:
                     held.copy_(average)
-        for of_model, copied in self._modules:
-            if type(of_model).get_extra_state is not nn.Module.get_extra_state:
-                copied.set_extra_state(copy.deepcopy(of_model.get_extra_state()))
+        for of_model, copied in self._with_extra_state:
+            copied.set_extra_state(copy.deepcopy(of_model.get_extra_state()))
         return self._model
 
     def tensors(self) -> dict[str, Tensor]:
@@ -84,15 +97,6 @@ class Ema:
     def restore(self, updates: int) -> None:
         """Set how many updates are in the restored average."""
         self._begun = updates > 0
-
-    def _take_over_others(self, of_model: nn.Module, copied: nn.Module) -> None:
-        """Copy all that is not averaged, mainly buffers; a module may replace or register them at any time."""
-        copied._non_persistent_buffers_set |= of_model._non_persistent_buffers_set
-        for name, weight in of_model._parameters.items():
-            if id(weight) not in self._averaged:
-                _take_over(copied._parameters, name, weight)
-        for name, buffer in of_model._buffers.items():
-            _take_over(copied._buffers, name, buffer)
 
     def _share_on_device(self, was_skipped: bool | Tensor) -> Tensor:
         device = self._averages[0].device

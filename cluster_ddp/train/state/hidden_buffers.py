@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ class HiddenBuffers:
         self._modules = list(model.named_modules())
         saved = model.state_dict(keep_vars=True)
         ids = set(map(id, saved.values()))  # under any names; a copy under the right name is refused elsewhere
-        self._omitted = {
-            name
+        self._omitted = [
+            (name, module, key)
             for prefix, module in self._modules
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and (name := _join(prefix, key)) not in saved and id(tensor) not in ids
-        }
+        ]
         self._first = self._now()
         self._versions = {name: tensor._version for name, tensor in self._first.items() if tensor is not None}
         self._contents = _contents_of(self._first)
@@ -71,14 +71,12 @@ class HiddenBuffers:
                 modules[prefix].register_buffer(key, tensor.to(device), persistent=False)
 
     def _now(self) -> dict[str, Any]:
-        return dict(self._find())
-
-    def _find(self) -> Iterator[tuple[str, Tensor | None]]:
+        now = {name: getattr(module, key) for name, module, key in self._omitted}
         for prefix, module in self._modules:
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                name = _join(prefix, key)
-                if name in self._omitted or key in module._non_persistent_buffers_set:
-                    yield name, tensor
+            for key in module._buffers if module._non_persistent_buffers_set else ():
+                if key in module._non_persistent_buffers_set:
+                    now[_join(prefix, key)] = module._buffers[key]
+        return now
 
 
 def _join(prefix: str, key: str) -> str:
