@@ -56,24 +56,29 @@ def test_a_buffer_made_from_the_first_batch_is_restored(
 class Empties(nn.Module):
     """Has a tensor until its first forward pass only."""
 
-    def __init__(self) -> None:
+    def __init__(self, deletes: bool) -> None:
         super().__init__()
-        self.inner = mlp()
+        self.inner, self.deletes = mlp(), deletes
         self.register_buffer("first", torch.ones(FEATURES), persistent=False)
 
     def forward(self, inputs: Tensor) -> Any:
-        first, self.first = self.first, None
+        first = getattr(self, "first", None)
+        if self.deletes and first is not None:
+            del self.first
+        elif not self.deletes:
+            self.first = None
         return self.inner(inputs if first is None else inputs + first)
 
 
 class OfEmptied(ZooTask):
     def model(self) -> nn.Module:
-        return Empties()
+        return Empties(self.case.loss == "(sum, weight)")
 
 
-def test_a_buffer_that_becomes_none_is_refused(tmp_path: Path) -> None:
-    verdict = judge(Case(), tmp_path, OfEmptied)
-    assert "first of the model is None now" in (verdict.refused or ""), verdict
+@pytest.mark.parametrize("loss", ["mean", "(sum, weight)"])
+def test_a_buffer_that_is_emptied_or_deleted_is_refused(loss: str, tmp_path: Path) -> None:
+    verdict = judge(Case(loss=loss), tmp_path, OfEmptied)
+    assert "first of the model is None or deleted now" in (verdict.refused or ""), verdict
 
 
 class Masks(nn.Module):

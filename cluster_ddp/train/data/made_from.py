@@ -242,6 +242,8 @@ def _mark_of(value: Any) -> int | None:
         return hash(frozenset(contents(tensors).items()))
     if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
         return fingerprint(value if value.nbytes <= _WHOLE else value.flat[:: -(-value.size // _SAMPLE)])
+    if _is_frame(value):
+        return fingerprint(value[:: len(value) // _SAMPLE + 1].to_numpy())
     if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
         plain = filter(_is_plain, _some(value, _FAR))
         return hash((length(value), frozenset(plain) if isinstance(value, (set, frozenset)) else tuple(plain)))
@@ -249,7 +251,11 @@ def _mark_of(value: Any) -> int | None:
 
 
 def _can_change(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque))
+    return isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque)) or _is_frame(value)
+
+
+def _is_frame(value: Any) -> bool:
+    return callable(getattr(type(value), "to_numpy", None))  # of pandas or polars
 
 
 def _memory(value: Any) -> int:

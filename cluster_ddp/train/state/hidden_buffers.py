@@ -45,11 +45,12 @@ class HiddenBuffers:
             or (tensor is not None and tensor._version != self._versions[name])
             or before.get(name) != found.get(name)
         }
-        for name in (name for name, tensor in changed.items() if tensor is None):
-            raise TaskError(
-                f"{name} of the model is None now, but held a tensor when training began, and would again after a "
-                "resume: begin with None there, or empty the tensor in place (zero_())"
-            )
+        for name, first in self._first.items():
+            if first is not None and now.get(name) is None:
+                raise TaskError(
+                    f"{name} of the model is None or deleted now, but was a tensor when training began, and would be "
+                    "again after a resume: begin with None there, or empty the tensor in place (zero_())"
+                )
         if find_world().world_size == 1:
             return changed
         # Each rank makes masks and tables of positions for as many as it has met.
@@ -71,7 +72,7 @@ class HiddenBuffers:
                 modules[prefix].register_buffer(key, tensor.to(device), persistent=False)
 
     def _now(self) -> dict[str, Any]:
-        now = {name: getattr(module, key) for name, module, key in self._omitted}
+        now = {name: getattr(module, key, None) for name, module, key in self._omitted}
         for prefix, module in self._modules:
             for key in module._buffers if module._non_persistent_buffers_set else ():
                 if key in module._non_persistent_buffers_set:
