@@ -152,3 +152,43 @@ def test_what_is_told_to_be_read_in_workers_is_not_told_once_more(
 ) -> None:
     assert told(WidensUnsaved, tmp_path / "here", capfd) == ["task.steps", "task.width"]
     assert told(WidensUnsaved, tmp_path / "workers", capfd, workers=1) == ["task.steps"]
+
+
+class Frame:
+    """As one of pandas."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, rows: Any) -> Frame:
+        return Frame(self._values[rows])
+
+    def to_numpy(self) -> np.ndarray:
+        return self._values
+
+
+class OfFrame(Relabels):
+    """Takes its labels from a frame."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.frame = Frame(self.array)
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, _, indices = super().collate(items)
+        return inputs, torch.from_numpy(self.frame.to_numpy())[indices], indices
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.frame.to_numpy()[:] = 1
+        return ZooTask.loss(self, model, batch[:2])
+
+
+def test_a_frame_that_is_read_in_workers_and_training_changes_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Frame, "__module__", "pandas.core.frame")
+    judge(Case(train={**SHORT, "workers": 1}), tmp_path, OfFrame)
+    assert "training changes OfFrame.frame, from which samples or batches are made" in capfd.readouterr().err

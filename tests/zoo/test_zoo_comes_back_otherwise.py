@@ -122,7 +122,7 @@ class Forgets(ZooTask):
         return super().loss(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.seen, "numbers": set(range(0, 7000, 7))}
+        return {**self.seen, "numbers": set(range(0, 7000, 7)), "host": str(self.crash)}
 
 
 class Counts(nn.Module):

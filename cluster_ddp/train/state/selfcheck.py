@@ -114,8 +114,12 @@ def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[st
         if name.startswith(("task.", EXTRA)) and not equal_bits(extra[name], tensors[name])
     ]
     for kind in ("task", "extra_state"):
-        both = sorted(scalars.get(kind, {}).keys() & now[kind].keys())
-        both = [key for key in both if 'set"' not in json.dumps(scalars[kind][key])]  # sets come back in any order
+        # Not words, such as the name of the host, nor sets, which come back in any order.
+        both = [
+            key
+            for key in sorted(scalars.get(kind, {}).keys() & now[kind].keys())
+            if type(scalars[kind][key]) is not str and 'set"' not in json.dumps(scalars[kind][key])
+        ]
         was, is_now = ({f"{kind}.{key}": of[kind][key] for key in both} for of in (scalars, now))
         differing += _scalars_that_differ(was, is_now)
     if differing:
