@@ -140,6 +140,8 @@ class Begins(GoesOn):
         super().__init__(case, crash)
         self.tables, self.sizes = [np.zeros(3), np.ones(3)], [(1, 2), (1, 3)]
         self.table, self.size = self.tables[0], self.sizes[0]
+        self.generators = [torch.Generator(), torch.Generator()]
+        self.generator = self.generators[0]
         self.chosen: dict[str, Any] = {}
         self.same = [self.levels[0]]
 
@@ -148,7 +150,7 @@ class Begins(GoesOn):
         if self.trainer.step == 1:
             self.level_now, self.criterion_now = self.levels[1], self.criteria[1]
             self.first_layer, self.whole = self.trainer.model.get_submodule("0"), model
-            self.table, self.size = self.tables[1], self.sizes[1]
+            self.table, self.size, self.generator = self.tables[1], self.sizes[1], self.generators[1]
             self.chosen["level"] = self.levels[1]
         self.same = [self.levels[0]]
         return ZooTask.loss(self, model, batch)
@@ -175,9 +177,12 @@ def test_a_name_that_begins_to_refer_to_something_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
-    names = ["task.chosen", "task.criterion_now", "task.first_layer", "task.level_now", "task.size", "task.table"]
+    names = [
+        "task.chosen", "task.criterion_now", "task.first_layer", "task.generator", "task.level_now", "task.size",
+        "task.table",
+    ]  # fmt: skip
     assert told(Begins, tmp_path / "forgets", capfd) == names
-    saved = {"task.chosen", "task.criterion_now", "task.level_now", "task.table"}
+    saved = {"task.chosen", "task.criterion_now", "task.generator", "task.level_now", "task.table"}
     assert set(names) - set(told(SavesBegun, tmp_path / "saves", capfd)) == saved
 
 

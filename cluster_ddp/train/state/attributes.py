@@ -302,7 +302,7 @@ class Attributes:
             self._later.append((name, value, depth))
             return
         first = self._seen.setdefault(id(value), name)
-        if first is not name and may_take_turns(value):
+        if first is not name and (may_take_turns(value) or isinstance(value, GENERATORS)):
             self._aliases[name], self._objects[first] = first, value
             return
         if first is not name and not isinstance(value, _COPIED):
