@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class Alone:
         self._message = message
         self._thread = threading.get_ident()
         self._kept: dict[str, Any] = {}
+        self._new_group: Callable[..., Any] | None = None
 
     def __enter__(self) -> Alone:
         if dist.is_initialized():
@@ -78,11 +79,22 @@ class Alone:
             self._kept = {name: own for name, own in methods if name.lstrip("_").startswith(_COLLECTIVES)}
             for name in self._kept:
                 setattr(dist.ProcessGroup, name, self._instead(name))
+            self._new_group = dist.distributed_c10d._new_group_with_tag
+            dist.distributed_c10d._new_group_with_tag = self._refuse_group  # which waits for all ranks, too
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, own in self._kept.items():
             setattr(dist.ProcessGroup, name, own)
+        if self._new_group is not None:
+            dist.distributed_c10d._new_group_with_tag = self._new_group
+
+    def _refuse_group(self, *arguments: Any, **named: Any) -> Any:
+        if threading.get_ident() == self._thread and dist.get_world_size() > 1:
+            self.has_tried = True
+            raise TaskError(self._message)
+        assert self._new_group is not None
+        return self._new_group(*arguments, **named)
 
     def _instead(self, name: str) -> Any:
         def collective(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:

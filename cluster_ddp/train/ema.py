@@ -28,11 +28,16 @@ class Ema:
         self._model = _copy(model)
         self._weights = _averaged(model)  # not detached: the task's code may assign new data to them
         self._held = [weight.detach() for weight in _averaged(self._model)]
-        self._others, self._copies = _places(model), _places(self._model)
+        self._modules = list(zip(model.modules(), self._model.modules(), strict=True))
+        taken = set(map(id, self._weights))
+        self._others = [  # parameters that are not averaged, by where they are registered
+            (of_model._parameters, copied._parameters, name)
+            for of_model, copied in self._modules
+            for name, weight in of_model._parameters.items()
+            if id(weight) not in taken
+        ]
         self._with_extra_state = [
-            (of_model, copied)
-            for of_model, copied in zip(model.modules(), self._model.modules(), strict=True)
-            if type(of_model).get_extra_state is not nn.Module.get_extra_state
+            pair for pair in self._modules if type(pair[0]).get_extra_state is not nn.Module.get_extra_state
         ]
         self._averages = [held.float() if held.dtype in _LOW else held for held in self._held]
         self._exact = {
@@ -66,8 +71,13 @@ class Ema:
     def model(self) -> nn.Module:
         """A separate model that contains the current average and the buffers."""
         with torch.no_grad():
-            for (place, name), (theirs, _) in zip(self._copies, self._others, strict=True):
-                _take_over(place, name, theirs[name])
+            for theirs, mine, name in self._others:
+                _take_over(mine, name, theirs[name])
+            for of_model, copied in self._modules:
+                if of_model._buffers:  # a module may replace or register them at any time
+                    copied._non_persistent_buffers_set |= of_model._non_persistent_buffers_set
+                    for name, buffer in of_model._buffers.items():
+                        _take_over(copied._buffers, name, buffer)
             for held, average in zip(self._held, self._averages, strict=True):
                 if held.dtype is not average.dtype:
                     held.copy_(average)
@@ -112,18 +122,8 @@ def _copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _places(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where everything that is not averaged is registered, mainly buffers: a module may replace the tensor there."""
-    taken = set(map(id, _averaged(model)))
-    places: list[tuple[dict[str, Any], str]] = []
-    for module in model.modules():
-        places += [(module._parameters, name) for name, weight in module._parameters.items() if id(weight) not in taken]
-        places += [(module._buffers, name) for name in module._buffers]
-    return places
-
-
-def _take_over(place: dict[str, Tensor | None], name: str, theirs: Tensor | None) -> None:
-    mine = place[name]
+def _take_over(place: dict[str, Any], name: str, theirs: Tensor | None) -> None:
+    mine = place.get(name)
     if theirs is not None and mine is not None and mine.shape == theirs.shape:
         mine.copy_(theirs)
     elif theirs is not mine:

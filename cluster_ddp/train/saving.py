@@ -182,10 +182,11 @@ class Saving:
         if self._checkpointer is not None:
             self._checkpointer.wait_for_staging()
 
-    def begin_step(self) -> None:
+    def begin_step(self, state: State) -> None:
         """Call in each step before its loss is computed."""
         if self._steps_here == _CHECKED_AFTER - 1 and self._rank == 0:
             self.made_from.begin()
+            state.watch_gradients()
 
     def prepare(self, state: State, step: int) -> None:
         """Call after each step, with the number of finished steps.
@@ -231,7 +232,8 @@ class Saving:
             self.made_from.end()
         self._warn_of_samples()
         self._next_check = time.monotonic() + (time.thread_time() - begun) / _CHECKING
-        if names := [name for name in names if name not in self._warned]:
+        known = {name for name in names if name.rpartition(".")[2] in self.made_from.told}  # the same by another name
+        if names := [name for name in names if name not in self._warned | known]:
             self._warned.update(names)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.warn(

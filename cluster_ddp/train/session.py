@@ -27,6 +27,7 @@ from cluster_ddp.train.meeting import meet_in
 from cluster_ddp.train.rank import RankProcess, become_rank, join_ranks
 from cluster_ddp.train.refusals import refuse_differences
 from cluster_ddp.train.saving import Saving
+from cluster_ddp.train.state.selfcheck import check_taken_back
 from cluster_ddp.train.state.training import State
 from cluster_ddp.train.stop import StopConsensus, StopDecision
 
@@ -185,6 +186,8 @@ class Session:
             if restored.manifest.world_size == self.world.world_size:  # otherwise no bits are promised
                 self._compare_threads(state.counts.threads)
                 self._compare_versions(restored.manifest.versions.get("torch"))
+                if state.is_of_task:
+                    check_taken_back(state, restored.scalars, restored.extra)
         state.counts.threads = torch.get_num_threads()
         if self.world.world_size > 1:
             self._compared_after = self.step + _COMPARED_AFTER
@@ -228,8 +231,9 @@ class Session:
 
     def begin_step(self) -> None:
         """Call before computing a step; the ranks exchange their votes while it runs."""
+        assert self._state is not None
         self._consensus.begin(self.step)
-        self.saving.begin_step()
+        self.saving.begin_step(self._state)
 
     def end_step(self) -> StopDecision:
         """Call after a step's update; the returned `decision` is the same on all ranks."""

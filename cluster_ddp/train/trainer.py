@@ -256,8 +256,9 @@ class Trainer:
             ema = Ema(model, train.ema_decay) if train.ema_decay is not None else None
             self._seed(Use.OPTIMIZER)
             optimizer = make_optimizer(task, model, scaled_lr(train, self.plan.global_batch))
+        before = dict(vars(task))
         self.state.put_back_first(task)
-        self.session.saving.made_from.put_back()
+        self.session.saving.made_from.put_back(before, task)
         averages = ema or evaluation_weights_of(model, optimizer)
         return State(model, optimizer, scaler=make_scaler(train, self.precision), ema=averages, also=task)
 

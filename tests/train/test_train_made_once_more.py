@@ -174,8 +174,16 @@ def test_other_ranks_do_not_wait_for_one_that_fails(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 50  # the ranks would wait 60 seconds for each other
 
 
-def test_a_barrier_in_prepare_is_refused(tmp_path: Path) -> None:
-    first, _ = run_ranks(failure_of, 2, tmp_path, partial(Communicating, "prepare()"))
+class MakesGroup(Communicating):
+    """Makes a group of ranks in prepare()."""
+
+    def prepare(self) -> None:
+        dist.new_group()
+
+
+@pytest.mark.parametrize("kind", [Communicating, MakesGroup])
+def test_a_barrier_in_prepare_is_refused(kind: type[Communicating], tmp_path: Path) -> None:
+    first, _ = run_ranks(failure_of, 2, tmp_path, partial(kind, "prepare()"))
     assert first.startswith("TaskError: prepare() communicates between the ranks, but only one rank of each node")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 from zoo_models import CLASSES, FEATURES
-from zoo_told import SHORT
+from zoo_told import SHORT, told
 from zoo_training import Case, ZooTask, judge
 
 
@@ -57,6 +57,48 @@ class RelabelsArray(Relabels):
 @pytest.mark.parametrize("kind", [Relabels, RelabelsArray])
 def test_batches_are_not_fetched_before_their_labels_change(kind: type[ZooTask], tmp_path: Path) -> None:
     assert str(judge(Case(), tmp_path, kind)) == "exact"
+
+
+class RelabelsLate(Relabels):
+    """Changes the first labels in its fifth step only, and keeps a number that nothing replaces."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.number = 1
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 4:
+            self.number += 1
+            self.labels[:40] = 1
+        return ZooTask.loss(self, model, batch[:2])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.number = state["number"]
+
+
+class ReplacesLabels(RelabelsLate):
+    """After a resume, the data set holds other labels than the task; each holds a view."""
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(self.inputs, self.labels.view(-1), torch.ones(48))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.labels, self.number = state["labels"], state["number"]
+
+
+def test_labels_that_a_resume_replaces_are_told_when_they_first_change(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "training changes TensorDataset.tensors, from which samples or batches are made, but load_state_dict()"
+    assert str(judge(Case(), tmp_path / "filled", RelabelsLate)) == "exact"
+    assert words not in capfd.readouterr().err
+    assert not judge(Case(), tmp_path / "replaced", ReplacesLabels).exact
+    assert capfd.readouterr().err.count(words) >= 2  # at the end of the calm training, and at the last resume
 
 
 class Widens(ZooTask):
@@ -126,3 +168,60 @@ def test_a_collator_of_a_library_that_holds_the_model_is_exact_and_not_told(
     monkeypatch.setattr(Collator, "__module__", "transformers.data.data_collator")
     assert str(judge(Case(train={"workers": workers}), tmp_path, CollatesBy)) == "exact"
     assert "from which samples or batches are made" not in capfd.readouterr().err
+
+
+class WidensUnsaved(Widens):
+    """Does not save it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_is_told_to_be_read_in_workers_is_not_told_once_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(WidensUnsaved, tmp_path / "here", capfd) == ["task.steps", "task.width"]
+    assert told(WidensUnsaved, tmp_path / "workers", capfd, workers=1) == ["task.steps"]
+
+
+class Frame:
+    """As one of pandas."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, rows: Any) -> Frame:
+        return Frame(self._values[rows])
+
+    def to_numpy(self) -> np.ndarray:
+        return self._values
+
+
+class OfFrame(Relabels):
+    """Takes its labels from a frame."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.frame = Frame(self.array)
+
+    def collate(self, items: list[Any]) -> Any:
+        inputs, _, indices = super().collate(items)
+        return inputs, torch.from_numpy(self.frame.to_numpy())[indices], indices
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.frame.to_numpy()[:] = 1
+        return ZooTask.loss(self, model, batch[:2])
+
+
+def test_a_frame_that_is_read_in_workers_and_training_changes_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Frame, "__module__", "pandas.core.frame")
+    judge(Case(train={**SHORT, "workers": 1}), tmp_path, OfFrame)
+    assert "training changes OfFrame.frame, from which samples or batches are made" in capfd.readouterr().err

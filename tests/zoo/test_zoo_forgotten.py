@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -195,6 +196,82 @@ def test_a_name_that_refers_to_another_object_is_told(tmp_path: Path, capfd: pyt
     assert told(SavesNumber, tmp_path / "saves", capfd) == []
 
 
+class Begins(GoesOn):
+    """Refers in its second step, by attributes that were not there, to what was, and by others to another array."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.tables, self.sizes = [np.zeros(3), np.ones(3)], [(1, 2), (1, 3)]
+        self.table, self.size = self.tables[0], self.sizes[0]
+        self.generators = [torch.Generator(), torch.Generator()]
+        self.generator = self.generators[0]
+        self.chosen: dict[str, Any] = {}
+        self.same = [self.levels[0]]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 1:
+            self.level_now, self.criterion_now = self.levels[1], self.criteria[1]
+            self.first_layer, self.whole = self.trainer.model.get_submodule("0"), model
+            self.table, self.size, self.generator = self.tables[1], self.sizes[1], self.generators[1]
+            self.chosen["level"] = self.levels[1]
+        self.same = [self.levels[0]]
+        return ZooTask.loss(self, model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class SavesBegun(Begins):
+    """Its state has the number, as a tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": torch.tensor(int(hasattr(self, "level_now")))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["number"]:
+            self.level_now = self.levels[1]
+
+
+def test_a_name_that_begins_to_refer_to_something_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster_ddp.train.saving._SHOWN", 20)
+    names = [
+        "task.chosen", "task.criterion_now", "task.first_layer", "task.generator", "task.level_now", "task.size",
+        "task.table",
+    ]  # fmt: skip
+    assert told(Begins, tmp_path / "forgets", capfd) == names
+    saved = {"task.chosen", "task.criterion_now", "task.generator", "task.level_now", "task.table"}
+    assert set(names) - set(told(SavesBegun, tmp_path / "saves", capfd)) == saved
+
+
+class Stops(ZooTask):
+    """Sets a number to zero, and a flag, while its state has numbers that do not change."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.strength, self.late = SimpleNamespace(now=4), SimpleNamespace(now=False)
+        self.numbers = [torch.tensor(1)]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.strength.now, self.late.now = 0, True
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.numbers[0], "none": torch.zeros(0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.numbers[0] = state["number"]
+
+
+def test_what_becomes_zero_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Stops, tmp_path, capfd) == ["task.late", "task.strength"]
+
+
 class ByTwoNames(ZooTask):
     """Adds to a list by one name and reads it by another; what is appended to a queue has a name, too."""
 
@@ -363,7 +440,7 @@ class Accumulates(ZooTask):
 
 
 def test_gradients_that_add_up_over_steps_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert told(Accumulates, tmp_path, capfd) == ["task.critic"]
+    assert told(Accumulates, tmp_path, capfd) == ["the gradients in task.critic"]
 
 
 class Scripted(ZooTask):

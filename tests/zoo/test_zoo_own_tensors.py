@@ -142,3 +142,43 @@ def test_a_tensor_that_is_frozen_is_told(tmp_path: Path, capfd: pytest.CaptureFi
     assert told(LearnsTau, tmp_path / "learns", capfd) == []
     assert told(MadeApart, tmp_path / "apart", capfd) == []
     assert told(Scales, tmp_path / "scales", capfd, steps=8) == []
+
+
+class UpdatesNext(LearnsTau):
+    """Its second optimizer uses in each step the gradients that the trainer has computed in the one before."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.second.step()
+        self.second.zero_grad()
+        return ZooTask.loss(self, model, batch) * self.tau
+
+
+class PerturbsNext(Perturbs):
+    """Follows by itself the gradient of the step before."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self.delta.grad is not None:
+            with torch.no_grad():
+                self.delta += 0.1 * self.delta.grad.sign()
+            self.delta.grad = None
+        return super().loss(model, (batch[0] + self.delta, batch[1]))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.delta.copy_(state["delta"])
+
+
+class PerturbsAtOnce(PerturbsNext):
+    """Follows that of the same step."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        ZooTask.loss(self, nn.Flatten(), (self.delta + inputs, labels % FEATURES)).backward()
+        super().loss(model, batch)
+        return ZooTask.loss(self, model, (inputs + self.delta.detach(), labels))
+
+
+def test_gradients_that_the_next_step_uses_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(UpdatesNext, tmp_path / "optimizer", capfd) == ["the gradients in task.tau"]
+    assert told(PerturbsNext, tmp_path / "by itself", capfd) == ["the gradients in task.delta"]
+    assert told(PerturbsAtOnce, tmp_path / "at once", capfd) == []

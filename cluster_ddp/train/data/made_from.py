@@ -7,12 +7,13 @@ import contextlib
 import dis
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import torch.utils.data
 from torch import Tensor, nn
 
@@ -63,6 +64,11 @@ class MadeFrom:
         The task, if training may change what its ``load_state_dict`` puts back.
     model
         The model that is trained, which a resume puts back, too.
+
+    Attributes
+    ----------
+    told
+        The attributes and variables that `changed` has named, without what they belong to.
     """
 
     def __init__(
@@ -77,14 +83,22 @@ class MadeFrom:
         but = trained if put_back_by is not None else set[int]()
         self._sources, self._why = [_Source(source, trained, but) for source in sources], why
         self._is_read_here, self._task = is_read_here, put_back_by
+        self._held = dict(getattr(put_back_by, "__dict__", {}))
         self._first = self._marks()
+        self._replaced: set[str] = set()  # what load_state_dict() of the task puts another object in the place of
         self._begun: dict[str, list[int]] = {}
         self._found: set[str] = set()
+        self.told: set[str] = set()
 
     def restored(self) -> None:
         """Call after a checkpoint has been restored."""
         if self._task is None:
             self._found |= self._changed_since(self._first)
+        else:
+            now = vars(self._task)
+            other = {key: value for key, value in self._held.items() if _mark_of(value) != _mark_of(now.get(key))}
+            self._found |= self._names_of_replaced(other, now)
+        self._held = {}
 
     def begin(self) -> None:
         """Call in a step after its samples have been read."""
@@ -95,12 +109,23 @@ class MadeFrom:
         begun = self._begun if self._is_read_here else self._first
         self._begun = {}
         self._found |= self._changed_since(begun)
+        if self._replaced:
+            self._found |= self._changed_since(self._first) & self._replaced
 
-    def put_back(self) -> None:
-        """Call when a copy of the task has been given the state that the task had before training, after `end`."""
+    def put_back(self, before: Mapping[str, Any], copy: object) -> None:
+        """Call when a copy of the task has been given the state that the task had before training, after `end`.
+
+        Parameters
+        ----------
+        before
+            The attributes of the copy as they were before that.
+        """
         if self._task is not None:  # what the task itself holds, the copy may have replaced in itself only
-            kinds = tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
-            self._found &= {name for name in self._changed_since(self._first) if not name.startswith(kinds)}
+            self._found &= {name for name in self._changed_since(self._first) if not name.startswith(self._of_task())}
+            self._replaced = self._names_of_replaced(before, vars(copy))
+
+    def _of_task(self) -> tuple[str, ...]:
+        return tuple(f"{kind.__name__}." for kind in type(self._task).__mro__)
 
     def changed(self) -> str | None:
         """What to tell about what has been found; only once."""
@@ -108,10 +133,19 @@ class MadeFrom:
         if not names:
             return None
         self._first, self._sources = {}, []
+        self.told = {name.rpartition(".")[2] for name in names}
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"training changes {', '.join(names[:_SHOWN])}{more}, from which samples or batches are made, {self._why}"
         )
+
+    def _names_of_replaced(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+        """The names of what was an attribute and is another object now, while the data set holds it as before."""
+        replaced = [value for key, value in before.items() if now.get(key) is not value]
+        memories = {_memory(value) for value in replaced if _can_change(value)}
+        found = (pair for source in self._sources for pair in source.values()) if memories else ()
+        names = {name for name, value in found if _can_change(value) and _memory(value) in memories}
+        return {name for name in names if not name.startswith(self._of_task())}
 
     def _changed_since(self, before: dict[str, list[int]]) -> set[str]:
         now = self._marks() if before else {}
@@ -227,10 +261,29 @@ def _mark_of(value: Any) -> int | None:
         return hash(frozenset(contents(tensors).items()))
     if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
         return fingerprint(value if value.nbytes <= _WHOLE else value.flat[:: -(-value.size // _SAMPLE)])
+    if _is_frame(value):
+        return fingerprint(value[:: len(value) // _SAMPLE + 1].to_numpy())
     if isinstance(value, (list, tuple, dict, set, frozenset, collections.deque)):
         plain = filter(_is_plain, _some(value, _FAR))
         return hash((length(value), frozenset(plain) if isinstance(value, (set, frozenset)) else tuple(plain)))
     return None
+
+
+def _can_change(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray, list, dict, set, collections.deque)) or _is_frame(value)
+
+
+def _is_frame(value: Any) -> bool:
+    return callable(getattr(type(value), "to_numpy", None))  # of pandas or polars
+
+
+def _memory(value: Any) -> int:
+    """Where the elements of a tensor or array are, whatever views it; of anything else, its id."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return value.untyped_storage().data_ptr() or id(value)
+    while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
+        value = value.base
+    return int(value.__array_interface__["data"][0]) if isinstance(value, np.ndarray) else id(value)
 
 
 def _some(container: Any, most: int) -> Iterator[Any]:

@@ -31,7 +31,6 @@ from cluster_ddp.train.state.comparing import equal_bits, is_same
 from cluster_ddp.train.state.contents import contents
 from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
 from cluster_ddp.train.state.kinds import (
-    REFERRED_TO,
     SEEN_INTO,
     is_common,
     is_of_library,
@@ -47,7 +46,8 @@ from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of,
 _DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
 _FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
 _ROWS = 4096  # rows of a data frame that are compared
-_LENGTH, _GRADIENT, _TRAINED = ", its length", ", its gradient", ", whether it is trained"
+_LENGTH, _TRAINED = ", its length", ", whether it is trained"
+GRADIENT = ", its gradient"  # the end of the name of a gradient
 _GROUPS = ".param_groups."
 _GENERATOR = "a random generator"
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
@@ -56,6 +56,8 @@ _VALUES = (
     numbers.Number, range, slice, PurePath, datetime.date, datetime.time, datetime.timedelta,
     torch.dtype, torch.device, torch.memory_format,
 )  # fmt: skip
+# What two names refer to may be equal by chance only.
+_COPIED = (*_VALUES, np.generic, tuple, frozenset)
 
 
 class Attributes:
@@ -66,7 +68,8 @@ class Attributes:
     holders
         The objects, by name.
     known
-        Ids of objects to skip, because they are saved anyway.
+        Names of objects to skip, because they are saved anyway, by their ids. Of a part of something, the name has a
+        dot.
     names
         Names of tensors that are keys of dicts, by their ids.
     seeded
@@ -78,7 +81,7 @@ class Attributes:
     def __init__(
         self,
         holders: Mapping[str, Any],
-        known: Iterable[int] = (),
+        known: Mapping[int, str] | None = None,
         names: Mapping[int, str] | None = None,
         seeded: Container[Any] | None = None,
         earlier: Attributes | None = None,
@@ -91,12 +94,13 @@ class Attributes:
         self._trained: dict[str, bool] = {}  # of tensors that belong to no module
         self._gradients: dict[str, tuple[Tensor, int]] = {}  # with their versions
         self._seeded = seeded
-        self._seen: dict[int, object] = {known_id: known_id for known_id in known}  # or the name of what was found
+        self._known = set((known or {}).values())
+        self._seen: dict[int, str] = dict(known or {})  # the first name of what was found
         modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
         self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
         self._names = names or {}
         self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
-        self._named_before: dict[int, object] = {} if earlier is None else earlier._seen
+        self._named_before: dict[int, str] = {} if earlier is None else earlier._seen
         self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
         later: list[tuple[str, list[tuple[str, Any, int]]]] = []
         for name, holder in holders.items():
@@ -140,12 +144,17 @@ class Attributes:
         kinds = self._kinds.keys() | now._kinds.keys()
         replaced = {name for name in kinds if is_replaced(self._kinds.get(name), now._kinds.get(name))}
         replaced |= {name for name in self._aliases.keys() & now._aliases.keys() if self._refers_elsewhere(name, now)}
+        replaced |= now._refers_newly(self) | self._refers_newly(now)
         replaced |= {name for name, flag in now._trained.items() if self._trained.get(name, flag) != flag}
         in_optimizers = {own for own, _ in now.in_optimizers()} if now._gradients else set()
-        for name, (gradient, version) in now._gradients.items():  # the same one has been added to
-            before, version_before = self._gradients.get(name, (None, version))
-            is_read = name.removesuffix(_GRADIENT) in in_optimizers or _GROUPS in name
-            if is_read and before is gradient and version_before != version:
+        for name in self._gradients.keys() & now._gradients.keys():
+            (before, version_before), (gradient, version) = self._gradients[name], now._gradients[name]
+            if name.removesuffix(GRADIENT) in in_optimizers or _GROUPS in name:
+                if before is gradient and version_before != version:  # it has been added to
+                    replaced.add(name)
+            elif now._is_bare(name) and bool(
+                gradient.count_nonzero()
+            ):  # who gave it none to step it reads its gradient
                 replaced.add(name)
         filled = {  # what was None and holds something now, which has names of its own
             name
@@ -178,8 +187,29 @@ class Attributes:
         was, first = self._aliases[name], now._aliases[name]
         return was != first and self._objects[was] is not now._objects[first]
 
+    def gradients(self) -> dict[int, str]:
+        """The holders of tensors with a gradient, by the id of the gradient."""
+        return {id(gradient): self.holders[name] for name, (gradient, _) in self._gradients.items()}
+
+    def _is_bare(self, name: str) -> bool:
+        return id(self.leaves[name.removesuffix(GRADIENT)]) not in self._of_modules
+
+    def _refers_newly(self, other: Attributes) -> set[str]:
+        """Names that the other has not, of what it has under another name; the length of a list shows its elements."""
+        names = other._kinds.keys() | other.leaves.keys()
+        return {
+            name
+            for name, first in self._aliases.items()
+            if name not in names and (first in other._kinds or (first in other._known and "." in first))
+            if name.rpartition(".")[0] + _LENGTH not in self.leaves
+        }
+
     def unsaved(
-        self, changed: Iterable[str], saved: Attributes, then: tuple[Attributes, Attributes] | None = None
+        self,
+        changed: Iterable[str],
+        saved: Attributes,
+        fresh: Container[str] | None = None,
+        then: tuple[Attributes, Attributes] | None = None,
     ) -> list[str]:
         """Which of the changed names are not saved, under any name.
 
@@ -190,14 +220,14 @@ class Attributes:
 
         Parameters
         ----------
-        saved
-            What the state holds.
+        saved, fresh
+            What the state holds, and the names there of what has changed as well; None: all.
         then
             What these were compared with, and what the state held then.
         """
         lists = {name.removesuffix(_LENGTH) for name in self.leaves if name.endswith(_LENGTH)}
         leaves = saved.leaves
-        fresh = leaves if then is None else {key: leaves[key] for key in then[1].changed(saved) if key in leaves}
+        changed_there = {key: leaf for key, leaf in leaves.items() if fresh is None or key in fresh}
 
         def was_there(name: str, place: str) -> bool:
             if then is None or name not in then[0].leaves or _is_element(name):
@@ -217,12 +247,14 @@ class Attributes:
                 forms = (value, value.item()) if is_number else (value,)
                 places = (place for form in forms for place, leaf in leaves.items() if _is_alike(form, leaf))
             else:
-                places = (place for place, leaf in fresh.items() if is_common(leaf) and value == leaf)
+                places = (place for place, leaf in changed_there.items() if is_common(leaf) and value == leaf)
             return any(was_there(name, place) for place in places)
 
         def is_saved(name: str) -> bool:
-            if name.endswith((_TRAINED, _GRADIENT)):  # the state may say whether it is frozen
-                return name.endswith(_TRAINED) and any(isinstance(leaf, bool) for leaf in fresh.values())
+            if name.endswith(GRADIENT):
+                return is_held(self._gradients[name][0], name)
+            if name.endswith(_TRAINED):  # the state may say whether it is frozen
+                return any(isinstance(leaf, bool) for leaf in changed_there.values())
             if name in self._aliases:  # the state may have it, or its place in a list, or its key in a dict
                 key = self._aliases[name].rpartition(".")[2]
                 if name in saved.leaves or name in saved._aliases:
@@ -236,9 +268,9 @@ class Attributes:
         return [name for name in changed if not is_saved(name)]
 
     def owner(self, name: str) -> int | None:
-        """The id of the innermost object with a name of its own that a leaf belongs to; None if it has no other."""
+        """The id of the innermost object, in the task or the model, that a leaf belongs to; None: to these themselves."""
         *outer, _ = accumulate(name.split("."), "{}.{}".format)
-        return next((self._owners[whole] for whole in reversed(outer) if whole in self._owners), None)
+        return next((self._owners[whole] for whole in reversed(outer[1:]) if whole in self._owners), None)
 
     @functools.cached_property
     def _owners(self) -> dict[str, int]:
@@ -265,6 +297,25 @@ class Attributes:
             and any(other == first or other.startswith((f"{first}.", f"{first}, ")) for other in changed)
         }
 
+    def is_lost(self, name: str, was: Attributes, again: Attributes) -> bool:
+        """Whether a number or tensor would be another after a resume, or a number what is and was a tensor."""
+        leaf, loaded = self.leaves.get(name), again.leaves.get(name)
+        if isinstance(leaf, Tensor) and type(loaded) is float:
+            return isinstance(was.leaves.get(name), Tensor)
+        are_numbers = type(leaf) is type(loaded) is float or (isinstance(leaf, Tensor) and isinstance(loaded, Tensor))
+        return are_numbers and not self.has_alike(name, again)
+
+    def is_value(self, name: str) -> bool:
+        """Whether it is a number, a string or the like itself, and not only compared by one."""
+        return name in self.leaves and name not in self._kinds
+
+    def has_alike(self, name: str, again: Attributes) -> bool:
+        """Whether a leaf has the same value, or a tensor the same bits, after a resume."""
+        leaf, loaded = self.leaves.get(name), again.leaves[name]
+        if isinstance(leaf, Tensor) and isinstance(loaded, Tensor):
+            return equal_bits(leaf, loaded)
+        return is_same(leaf, loaded)
+
     def aliases_lost(self, now: Attributes) -> set[str]:
         """Second names that refer to something else in a later snapshot."""
         return {name for name, first in self._aliases.items() if now._aliases.get(name) != first}
@@ -288,11 +339,10 @@ class Attributes:
             self._later.append((name, value, depth))
             return
         first = self._seen.setdefault(id(value), name)
-        if first is not name:
-            if isinstance(first, str) and may_take_turns(value):
-                self._aliases[name], self._objects[first] = first, value
-            elif isinstance(value, REFERRED_TO):
-                self._kinds[name] = self._kinds[name], first
+        if first is not name and (may_take_turns(value) or isinstance(value, GENERATORS)):
+            self._aliases[name], self._objects[first] = first, value
+            return
+        if first is not name and not isinstance(value, _COPIED):
             return
         with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
             self._look_at(name, value, depth)
@@ -304,7 +354,7 @@ class Attributes:
             if value.is_leaf and id(value) not in self._of_modules:
                 self._trained[name + _TRAINED] = value.requires_grad
             if value.is_leaf and value.grad is not None:
-                self._gradients[name + _GRADIENT] = value.grad, value.grad._version
+                self._gradients[name + GRADIENT] = value.grad, value.grad._version
             self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
             return
         if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class

@@ -8,49 +8,80 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cluster_ddp.train.distributed import find_world
+from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.position_tables import without_tables
 
 
 class HiddenBuffers:
-    """What state_dict() omits, as it was when this was made: buffers that are not persistent, or what it leaves out."""
+    """What state_dict() omits, as it was when this was made: buffers that are not persistent, or what it leaves out.
+
+    This includes buffers that are registered later, such as in the first forward pass.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
         saved = model.state_dict(keep_vars=True)
         ids = set(map(id, saved.values()))  # under any names; a copy under the right name is refused elsewhere
-        # Where each is registered, and its tensor and version.
-        self._buffers: dict[str, tuple[nn.Module, str, Tensor | None, int]] = {}
-        for prefix, module in model.named_modules():
-            for key, buffer in (*module._parameters.items(), *module._buffers.items()):
-                name = f"{prefix}.{key}".removeprefix(".")
-                is_omitted = buffer is not None and name not in saved and id(buffer) not in ids
-                if is_omitted or key in module._non_persistent_buffers_set:
-                    self._buffers[name] = module, key, buffer, -1 if buffer is None else buffer._version
-        self._contents = _contents_of(self._now())
+        self._omitted = [
+            (name, module, key)
+            for prefix, module in self._modules
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and (name := _join(prefix, key)) not in saved and id(tensor) not in ids
+        ]
+        self._first = self._now()
+        self._versions = {name: tensor._version for name, tensor in self._first.items() if tensor is not None}
+        self._contents = _contents_of(self._first)
 
     def changed(self) -> dict[str, Tensor]:
         """Those that are no longer as they were, by name; also through ``.data``, which torch does not count."""
         now = self._now()
         before, found = self._contents, _contents_of(now)
-        return {
-            name: now[name]
-            for name, (_, _, first, version) in self._buffers.items()
-            if now[name] is not first
-            or (first is not None and first._version != version)
+        changed = {
+            name: tensor
+            for name, tensor in now.items()
+            if tensor is not self._first.get(name)
+            or (tensor is not None and tensor._version != self._versions[name])
             or before.get(name) != found.get(name)
         }
-
-    def _now(self) -> dict[str, Any]:
-        return {name: getattr(module, key) for name, (module, key, *_) in self._buffers.items()}
+        for name, first in self._first.items():
+            if first is not None and now.get(name) is None:
+                raise TaskError(
+                    f"{name} of the model is None or deleted now, but was a tensor when training began, and would be "
+                    "again after a resume: begin with None there, or empty the tensor in place (zero_())"
+                )
+        if find_world().world_size == 1:
+            return changed
+        # Each rank makes masks and tables of positions for as many as it has met.
+        late = [name for name in changed if self._first.get(name) is None]
+        tables = set(late).difference(without_tables(late, changed))
+        return {name: tensor for name, tensor in changed.items() if name not in tables}
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Put back what `changed` returned; tensors of another shape go to this device."""
+        modules = dict(self._modules)
         for name, tensor in tensors.items():
-            module, key, *_ = self._buffers[name]
-            there = getattr(module, key)
-            if there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
+            prefix, _, key = name.rpartition(".")
+            there = getattr(modules[prefix], key, None)
+            if isinstance(there, Tensor) and (there.shape, there.dtype) == (tensor.shape, tensor.dtype):
                 there.detach().copy_(tensor)
+            elif name in self._first:
+                setattr(modules[prefix], key, tensor.to(device))
             else:
-                setattr(module, key, tensor.to(device))
+                modules[prefix].register_buffer(key, tensor.to(device), persistent=False)
+
+    def _now(self) -> dict[str, Any]:
+        now = {name: getattr(module, key, None) for name, module, key in self._omitted}
+        for prefix, module in self._modules:
+            for key in module._buffers if module._non_persistent_buffers_set else ():
+                if key in module._non_persistent_buffers_set:
+                    now[_join(prefix, key)] = module._buffers[key]
+        return now
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}".removeprefix(".")
 
 
 def _contents_of(buffers: Mapping[str, Tensor | None]) -> dict[str, int]:

@@ -69,7 +69,7 @@ def is_small(part: Any, depth: int = _DEPTH) -> bool:
 
 def may_take_turns(value: Any) -> bool:
     """Whether which one of several a name refers to matters, such as the level or the teacher for now."""
-    return isinstance(value, (*REFERRED_TO, *SEEN_INTO, dict, list, set, collections.deque)) or not (
+    return isinstance(value, (*REFERRED_TO, *SEEN_INTO, np.ndarray, dict, list, set, collections.deque)) or not (
         isinstance(value, (tuple, frozenset)) or is_of_library(value)
     )
 

@@ -246,7 +246,7 @@ class OptimizerState:
             if name not in NOT_STATE_OF_OPTIMIZERS | self.apart and not are_hooks(value)
         }
         groups = optimizer.param_groups
-        known = {id(optimizer), id(groups), *map(id, groups), *saved, *self._names}
+        known = {each: str(each) for each in (id(optimizer), id(groups), *map(id, groups), *saved, *self._names)}
         found = Attributes(attributes, known, self._names)
         # Separately, because a copy of the optimizer shares the objects in its methods' closures, but not in
         # attributes.

@@ -19,6 +19,7 @@ from cluster_ddp.train.errors import TaskError
 
 _MARK = "!"
 _PLAIN = (bool, int, float, str)
+_LARGEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of an element of an array
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -59,6 +60,11 @@ class Packer:
         if kind in (Tensor, nn.Parameter):
             return self._reference(value.detach(), name)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+            if not value.dtype.isnative or value.dtype.itemsize > _LARGEST[value.dtype.kind]:
+                raise TaskError(
+                    f"{name} is an array of {value.dtype.str}, which torch does not know, and so no checkpoint can "
+                    "contain: convert it, such as by array.astype(np.float32)"
+                )
             what = "array" if kind is np.ndarray else "scalar"
             return {**self._reference(torch.from_numpy(np.array(value)), name), "numpy": what}
         if kind is collections.deque:

@@ -7,6 +7,7 @@ about as much as one save and building the model. Anything that differs is refus
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,9 +22,10 @@ from cluster_ddp.job.errors import ClusterDDPError
 from cluster_ddp.train.errors import TaskError
 from cluster_ddp.train.refusals import SHAPED_BY_A_BATCH
 from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.comparing import equal_bits
 from cluster_ddp.train.state.packing import without_devices
 from cluster_ddp.train.state.stored import check_scalars
-from cluster_ddp.train.state.training import Collected, State
+from cluster_ddp.train.state.training import EXTRA, Collected, State
 
 _SHOWN = 5  # maximum number of differences in the message
 _MAX_TEXT = 120  # maximum length of each, in characters
@@ -90,8 +92,38 @@ def _check_comes_back(
     if not differing and (shared := _memory_that_differs(plan.aliases, tensors, again)):
         raise _refusal(state, shared, "memory")
     if differing:
-        kinds = {name.partition(".")[0].partition("_")[0] for name in differing}
+        kinds = {re.split("[._:]", name)[0] for name in differing}
         raise _refusal(state, differing, next(kind for kind in ("model", "optimizer", "task", *kinds) if kind in kinds))
+
+
+def check_taken_back(state: State, scalars: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
+    """Compare the task and the modules' extra state with the checkpoint that has just been loaded into them.
+
+    The check in the first steps finds only what has changed until then. Keys that only one of the two has come from
+    changes of the code, and are ignored. All ranks call it.
+
+    Raises
+    ------
+    TaskError
+        Something was not restored; the message names it.
+    """
+    tensors, now = state.collect()
+    differing = [
+        f"{name.removeprefix(EXTRA)}: other values come back"
+        for name in sorted(extra.keys() & tensors.keys())
+        if name.startswith(("task.", EXTRA)) and not equal_bits(extra[name], tensors[name])
+    ]
+    for kind in ("task", "extra_state"):
+        # Not words, such as the name of the host, nor sets, which come back in any order.
+        both = [
+            key
+            for key in sorted(scalars.get(kind, {}).keys() & now[kind].keys())
+            if type(scalars[kind][key]) is not str and 'set"' not in json.dumps(scalars[kind][key])
+        ]
+        was, is_now = ({f"{kind}.{key}": of[kind][key] for key in both} for of in (scalars, now))
+        differing += _scalars_that_differ(was, is_now)
+    if differing:
+        raise _refusal(state, differing, "task")
 
 
 def _memory_that_differs(

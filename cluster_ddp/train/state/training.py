@@ -35,7 +35,7 @@ from cluster_ddp.train.task import Task, expect_type
 Collected = tuple[Tensors, dict[str, Any]]
 
 _BUFFER = "buffer."  # prefix for buffers that state_dict() omits
-_EXTRA = "extra."  # prefix for tensors in what modules return from get_extra_state()
+EXTRA = "extra."  # prefix for tensors in what modules return from get_extra_state()
 
 
 class Stateful(Protocol):
@@ -97,6 +97,7 @@ class State:
             for path, part in module.named_modules()
             if id(part) not in self._saved
         }
+        self.is_of_task = isinstance(also, Task)
         self._watch = Watch(also, self._attributes, self._other_states)
         self._groups = optimizer.param_groups
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -122,7 +123,7 @@ class State:
             },
             "evaluating": [name for name, module in self._modules if not module.training],
             "modes_of_task": {} if self._modes is None else self._modes.changed(),
-            "extra_state": {name: packer.pack(value, _EXTRA + name) for name, value in extra_state.items()},
+            "extra_state": {name: packer.pack(value, EXTRA + name) for name, value in extra_state.items()},
             "task": packer.pack(self._task_state(), "task"),
         }
         return tensors, scalars
@@ -144,7 +145,7 @@ class State:
             self._modes.restore(scalars.get("modes_of_task", {}))
         hidden = {name.removeprefix(_BUFFER): tensor for name, tensor in _with_prefix(_BUFFER, extra).items()}
         self._hidden.load(hidden, self._device)
-        of_modules = _with_prefix(_EXTRA, extra)
+        of_modules = _with_prefix(EXTRA, extra)
         for name, packed in scalars.get("extra_state", {}).items():
             module = self._model.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
             module.set_extra_state(unpacker.unpack(packed, of_modules.pop))
@@ -165,7 +166,7 @@ class State:
     @property
     def communicates(self) -> bool:
         """Whether methods of the task communicate, so that no rank may call them alone; the same on all ranks."""
-        return isinstance(self._also, Task) and self._communicating.is_seen
+        return self.is_of_task and self._communicating.is_seen
 
     def note_communicating(self) -> None:
         """Note that they do, on all ranks."""
@@ -249,17 +250,22 @@ class State:
         else:
             self._other_states()  # state_dict() of the task may communicate
 
+    def watch_gradients(self) -> None:
+        """Call before the second step: a resume has no gradients of the first."""
+        if self.is_of_task:
+            self._watch.watch_gradients()
+
     def note(self) -> None:
         """Call before model() and other methods are called once more, which may count: `unsaved` ignores the rest."""
         self._watch.note()
 
     def compare_values(self, other: State) -> None:
-        """Note for `unsaved` which numbers and strings, and which two names of the same, come back in another state."""
+        """Note for `unsaved` which numbers, tensors and strings, and names of the same, come back in another state."""
         if isinstance(other._also, Task):
             self._watch.compare_values(other._also)
             is_another = other._model is not self._model
             self._watch.compare_inner_values(other._attributes(), is_another_model=is_another)
-            self._watch.compare_names(of_task(other._also))
+            self._watch.compare_attributes(of_task(other._also))
 
     def unsaved(self) -> list[str]:
         """Attributes that have changed since `watch` or the last call, and that no checkpoint contains.
@@ -303,9 +309,11 @@ class State:
             of_all = vars(nn.modules.module).items()
             holders["the hooks of all modules"] = [hooks for name, hooks in of_all if name.startswith("_global_")]
         holders["the settings of torch"] = settings_of_torch()
-        known = {*self._saved, id(self._also)}  # its attributes are among the holders, and hooks often refer to it
-        for module in modules.values():
-            known.update(map(id, (module, *module._parameters.values(), *module._buffers.values())))
+        # The attributes of the task are among the holders, and hooks often refer to it.
+        known = {id(self._optimizer.optimizer): "optimizer", id(self._also): "task"}
+        for name, module in modules.items():
+            held = {**module._parameters, **module._buffers}
+            known |= {id(module): name} | {id(tensor): f"{name}.{key}" for key, tensor in held.items()}
         return Attributes(holders, known, seeded=self._seeded, earlier=self._watch.latest)
 
     def put_first_settings(self, optimizer: Optimizer) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.state.attributes import Attributes
+from cluster_ddp.train.state.attributes import GRADIENT, Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.position_tables import without_tables
@@ -21,6 +23,14 @@ _NOTHING = object()
 def of_task(task: Task) -> Attributes:
     """What a task holds."""
     return Attributes({f"task.{key}": part for key, part in vars(task).items()})
+
+
+def _gradients_in(holder: str) -> str:
+    return f"the gradients in {holder}"
+
+
+def _is_fresh(name: str, fresh: Iterable[str]) -> bool:
+    return any(part == name or part.startswith((f"{name}.", f"{name}, ")) for part in fresh)
 
 
 class Watch:
@@ -53,6 +63,10 @@ class Watch:
         # What there was at earlier moments, with what the state held then.
         self._looks: list[tuple[Attributes, Attributes]] = []
         self._noted: Attributes | None = None
+        self._first_names: set[str] = set()  # of the attributes of the task
+        self._made_again: set[str] = set()  # what loading has made as it was
+        self._stops_watching: Callable[[], None] | None = None
+        self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
         self._inner_comes_back: dict[str, bool] = {}  # of numbers in the model, or in what the task makes in model()
 
@@ -63,7 +77,20 @@ class Watch:
 
     def look(self) -> None:
         """Remember what there is now, to be compared with in the next `unsaved`."""
+        if not self._looks:
+            self._first_names = set(getattr(self._task, "__dict__", {}))
         self._looks.append((self._attributes(), Attributes(self._states())))
+
+    def watch_gradients(self) -> None:
+        """Note, until `unsaved`, which optimizers use gradients that were there at the latest look."""
+        left = self.latest.gradients() if self.latest is not None else {}
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+            self._read |= {_gradients_in(left[id(gradient)]) for gradient in held if id(gradient) in left}
+
+        if left:
+            self._stops_watching = register_optimizer_step_pre_hook(note).remove
 
     def note(self) -> None:
         """Take what there is now for what the next `unsaved` compares, whatever changes before it is called."""
@@ -75,7 +102,11 @@ class Watch:
         states = self._states()
         saved, looks, now = Attributes(states), self._looks, self._noted or self._attributes()
         self._looks, self._noted = [(self._attributes() if self._noted else now, saved)], None
-        found = {name for name, does in self._comes_back.items() if not does}
+        found = {name for name, does in self._comes_back.items() if not does} | self._read
+        self._read = set()
+        if self._stops_watching is not None:
+            self._stops_watching()
+            self._stops_watching = None
         for was, saved_then in looks:
             changed = without_tables(was.changed(now), now.leaves)
             lost = [name for name in changed if self._inner_comes_back.get(name) is False]
@@ -83,22 +114,28 @@ class Watch:
             changed = [name for name in changed if name not in self._inner_comes_back]
             holders = {name: now.holders.get(name) or was.holders[name] for name in changed}
             changed = [name for name in changed if not self._comes_back.keys() & {name, holders[name]}]
-            changed = now.unsaved(changed, saved, (was, saved_then))
+            changed = [name for name in changed if name not in self._made_again]
+            fresh = set(saved_then.changed(saved)) if changed else set[str]()
+            changed = now.unsaved(changed, saved, fresh, (was, saved_then))
             if changed:  # rarely, as tensors are copied from the GPU for it
-                changed = now.unsaved(changed, Attributes(dict(other_forms(states))), (was, saved_then))
-            found.update(holders[name] for name in changed)
-        self._comes_back = {name: True for name, does in self._comes_back.items() if does}
+                forms = Attributes(dict(other_forms(states)))
+                fresh |= {name for name in forms.leaves if _is_fresh(name.partition(", ")[0], fresh)}
+                changed = now.unsaved(changed, forms, fresh, (was, saved_then))
+            found.update(_gradients_in(holders[name]) if name.endswith(GRADIENT) else holders[name] for name in changed)
+        self._comes_back, self._made_again = {name: True for name, does in self._comes_back.items() if does}, set()
         return found
 
     def put_back_values(self, other: Task) -> None:
-        """Give another task the numbers and strings that this one had at first, so that loading has to set them."""
+        """Take from another task what this one has only since the first step, so that loading has to make it.
+
+        Its numbers and strings are put back.
+        """
         values = vars(other) if self._looks else {}
-        for key in [key for key, value in values.items() if is_value(value)]:
-            first = self._first(key)
-            if first is _NOTHING:
-                del values[key]  # it is made by a step
-            elif is_value(first):
-                values[key] = first
+        for key in list(values):
+            if key not in self._first_names:
+                del values[key]
+            elif self._looks[0][0].is_value(f"task.{key}"):
+                values[key] = self._first(key)
 
     def compare_values(self, other: Task) -> None:
         """Find out which of these the other has after loading the state of this one, and which tensors, made anew."""
@@ -127,12 +164,22 @@ class Watch:
             if of_model or (mine is not None and theirs not in (None, mine)):
                 self._inner_comes_back[name] = is_same(again.leaves.get(name, _NOTHING), value)
 
-    def compare_names(self, again: Attributes) -> None:
-        """Find out which names would no longer refer to the same as another name, of the task after loading it."""
-        if self._looks and self._noted is not None and self.before_loading is not None:
-            was, now = self._looks[0][0], self._noted
-            lost = was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
-            self._comes_back |= {now.holders[name]: False for name in lost}
+    def compare_attributes(self, again: Attributes) -> None:
+        """Find out what else would come back otherwise, by what the task has after loading the state of this one.
+
+        These are numbers and tensors, such as those of which the state has rounded copies, and names that would no
+        longer refer to the same as another name.
+        """
+        if not self._looks or self._noted is None:
+            return
+        was, now = self._looks[0][0], self._noted
+        changed = [name for name in was.changed(now) if name.startswith("task.")]
+        lost = {name for name in changed if now.is_lost(name, was, again)}
+        if self.before_loading is not None:
+            lost |= was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
+            made = again.leaves.keys() - self.before_loading.leaves.keys()
+            self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
+        self._comes_back |= {now.holders[name]: False for name in lost}
 
     def _first(self, key: str) -> Any:
         return self._looks[0][0].leaves.get(f"task.{key}", _NOTHING)

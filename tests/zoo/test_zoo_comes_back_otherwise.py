@@ -1,0 +1,210 @@
+"""What the state of a task holds in another form, such as rounded, is told if it would not come back as it was."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+from zoo_models import CLASSES
+from zoo_told import told
+from zoo_training import Case, ZooTask, judge
+
+
+class Averages(ZooTask):
+    """Averages the weights by itself, draws them to the average, and forgets it."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.average: dict[str, Tensor] = copy.deepcopy(dict(model.state_dict()))
+        self.first = {"average": copy.deepcopy(self.average)}
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        far: Any = 0.0
+        for name, weight in model.named_parameters():
+            self.average[name].lerp_(weight.detach(), 0.1)
+            far += (weight - self.average[name]).square().sum()
+        return super().loss(model, batch) + far
+
+
+class AveragesInHalf(Averages):
+    """Saves it in fewer bits."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": {name: weight.half() for name, weight in self.average.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = {name: weight.float() for name, weight in state["average"].items()}
+
+
+class AveragesStale(Averages):
+    """Saves what it was at first."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.first
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+
+
+@pytest.mark.parametrize("kind", [Averages, AveragesInHalf, AveragesStale])
+def test_an_average_that_would_not_come_back_is_told(
+    kind: type[ZooTask], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(kind, tmp_path, capfd) == ["task.average"]
+
+
+class Cools(ZooTask):
+    """Its temperature is a tensor, and comes back as a number, which is multiplied in more bits."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.kept = SimpleNamespace(rate=1.0)
+        self.heat, self.best = torch.ones(()), float("inf")
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.heat = self.heat * 0.7371 + 0.1
+        self.kept.rate *= 0.7371
+        loss = super().loss(model, batch)
+        self.best = min(loss.detach(), self.best)
+        return loss * self.heat
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heat": float(self.heat), "rate": round(self.kept.rate, 3), "best": float(self.best)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.heat, self.best = state["heat"], state["best"]
+        self.kept = SimpleNamespace(rate=state["rate"])
+
+
+class CoolsExactly(Cools):
+    """Comes back as it was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rate": self.kept.rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.heat, self.best = torch.tensor(state["heat"]), state["best"]
+        self.kept = SimpleNamespace(rate=state["rate"])
+
+
+def test_a_tensor_that_comes_back_as_a_number_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Cools, tmp_path / "number", capfd) == ["task.heat", "task.kept"]
+    assert told(CoolsExactly, tmp_path / "tensor", capfd) == []
+
+
+class Forgets(ZooTask):
+    """Changes a number, a tensor or extra state of its model in its third step, and does not take it back."""
+
+    def __init__(self, what: str, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.what = what
+        self.seen: dict[str, Any] = {"number": 1.0, "tensor": torch.ones(2)}
+
+    def model(self) -> nn.Module:
+        self.counts = Counts()
+        return nn.Sequential(super().model(), self.counts)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.step == 2 and self.what == "model":
+            self.counts.seen += 1
+        elif self.trainer.step == 2:
+            self.seen[self.what] = self.seen[self.what] + 1.0
+        return super().loss(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.seen, "numbers": set(range(0, 7000, 7)), "host": str(self.crash)}
+
+
+class Counts(nn.Module):
+    seen = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["number", "tensor", "model"])
+def test_what_changes_late_and_is_not_taken_back_is_refused_at_the_resume(what: str, tmp_path: Path) -> None:
+    verdict = judge(Case(train={"ema_decay": None}), tmp_path, partial(Forgets, what))
+    name = {"number": "task.number: 2.0 comes back as 1.0", "tensor": "task.tensor: other", "model": "extra_state.1."}
+    assert name[what] in (verdict.refused or "") and verdict.refused_at is None, verdict
+    assert "load_state_dict() of the task has to restore" in (verdict.refused or "")
+
+
+class MakesLate(ZooTask):
+    """Makes a critic in its first step; its state holds it, and loading makes it."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.critic: nn.Linear | None = None
+
+    def _make(self) -> nn.Linear:
+        self.critic = nn.Linear(CLASSES, 1)
+        self.second = Adam(self.critic.parameters(), lr=0.1)
+        return self.critic
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        critic = self.critic or self._make()
+        self.second.zero_grad()
+        critic(torch.ones(CLASSES)).sum().backward()
+        self.second.step()
+        return super().loss(model, batch) * critic.weight.detach().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.critic is None:
+            return {}
+        return {"critic": self.critic.state_dict(), "second": self.second.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._make().load_state_dict(state["critic"])
+        self.second.load_state_dict(state["second"])
+
+
+class FillsLate(MakesLate):
+    """Fills what a resume does not have yet."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.critic is not None
+        self.critic.load_state_dict(state["critic"])
+        self.second.load_state_dict(state["second"])
+
+
+def test_what_is_made_late_and_made_again_by_loading_is_not_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert told(MakesLate, tmp_path / "told", capfd) == []
+    assert str(judge(Case(), tmp_path / "exact", MakesLate)) == "exact"
+    verdict = judge(Case(), tmp_path / "fills", FillsLate)
+    assert verdict.refused_at == 2 and "failed with AssertionError" in (verdict.refused or ""), verdict
+
+
+class HasArray(ZooTask):
+    """Has an array of a type that torch does not know."""
+
+    def __init__(self, dtype: str, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.array = np.ones(3, dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array}
+
+
+@pytest.mark.parametrize("dtype", [">f4", "longdouble"])
+def test_an_array_that_torch_does_not_know_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
+    verdict = judge(Case(), tmp_path, partial(HasArray, dtype))
+    assert "task.array is an array of" in (verdict.refused or ""), verdict

@@ -1,0 +1,114 @@
+"""What a model makes in its first forward pass from data is restored; what it makes from shapes only is made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from train_ranks import run_ranks
+from zoo_models import CLASSES, FEATURES, mlp
+from zoo_told import told
+from zoo_training import Case, ZooTask, judge
+
+
+class Normalises(nn.Module):
+    """Makes its constants from the first batch it sees, and a table of positions."""
+
+    def __init__(self, follows: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.follows = mlp(), follows
+
+    def forward(self, inputs: Tensor) -> Any:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", inputs.mean(0).detach(), persistent=False)
+            self.register_buffer("mask", torch.ones(len(inputs), len(inputs)).tril(), persistent=False)
+        self.mean: Tensor
+        self.mean.lerp_(inputs.mean(0).detach(), self.follows)
+        return self.inner(inputs - self.mean)
+
+
+class OfFirstBatch(ZooTask):
+    def model(self) -> nn.Module:
+        return Normalises()
+
+
+class OfAllBatches(ZooTask):
+    """Of a part of the model."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Normalises(0.1), nn.Linear(CLASSES, CLASSES))
+
+
+@pytest.mark.parametrize("kind", [OfFirstBatch, OfAllBatches])
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_a_buffer_made_from_the_first_batch_is_restored(
+    kind: type[ZooTask], ema: float | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert str(judge(Case(train={"ema_decay": ema}), tmp_path / "exact", kind)) == "exact"
+    capfd.readouterr()
+    assert told(kind, tmp_path / "told", capfd) == []
+
+
+class Empties(nn.Module):
+    """Has a tensor until its first forward pass only."""
+
+    def __init__(self, deletes: bool) -> None:
+        super().__init__()
+        self.inner, self.deletes = mlp(), deletes
+        self.register_buffer("first", torch.ones(FEATURES), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Any:
+        first = getattr(self, "first", None)
+        if self.deletes and first is not None:
+            del self.first
+        elif not self.deletes:
+            self.first = None
+        return self.inner(inputs if first is None else inputs + first)
+
+
+class OfEmptied(ZooTask):
+    def model(self) -> nn.Module:
+        return Empties(self.case.loss == "(sum, weight)")
+
+
+@pytest.mark.parametrize("loss", ["mean", "(sum, weight)"])
+def test_a_buffer_that_is_emptied_or_deleted_is_refused(loss: str, tmp_path: Path) -> None:
+    verdict = judge(Case(loss=loss), tmp_path, OfEmptied)
+    assert "first of the model is None or deleted now" in (verdict.refused or ""), verdict
+
+
+class Masks(nn.Module):
+    """Makes a mask that has another size on each rank, and, if it shifts, keeps the mean of the first batch there."""
+
+    def __init__(self, shifts: bool) -> None:
+        super().__init__()
+        self.inner, self.shifts = mlp(), shifts
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Any:
+        size = 8 + 4 * dist.get_rank()
+        if self.mask is None:
+            self.mask = torch.ones(size, size).tril()
+        if self.shifts and not hasattr(self, "mean"):
+            self.register_buffer("mean", inputs.mean(0).detach(), persistent=False)
+        return self.inner(inputs - self.mean if self.shifts else inputs)
+
+
+class OfMasks(ZooTask):
+    def model(self) -> nn.Module:
+        return Masks(self.case.loss == "(sum, weight)")
+
+
+def judge_masks(folder: Path) -> list[str]:
+    losses = ("mean", "(sum, weight)")
+    return [str(judge(Case(loss=loss, train={"global_batch": 12}), folder / loss, OfMasks)) for loss in losses]
+
+
+def test_a_mask_may_have_another_size_on_each_rank_and_what_is_made_from_data_is_compared(tmp_path: Path) -> None:
+    for of_masks, of_mean in run_ranks(judge_masks, 2, tmp_path):
+        assert of_masks == "exact"
+        assert "differs between the ranks: buffer.mean" in of_mean
