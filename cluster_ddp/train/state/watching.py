@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cluster_ddp.train.data.fingerprint import fingerprint
-from cluster_ddp.train.state.attributes import GRADIENT, Attributes
+from cluster_ddp.train.state.attributes import Attributes
 from cluster_ddp.train.state.comparing import is_same, other_forms
 from cluster_ddp.train.state.kinds import is_value
 from cluster_ddp.train.state.position_tables import without_tables
+from cluster_ddp.train.state.snapshot import GRADIENT
 from cluster_ddp.train.task import Task
 
 _NOTHING = object()

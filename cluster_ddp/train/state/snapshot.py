@@ -1,0 +1,232 @@
+"""Finds what objects keep in plain attributes: numbers, strings and tensors, wherever they may be."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import ctypes
+import datetime
+import io
+import numbers
+import threading
+from collections.abc import Container, Iterable, Mapping
+from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.synchronize import Event
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from cluster_ddp.train.data.fingerprint import fingerprint
+from cluster_ddp.train.inner_parts import CONTAINERS, can_be_seen, elements, inner_parts, length
+from cluster_ddp.train.randomness import GENERATORS
+from cluster_ddp.train.state.contents import contents
+from cluster_ddp.train.state.held import are_hooks, hooks_of_tensor, of_module, of_tensor, recomputed
+from cluster_ddp.train.state.kinds import (
+    SEEN_INTO,
+    is_of_library,
+    is_plain,
+    is_small,
+    is_value,
+    kind_of,
+    may_take_turns,
+)
+from cluster_ddp.train.state.places import is_iterator, place_in_file, place_of, place_of_generator
+
+_DEPTH, _WIDTH = 10, 100  # how deep objects are searched, and how many elements of lists one by one
+_FAR = 1_000_000  # the limit for longer ones, of which numbers and strings are hashed together, and the rest sampled
+_ROWS = 4096  # rows of a data frame that are compared
+LENGTH, TRAINED, GRADIENT = ", its length", ", whether it is trained", ", its gradient"  # ends of names
+GROUPS = ".param_groups."  # in the names of what groups of optimizers hold
+_GENERATOR = "a random generator"
+_BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+# From libraries, with a complete repr().
+_VALUES = (
+    numbers.Number, range, slice, PurePath, datetime.date, datetime.time, datetime.timedelta,
+    torch.dtype, torch.device, torch.memory_format,
+)  # fmt: skip
+# What two names refer to may be equal by chance only.
+_COPIED = (*_VALUES, np.generic, tuple, frozenset)
+
+
+class Snapshot:
+    """The numbers, strings and tensors that objects hold at the moment, by name.
+
+    Parameters
+    ----------
+    holders
+        The objects, by name.
+    known
+        Names of objects to skip, because they are saved anyway, by their ids. Of a part of something, the name has a
+        dot.
+    names
+        Names of tensors that are keys of dicts, by their ids.
+    seeded
+        The random generators that are seeded for each step; None: all.
+    earlier
+        A snapshot of before: what it has found keeps its name, even if something before it now refers to it, too.
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[str, Any],
+        known: Mapping[int, str] | None = None,
+        names: Mapping[int, str] | None = None,
+        seeded: Container[Any] | None = None,
+        earlier: Snapshot | None = None,
+    ) -> None:
+        self.leaves: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
+        self._kinds: dict[str, Any] = {}  # a non-plain value may be replaced by something with the same leaves
+        self._aliases: dict[str, str] = {}  # names of what was found before under another name, and that name
+        self._objects: dict[str, Any] = {}  # by the first of these names
+        self._trained: dict[str, bool] = {}  # of tensors that belong to no module
+        self._gradients: dict[str, tuple[Tensor, int]] = {}  # with their versions
+        self._seeded = seeded
+        self._known = set((known or {}).values())
+        self._seen: dict[int, str] = dict(known or {})  # the first name of what was found
+        modules = [holder for holder in holders.values() if isinstance(holder, nn.Module)]
+        self._of_modules = {id(weight) for module in modules for weight in module.parameters()}
+        self._names = names or {}
+        self.holders: dict[str, str] = {}  # the holder of each leaf and of each entry in _kinds
+        self._named_before: dict[int, str] = {} if earlier is None else earlier._seen
+        self._later: list[tuple[str, Any, int]] = []  # what another name may lead to
+        later: list[tuple[str, list[tuple[str, Any, int]]]] = []
+        for name, holder in holders.items():
+            self._look_from(name, [(name, holder, 0)])
+            later.append((name, self._later))
+            self._later = []
+        self._named_before = {}
+        for name, found in later:
+            self._look_from(name, found)
+        tensors = ((name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Tensor))
+        self._contents = contents(tensors)
+
+    def add(self, other: Snapshot) -> None:
+        """Merge what was found elsewhere, under other names."""
+        self.leaves |= other.leaves
+        self.holders |= other.holders
+        self._versions |= other._versions
+        self._kinds |= other._kinds
+        self._aliases |= other._aliases
+        self._objects |= other._objects
+        self._trained |= other._trained
+        self._gradients |= other._gradients
+        self._contents |= other._contents
+
+    def _look_from(self, holder: str, values: list[tuple[str, Any, int]]) -> None:
+        kept: tuple[dict[str, Any], ...] = (self.leaves, self._kinds, self._trained, self._gradients)
+        known_before = [len(found) for found in kept]
+        for value in values:
+            self._look(*value)
+        for found, known_found in zip(kept, known_before, strict=True):
+            self.holders.update(dict.fromkeys(islice(found, known_found, None), holder))
+
+    def _look(self, name: str, value: Any, depth: int) -> None:
+        if is_value(value):
+            self.leaves[name] = value
+            return
+        if depth > _DEPTH or not can_be_seen(value):
+            return
+        self._kinds[name] = kind_of(value)
+        if id(value) not in self._seen and self._named_before.get(id(value), name) != name:
+            self._later.append((name, value, depth))
+            return
+        first = self._seen.setdefault(id(value), name)
+        if first is not name and (may_take_turns(value) or isinstance(value, GENERATORS)):
+            self._aliases[name], self._objects[first] = first, value
+            return
+        if first is not name and not isinstance(value, _COPIED):
+            return
+        with contextlib.suppress(Exception):  # it may have no attributes, or be no list, despite its class
+            self._look_at(name, value, depth)
+
+    def _look_at(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self.leaves[name] = value
+            self._versions[name] = 0 if value.is_inference() else value._version
+            if value.is_leaf and id(value) not in self._of_modules:
+                self._trained[name + TRAINED] = value.requires_grad
+            if value.is_leaf and value.grad is not None:
+                self._gradients[name + GRADIENT] = value.grad, value.grad._version
+            self._look_into({**of_tensor(value), **hooks_of_tensor(value)}.items(), name, depth)
+            return
+        if isinstance(value, CONTAINERS) and hasattr(value, "__dict__"):  # of a derived class
+            self._look_into(vars(value).items(), name, depth)
+        if isinstance(value, np.generic):
+            self.leaves[name] = value.item()  # which state_dict() may return
+        elif isinstance(value, np.ndarray):
+            # A read-only one, such as a memory-mapped file, may be larger than the memory.
+            self.leaves[name] = fingerprint(value) if value.flags.writeable else repr(value)
+        elif isinstance(value, GENERATORS):  # once seeded, its state follows from the step
+            is_seeded = self._seeded is None or value in self._seeded
+            self.leaves[name] = _GENERATOR if is_seeded else place_of_generator(value)
+        elif isinstance(value, np.random.SeedSequence):
+            self.leaves[name] = repr(value.state)
+        elif isinstance(value, dict):
+            items = list(dict.items(value))
+            keys = range(len(items)) if are_hooks(value) else [self._key(key, n) for n, (key, _) in enumerate(items)]
+            parts = [part for _, part in items]
+            self._look_into(zip(keys, parts, strict=False), name, depth)
+            self._skim(name, items[_WIDTH:_FAR], parts[_WIDTH:_FAR], depth)
+        elif isinstance(value, (list, tuple, collections.deque)):
+            self.leaves[f"{name}{LENGTH}"] = length(value)
+            parts = list(islice(elements(value), _FAR))
+            self._look_into(enumerate(parts), name, depth)
+            self._skim(name, parts[_WIDTH:], parts[_WIDTH:], depth)
+        elif isinstance(value, (set, frozenset)):
+            parts = list(islice(elements(value), _FAR))
+            self.leaves[f"{name}, its elements"] = length(value), hash(frozenset(filter(is_plain, parts)))
+            self._look_into(enumerate(part for part in parts if not is_plain(part)), name, depth)
+        elif isinstance(value, ctypes._SimpleCData) and is_value(value.value):
+            self.leaves[name] = value.value  # which state_dict() may return
+        elif isinstance(value, _BYTES):
+            self.leaves[name] = bytes(value)
+        elif isinstance(value, SynchronizedBase):  # such as a multiprocessing.Value, by which workers are sent a level
+            self._look(name, value.get_obj(), depth)
+        elif is_iterator(value):
+            self.leaves[name] = place_of(value)
+        elif isinstance(value, nn.Module):
+            self._of_modules.update(map(id, value.parameters()))
+            for prefix, module in value.named_modules():
+                held = {**of_module(module), **module._parameters, **module._buffers}
+                self._look_into(held.items(), f"{name}.{prefix}".removesuffix("."), depth)
+        elif isinstance(value, Dataset) and not isinstance(value, IterableDataset):
+            # What a step may set in it, such as a level of difficulty; nothing large, and no files that are opened
+            # late.
+            self._look_into([(key, part) for key, part in vars(value).items() if is_small(part)], name, depth)
+        elif isinstance(value, (Event, threading.Event)):
+            self.leaves[name] = value.is_set()
+        elif isinstance(value, _VALUES):
+            self.leaves[name] = repr(value)
+        elif isinstance(value, io.TextIOBase):  # a binary one is often read at any place
+            if value.readable() and value.seekable() and not value.writable():
+                self.leaves[name] = place_in_file(value)
+        elif callable(getattr(type(value), "to_numpy", None)):  # a pandas or polars frame or series
+            self.leaves[name] = fingerprint(value[:: len(value) // _ROWS + 1].to_numpy())
+        elif isinstance(value, SEEN_INTO) or not is_of_library(value):
+            but = recomputed(value)
+            inner = [(key, part) for key, part in inner_parts(value) if key not in but]
+            self._look_into(inner, name, depth)
+            self._skim(name, inner[_WIDTH:], [part for _, part in inner[_WIDTH:]], depth)
+
+    def _look_into(self, parts: Iterable[tuple[object, Any]], name: str, depth: int) -> None:
+        for key, part in islice(parts, _WIDTH):
+            self._look(f"{name}.{key}", part, depth + 1)
+
+    def _skim(self, name: str, rest: list[Any], parts: list[Any], depth: int) -> None:
+        """Add the numbers and strings in the rest of a long list or dict as one hash, and a sample of other parts."""
+        plain = (None if part != part else part for part in filter(is_plain, rest))  # every NaN hashes differently
+        if seen := tuple(plain):  # nothing for parameters with empty states, which are not restored and need not be
+            self.leaves[f"{name}, the rest"] = hash(seen)
+        for number in range(0, len(parts), -(-len(parts) // _WIDTH) or 1):
+            if not is_plain(parts[number]):
+                self._look(f"{name}.{_WIDTH + number}", parts[number], depth + 1)
+
+    def _key(self, key: Any, number: int) -> str:
+        return self._names.get(id(key), str(number)) if isinstance(key, Tensor) else str(key)
