@@ -46,14 +46,14 @@ def test_a_set_that_counts_what_it_reads_is_told(workers: int, capfd: pytest.Cap
 class Shown(Noisy):
     """Counts what it reads to print it."""
 
-    shown = 0
+    reads_only_shown = 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.shown += 1
+        self.reads_only_shown += 1
         return super().__getitem__(index)
 
     def show(self) -> None:
-        print(self.shown, f"{self.shown} reads")
+        print(self.reads_only_shown, f"{self.reads_only_shown} reads")
 
 
 class Record:
