@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from same_training import checkpoints, repeated_steps
 from slurm_cluster import SlurmCluster
-from small_job import PATIENCE, CalmRun, both_ways_at_length, finish, restarts, submit
+from small_job import PATIENCE, CalmRun, both_ways, both_ways_at_length, finish, restarts, submit
 from training_job import TrainingJob
 
 from cluster_ddp.run.attempt import begin_attempt
@@ -55,7 +55,8 @@ def lost_nodes(training: TrainingJob) -> list[tuple[int, str]]:
     return [(event["attempt"], event["host"]) for event in training.events() if event["event"] == "node-lost"]
 
 
-@both_ways_at_length
+@pytest.mark.chaos  # other bad hosts: below, and in test_cluster_fault_table.py
+@both_ways
 def test_host_that_fails_again_is_excluded(cluster: SlurmCluster, calm: CalmRun, tmp_path: Path, via: str) -> None:
     """A rank that is killed there costs no more steps than those since the last checkpoint."""
     training = submit(cluster, tmp_path, "--via", via, braked=True)

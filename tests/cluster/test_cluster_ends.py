@@ -111,7 +111,7 @@ def test_scancel_is_final_at_any_moment(
         assert checkpoints(training.run)
 
 
-@pytest.mark.newest
+@pytest.mark.chaos  # at each moment, without the resume: above
 def test_cancelled_run_stays_cancelled_until_a_person_resumes_it(
     cluster: SlurmCluster, calm_alone: CalmRun, tmp_path: Path
 ) -> None:

@@ -177,7 +177,8 @@ def test_stopped_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: 
     assert training.status()["state"] == "STOPPED"
 
 
-@sbatch_first
+@pytest.mark.chaos
+@both_ways
 def test_failed_after_a_preemption(cluster: SlurmCluster, tmp_path: Path, via: str) -> None:
     training = submit(cluster, tmp_path, "--via", via, braked=True, requeue={"max_requeues": 1}, **ONE_RANK)
     preempt(training, 1)
