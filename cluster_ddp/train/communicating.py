@@ -11,19 +11,13 @@ import torch.distributed as dist
 
 from cluster_ddp.train.errors import TaskError
 
-_COLLECTIVES = (
-    "all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "scatter",
-)  # what names begin with
+# What the names of collectives begin with.
+_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "monitored_barrier", "reduce", "scatter")
+_NEW_GROUP = "_new_group_with_tag"
 IN_PREPARE = (
     "prepare() communicates between the ranks, but only one rank of each node calls it, and would wait for the others "
     "forever: leave out a barrier, since no rank goes on until prepare() has ended on all nodes; what all ranks do "
-    "together belongs into train_data()"
+    "together belongs in train_data()"
 )
 IN_CHECKS = (
     "state_dict() or load_state_dict() of what is passed in communicates between the ranks, but rank 0 calls them "
@@ -79,15 +73,16 @@ class Alone:
             self._kept = {name: own for name, own in methods if name.lstrip("_").startswith(_COLLECTIVES)}
             for name in self._kept:
                 setattr(dist.ProcessGroup, name, self._instead(name))
-            self._new_group = dist.distributed_c10d._new_group_with_tag
-            dist.distributed_c10d._new_group_with_tag = self._refuse_group  # which waits for all ranks, too
+            self._new_group = getattr(dist.distributed_c10d, _NEW_GROUP, None)  # which waits for all ranks, too
+            if self._new_group is not None:
+                setattr(dist.distributed_c10d, _NEW_GROUP, self._refuse_group)
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, own in self._kept.items():
             setattr(dist.ProcessGroup, name, own)
         if self._new_group is not None:
-            dist.distributed_c10d._new_group_with_tag = self._new_group
+            setattr(dist.distributed_c10d, _NEW_GROUP, self._new_group)
 
     def _refuse_group(self, *arguments: Any, **named: Any) -> Any:
         if threading.get_ident() == self._thread and dist.get_world_size() > 1:
