@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 _NAME = "torch._dynamo"
+_MOST_SECONDS = 60.0  # that a thread waits while another loads it; it then goes on with what there is, as in an import
 
 
 def defer_dynamo() -> None:
@@ -58,11 +59,18 @@ class _Deferred(ModuleType):
         return getattr(self._load(), name)
 
     def _load(self) -> Any:
-        lock = self._lock
-        with lock:
-            if isinstance(self, _Deferred):  # no other thread was first
-                _load_into(self, self._disabled)
-        return self
+        return _loaded(self)
+
+
+class _Loading(ModuleType):
+    """``torch._dynamo`` while it is being loaded: other threads, such as one that takes a step, wait for the rest."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if threading.get_ident() != own["_thread"] and own["_lock"].acquire(timeout=_MOST_SECONDS):
+            own["_lock"].release()
+            return getattr(self, name)  # of a plain module now
+        raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
 
 
 class _Part:
@@ -73,17 +81,28 @@ class _Part:
         vars(self).update(function)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(self._whole._load(), self._name), name)
+        return getattr(getattr(_loaded(self._whole), self._name), name)
 
 
-def _load_into(module: ModuleType, disabled: list[tuple[Any, bool]]) -> None:
+def _loaded(module: ModuleType) -> Any:
+    """The module itself, once the real one has been loaded into it."""
+    with vars(module)["_lock"]:
+        if isinstance(module, _Deferred):  # no other thread was first
+            _load_into(module)
+    return module
+
+
+def _load_into(module: ModuleType) -> None:
     """Load the real module; then disable what was to be disabled in code that is compiled."""
-    spec = module.__spec__
+    spec, own = module.__spec__, vars(module)
     assert spec is not None and spec.loader is not None
-    for name in vars(_Deferred(_NAME)).keys() - vars(ModuleType(_NAME)).keys():
-        delattr(module, name)
-    module.__class__ = ModuleType
+    own["_thread"] = threading.get_ident()
     module.__path__ = list(spec.submodule_search_locations or [])
-    spec.loader.exec_module(module)
-    for fn, recursive in disabled:
-        fn.__dynamo_disable = module.disable(fn, recursive, wrapping=False)
+    module.__class__ = _Loading
+    del own["utils"], own["trace_rules"]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        module.__class__ = ModuleType
+    for fn, recursive in own["_disabled"]:
+        fn.__dynamo_disable = own["disable"](fn, recursive, wrapping=False)

@@ -54,6 +54,31 @@ assert getattr(add, "__dynamo_disable") is not add, "torch's own, used before, a
 print("done")
 """
 
+IN_A_THREAD = """
+import threading
+from cluster_ddp.train.deferred_dynamo import defer_dynamo
+defer_dynamo()
+import torch
+
+def compile_late():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+other = threading.Thread(target=compile_late)
+other.start()
+while other.is_alive():
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch._dynamo.utils.get_optimize_ddp_mode()
+print("done")
+"""
+
+
+def test_a_step_while_another_thread_compiles_for_the_first_time() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "done\n", done.stderr
+
 
 def test_what_is_compiled_late_is_compiled_as_ever() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
