@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,78 @@ def test_what_is_made_late_and_made_again_by_loading_is_not_told(
     assert str(judge(Case(), tmp_path / "exact", MakesLate)) == "exact"
     verdict = judge(Case(), tmp_path / "fills", FillsLate)
     assert verdict.refused_at == 2 and "failed with AssertionError" in (verdict.refused or ""), verdict
+
+
+class Collects(ZooTask):
+    """Its state has a list of what is in a set, and a list of what is in a data frame."""
+
+    def __init__(self, case: Case, crash: int | None = None) -> None:
+        super().__init__(case, crash)
+        self.seen: set[int] = set()
+        self.frame = Frame([1.0])
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.seen.add(len(self.seen))
+        self.frame = Frame([*self.frame.rows, 1.0 + len(self.seen)])
+        return super().loss(model, batch) * len(self.seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seen": sorted(self.seen),
+            "frame": {str(number): [row] for number, row in enumerate(self.frame.rows)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.clear()
+        self.seen.update(state["seen"])
+        self.frame = Frame([row for [row] in state["frame"].values()])
+
+
+class Frame:
+    """A data frame, of which only an array is looked at."""
+
+    def __init__(self, rows: list[float]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: slice) -> Frame:
+        return Frame(self.rows[rows])
+
+    def to_numpy(self) -> Any:
+        return np.array(self.rows)
+
+
+class CollectsSome(Collects):
+    """Its state has only some of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seen": sorted(self.seen)[:1],
+            "frame": {str(number): [row] for number, row in enumerate(self.frame.rows[:2])},
+        }
+
+
+def test_a_set_that_comes_back_from_a_list_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert told(Collects, tmp_path / "all", capfd) == []
+    assert told(CollectsSome, tmp_path / "some", capfd) == ["task.frame", "task.seen"]
+
+
+class HasClock(ZooTask):
+    """Saves for how long it has trained."""
+
+    start, before = time.time(), 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.before + time.time() - self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before, self.start = state["seconds"], time.time()
+
+
+def test_a_clock_in_the_state_is_refused_as_such(tmp_path: Path) -> None:
+    assert "returns other values each time it is called: seconds" in str(judge(Case(), tmp_path, HasClock))
 
 
 class HasArray(ZooTask):

@@ -200,6 +200,10 @@ class Attributes(Snapshot):
         """Whether it is a number, a string or the like itself, and not only compared by one."""
         return name in self.leaves and name not in self._kinds
 
+    def is_frame(self, name: str) -> bool:
+        """Whether it is a data frame, of which the state may have a dict of lists or whatever it can be made from."""
+        return callable(getattr(self._kinds.get(name), "to_numpy", None))
+
     def has_alike(self, name: str, again: Attributes) -> bool:
         """Whether a leaf has the same value, or a tensor the same bits, after a resume."""
         leaf, loaded = self.leaves.get(name), again.leaves[name]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster_ddp.checkpoint.replicas import INTEGERS
+from cluster_ddp.train.state.kinds import is_plain
 from cluster_ddp.train.state.plain import is_device
 
 _WIDTH = 100  # how many elements of lists are looked at one by one
@@ -63,7 +64,7 @@ def _short(value: Any) -> str:
 
 
 def other_forms(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What the tensors and lists in the state of a task may have been made from, by name: arrays and numbers."""
+    """What tensors and lists in the state of a task may have been made from, by name: arrays, numbers and sets."""
     if isinstance(state, dict):
         for key, part in state.items():
             yield from other_forms(part, f"{name}.{key}".removeprefix("."))
@@ -73,6 +74,9 @@ def other_forms(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield name, state.numpy(force=True)
             yield f"{name}, its number", state.item()
     if isinstance(state, (list, tuple)):
+        parts = [tuple(part) if type(part) is list else part for part in state]
+        if all(map(is_plain, parts)):
+            yield f"{name}, as a set", frozenset(parts)
         array = None
         with contextlib.suppress(Exception):  # such as a list of lists of different lengths
             array = np.asarray(state)

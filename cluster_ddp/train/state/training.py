@@ -351,9 +351,18 @@ class State:
         if not self._first_of_task:
             return
         also.load_state_dict(copy.deepcopy(self._first_of_task))
+        if isinstance(also, Task):
+            self._watch.note_first(also)
         first, taken = _as_texts(self._first_of_task), _as_texts(also.state_dict())
         if first != taken:
             lost = sorted(key for key in first.keys() | taken.keys() if first.get(key) != taken.get(key))
+            again = _as_texts(also.state_dict())
+            if clocks := [key for key in lost if again.get(key) != taken.get(key)]:
+                raise TaskError(
+                    f"state_dict() of the task returns other values each time it is called: {', '.join(clocks)}\n"
+                    "    leave out what changes by itself, such as the time of day, or note it in loss(): "
+                    "self.seconds = self.seconds_before + time.time() - self.start"
+                )
             raise TaskError(
                 "load_state_dict() of the task (in a script, of what is passed to also=) does not restore what its "
                 f"state_dict() returned before the first step: {', '.join(lost)}\n"

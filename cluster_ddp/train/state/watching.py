@@ -66,6 +66,7 @@ class Watch:
         self._noted: Attributes | None = None
         self._first_names: set[str] = set()  # of the attributes of the task
         self._made_again: set[str] = set()  # what loading has made as it was
+        self._at_first: dict[str, Any] = {}  # what loading has put into data frames of another task
         self._stops_watching: Callable[[], None] | None = None
         self._read: set[str] = set()  # whose gradients of an earlier step an optimizer has used
         self._comes_back: dict[str, bool] = {}  # of attributes of the task that had changed at a check
@@ -138,6 +139,14 @@ class Watch:
             elif self._looks[0][0].is_value(f"task.{key}"):
                 values[key] = self._first(key)
 
+    def note_first(self, other: Task) -> None:
+        """Note what is in the data frames of another task that has been given the state from before training.
+
+        It is a copy, so what its loading does not put back is as it is now.
+        """
+        found = of_task(other)
+        self._at_first = {name: leaf for name, leaf in found.leaves.items() if found.is_frame(name)}
+
     def compare_values(self, other: Task) -> None:
         """Find out which of these the other has after loading the state of this one, and which tensors, made anew."""
         mine, theirs = vars(self._task), vars(other)
@@ -169,7 +178,7 @@ class Watch:
         """Find out what else would come back otherwise, by what the task has after loading the state of this one.
 
         These are numbers and tensors, such as those of which the state has rounded copies, and names that would no
-        longer refer to the same as another name.
+        longer refer to the same as another name. Data frames may come back from another form.
         """
         if not self._looks or self._noted is None:
             return
@@ -180,6 +189,9 @@ class Watch:
             lost |= was.changed_by_both_names(now) & self.before_loading.aliases_lost(again)
             made = again.leaves.keys() - self.before_loading.leaves.keys()
             self._made_again = {name for name in made.intersection(changed) if now.has_alike(name, again)}
+        frames = {name for name in self._at_first.keys() & changed if name in again.leaves}
+        made = {name for name in frames if not is_same(self._at_first[name], again.leaves[name])}
+        self._comes_back |= {name: True for name in made if now.has_alike(name, again)}
         self._comes_back |= {now.holders[name]: False for name in lost}
 
     def _first(self, key: str) -> Any:
