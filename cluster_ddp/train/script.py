@@ -35,7 +35,7 @@ from cluster_ddp.train.session import joined_rank
 from cluster_ddp.train.stop import handlers_put_back
 
 _joined: list[ScriptRun] = []
-# Seeds that are not the program's: torch draws one of 64 bits when a process starts. A smaller one was set before this
+# Seeds that are not the program's: torch draws a large one when a process starts. A smaller one was set before this
 # package was imported.
 _drawn = {torch.initial_seed()} if torch.initial_seed() >= 2**32 else set[int]()
 _OCCUPANT = ".joined-by-"

@@ -204,7 +204,7 @@ def tell_how_they_ended(error: RuntimeError, workers: list[BaseProcess]) -> None
 def _in_words(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit status {exit_code}"
-    name = signal.Signals(-exit_code).name
+    name = next((known.name for known in signal.Signals if known == -exit_code), f"signal {-exit_code}")
     known = {"SIGKILL": ", killed from outside, perhaps because the node ran out of memory", "SIGBUS": ", perhaps "
              "because the memory disk (/dev/shm) is full"}  # fmt: skip
     return f"ended by {name}{known.get(name, '')}"
@@ -243,7 +243,8 @@ def _send_instead(queue: queues.Queue[Any], error: Exception, batch: Any) -> Non
 
     Such as one that cannot be pickled, or for which the memory disk is full.
     """
-    if isinstance(batch, tuple) and (info := get_worker_info()) is not None:
+    is_batch = type(batch) is tuple and type(batch[0]) is int
+    if is_batch and (info := get_worker_info()) is not None:
         try:
             make_sendable(error)
         except RuntimeError as other:

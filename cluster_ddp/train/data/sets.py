@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import contextlib
 import copy
-import functools
-import linecache
-import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeGuard
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -77,49 +72,16 @@ class Numbers:
     """
 
     def __init__(self, *holders: object) -> None:
-        # By name: the same objects may have been made again, as in a cache.
-        self._found: dict[tuple[type, str], list[float]] = {}
+        self._found: dict[str, list[float]] = {}  # by name: the same objects may have been made again, as in a cache
         for part in parts_of(*holders, depth=_DEPTH):
             if is_of_user(type(part).__module__) and hasattr(part, "__dict__"):
                 for key, value in list(vars(part).items()):
                     if type(value) in (int, float):
-                        self._found.setdefault((type(part), key), []).append(value)
+                        self._found.setdefault(f"{type(part).__name__}.{key}", []).append(value)
 
     def changed(self, now: Numbers) -> list[str]:
-        """The names of those that are different now, or were not there, without those that are only counted."""
-        changed = (of for of, values in now._found.items() if self._found.get(of) != values)
-        return sorted({f"{kind.__name__}.{name}" for kind, name in changed if not is_only_counted(kind, name)})
-
-
-@functools.cache
-def is_only_counted(kind: type, name: str) -> bool:
-    """Whether a class counts in this attribute, and the program does nothing with it but set, count and print it.
-
-    As with a number of reads, by which one sees how often a cache was of use.
-    """
-    modules = {base.__module__ for base in kind.__mro__ if base not in (object, Dataset, Generic)}
-    texts = list(map(_source_of, modules))
-    if not any(re.search(rf"\.{name}\s*\+=", text) for text in texts):  # as for almost all attributes
-        return False
-    texts += (_source_of(key) for key in list(sys.modules) if key not in modules and is_of_user(key))
-    try:
-        nodes = [node for text in texts if name in text for node in _not_shown(ast.parse(text))]
-        found = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr == name)
-        return not any(isinstance(node.ctx, ast.Load) for node in found)
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-
-
-def _source_of(module: str) -> str:
-    return "".join(linecache.getlines(getattr(sys.modules.get(module), "__file__", None) or ""))
-
-
-def _not_shown(node: ast.AST) -> Iterator[ast.AST]:
-    """A syntax tree without what it formats and prints."""
-    if not (isinstance(node, ast.FormattedValue) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "print")):
-        yield node
-        for part in ast.iter_child_nodes(node):
-            yield from _not_shown(part)
+        """The names of those that are different now, or were not there."""
+        return sorted(name for name, values in now._found.items() if self._found.get(name) != values)
 
 
 def warn_of_counts(data: object, before: Numbers, after: Numbers) -> None:

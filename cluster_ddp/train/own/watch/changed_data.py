@@ -13,7 +13,6 @@ import torch.utils.data as torch_data
 from torch import Tensor
 
 from cluster_ddp.train.data.fingerprint import drawn_to
-from cluster_ddp.train.data.sets import is_only_counted
 from cluster_ddp.train.distributed import broadcast_object
 from cluster_ddp.train.own.data.batches import samplers_in
 from cluster_ddp.train.own.program import living
@@ -151,9 +150,7 @@ def _marks_of(part: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
         if isinstance(value, (Tensor, np.ndarray))
         else repr(value)
         for name, value in values.items()
-        if not isinstance(value, bool)
-        and getattr(value, "ndim", 0) <= _DIMENSIONS
-        and not (isinstance(value, _NUMBERS) and is_only_counted(type(part), name))  # type: ignore[arg-type]
+        if not isinstance(value, bool) and getattr(value, "ndim", 0) <= _DIMENSIONS
     }
 
 
